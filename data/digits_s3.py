@@ -1,0 +1,176 @@
+"""An S3 server on loopback, filled with scikit-learn's handwritten digits: images without network or account.
+
+`acquire` starts it as a child process, once for all users in this process, and the last `release` stops it.
+The child ends by itself when its stdin closes: when this process ends, however it does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import gzip
+import importlib.util
+import io
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+BUCKET = "digits"
+CREDENTIALS = ("embedded", "embedded")
+"""Access key and secret that the server takes; no secret."""
+
+IMAGE_SIZE = 32
+_NEEDED = ("moto", "flask", "flask_cors", "sklearn", "PIL")
+_START_TIMEOUT_S = 60
+
+_lock = threading.Lock()
+_server: _Server | None = None
+_users = 0
+
+
+def acquire() -> str:
+    """Start the server unless it runs, and count one user more.
+
+    Returns:
+        Its endpoint, e.g. "http://127.0.0.1:40123".
+
+    Raises:
+        ModuleNotFoundError: a package of the `demo` extra is not installed.
+        ConnectionError: the server does not start.
+    """
+    global _server, _users
+    with _lock:
+        if _server is None or not _server.is_mine():
+            _server, _users = _Server(), 0
+        _users += 1
+        return _server.endpoint_url
+
+
+def release() -> None:
+    """Count one user less; the last one stops the server."""
+    global _server, _users
+    with _lock:
+        _users -= 1
+        if _users <= 0 and _server is not None:
+            _server.stop()
+            _server = None
+
+
+class _Server:
+    """The child process, seen from its parent."""
+
+    def __init__(self) -> None:
+        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ModuleNotFoundError(
+                f"the embedded digits need {', '.join(missing)}, which is not installed: type "
+                '`pip install "ddp-hydra[demo]"`, or give a bucket with data.bucket=...'
+            )
+        self._parent = os.getpid()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)
+        folder = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "data.digits_s3"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the job, which still reads its last batches
+        )
+        atexit.register(self.stop)
+        self.endpoint_url = f"http://127.0.0.1:{self._read_port()}"
+
+    def _read_port(self) -> int:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            ready = select.select([stdout], [], [], _START_TIMEOUT_S)[0]
+            line = stdout.readline().strip() if ready else b""
+        if line.isdigit():
+            return int(line)
+        self._process.kill()
+        self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip()[-1000:]
+        self.stop()
+        raise ConnectionError(
+            f"the embedded S3 server did not start within {_START_TIMEOUT_S} s: "
+            f"{said or 'it said nothing'}. Give a bucket with data.bucket=..."
+        )
+
+    def is_mine(self) -> bool:
+        """Whether it runs, and was started by this process and not by one that forked it."""
+        return self._parent == os.getpid() and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Stop it, and wait until it is gone."""
+        if self._parent != os.getpid():
+            return
+        atexit.unregister(self.stop)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def digits() -> Iterator[tuple[str, bytes]]:
+    """Render the 1797 digits, 32x32 pixels; every fifth of each digit is for validation.
+
+    Yields:
+        Key ("train/<digit>/<number>.png" or "val/...") and PNG file.
+    """
+    from PIL import Image
+
+    # scikit-learn's own reader imports all of it, which takes longer than the rest of the start.
+    spec = importlib.util.find_spec("sklearn")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    seen: Counter[str] = Counter()
+    with gzip.open(file, "rt") as lines:
+        for number, row in enumerate(csv.reader(lines)):
+            pixels, digit = row[:64], str(int(float(row[64])))
+            seen[digit] += 1
+            part = "val" if seen[digit] % 5 == 0 else "train"
+            small = Image.frombytes("L", (8, 8), bytes(int(float(value)) * 255 // 16 for value in pixels))
+            png = io.BytesIO()
+            small.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC).save(png, "PNG")
+            yield f"{part}/{digit}/{number:04d}.png", png.getvalue()
+
+
+def _serve() -> None:
+    """Be the child process: fill the server, say its port, and serve until stdin closes."""
+    import logging
+
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.moto_server.werkzeug_app import create_backend_app
+    from moto.s3.models import s3_backends
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    # Filled from inside: over HTTP it would take seconds.
+    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    backend.create_bucket(BUCKET, "us-east-1")
+    for key, png in digits():
+        backend.put_object(BUCKET, key, png)
+    # The S3 application alone: moto's usual dispatcher takes half the time of a request to find it.
+    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.write(1, f"{server.server_port}\n".encode())
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

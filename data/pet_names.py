@@ -1,0 +1,317 @@
+"""Names, cut into windows of characters for a model that predicts the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import socket
+import tempfile
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
+PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")
+PUBLIC_URL = (
+    "https://saturn-public-data.s3.us-east-2.amazonaws.com/examples/pytorch/seattle_pet_licenses_cleaned.json"
+)
+_SET_SOURCE = "type data.source=<path, URL or s3://bucket/key> of a JSON list of names"
+
+
+class PetNames(Dataset):
+    """Windows of characters over a list of names.
+
+    Each name, with a stop character after it, gives one window for each of its characters: the last
+    `window + 1` characters up to there, padded on the left. The first `window` of them are what the model
+    sees, the last `window` what it is to say.
+
+    Args:
+        source: a JSON list of lower-case names: an http(s) URL, a path, or s3://bucket/key.
+        cache_dir: where downloads are kept; None: ddp_hydra in the user's cache folder (XDG_CACHE_HOME).
+        window: characters that the model sees.
+        holdout: share of the distinct names kept for validation, 0..1, chosen by a hash of each name.
+        split: "train": the names not held out; "val": the others.
+        timeout_s: seconds to wait for the network.
+        endpoint_url: of an s3:// source; None: what the environment says, else AWS.
+        region: of an s3:// source.
+        anon: read an s3:// source without credentials.
+
+    Attributes:
+        names: the names of the split, with repetitions, in the order of the file.
+        windows: uint8 (samples, window + 1), indices into `ALPHABET`.
+        num_classes: characters in the alphabet.
+
+    Raises:
+        ValueError: an argument out of its range, or a file that is no list of such names.
+        FileNotFoundError: no such file, URL, bucket or object.
+        PermissionError: the source can't be read.
+        ConnectionError: no network, or the host is not reachable.
+    """
+
+    built_once = True
+    num_classes = len(ALPHABET)
+
+    def __init__(
+        self,
+        source: str = PUBLIC_URL,
+        cache_dir: str | None = None,
+        window: int = 8,
+        holdout: float = 0.0,
+        split: str = "train",
+        timeout_s: float = 30,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        anon: bool = False,
+    ) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}, and must be at least 1 character: type data.window=8")
+        if not 0 <= holdout < 1:
+            raise ValueError(f"holdout is {holdout}, and is a share from 0 to below 1: type data.holdout=0.1")
+        if split not in ("train", "val"):
+            raise ValueError(f"split is {split!r}, and is train or val")
+        self.window = window
+        access = {"endpoint_url": endpoint_url, "region": region, "anon": anon}
+        names = _load(source, cache_dir, timeout_s, access)
+        self._known = frozenset(names)
+        if holdout:
+            names = [name for name in names if _is_held_out(name, holdout) == (split == "val")]
+        elif split == "val":
+            names = []
+        if not names:
+            raise ValueError(f"no names are left for {split}: holdout is {holdout}; type data.holdout=0.1")
+        self.names = names
+        self.windows = make_windows(names, window)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "windows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.windows = make_windows(self.names, self.window)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return what the model sees and what it is to say, each uint8 (window,)."""
+        window = self.windows[index]
+        return window[:-1], window[1:]
+
+    def __getitems__(self, indices: Sequence[int]) -> Tensor:
+        """Return a batch of windows, uint8 (batch, window + 1)."""
+        return self.windows[torch.as_tensor(indices)]
+
+    def collate(self, samples: Tensor) -> Tensor:
+        """Return the samples: `__getitems__` made them one tensor."""
+        return samples
+
+    def prepare(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Split windows into input and target, on the device they are on.
+
+        Args:
+            batch: uint8 (batch, window + 1).
+
+        Returns:
+            One-hot characters, float32 (batch, window, 31), and the character after each, (batch, window).
+        """
+        characters = batch.long()
+        return F.one_hot(characters[:, :-1], self.num_classes).float(), characters[:, 1:]
+
+    def sample(self, model: nn.Module, n: int, temperature: float = 1.0, seed: int = 0) -> list[str]:
+        """Let the model make up names.
+
+        Args:
+            model: (batch, window, 31) one-hot -> logits (batch, window, 31), on any device.
+            n: how many names.
+            temperature: below 1: more usual names; above 1: stranger ones.
+            seed: the same seed and model give the same names.
+
+        Returns:
+            `n` names that are new: none of the source, none empty, none twice. Fewer only where the model
+            keeps saying the same ones.
+
+        Raises:
+            ValueError: `n` or `temperature` is not positive.
+        """
+        if n < 1 or temperature <= 0:
+            raise ValueError(
+                f"n is {n} and temperature {temperature}; both must be above 0: type n=50 temperature=1.0"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        was_training = model.training
+        model.eval()
+        new: dict[str, None] = {}
+        try:
+            for _ in range(20):
+                for name in self._generate(model, 2 * n + 32, temperature, generator):
+                    if name and name not in self._known:
+                        new[name] = None
+                if len(new) >= n:
+                    break
+        finally:
+            model.train(was_training)
+        return list(new)[:n]
+
+    @torch.no_grad()
+    def _generate(
+        self, model: nn.Module, n: int, temperature: float, generator: torch.Generator
+    ) -> list[str]:
+        """Make up `n` names at once, without those that grow longer than the longest known one."""
+        first = next(model.parameters())
+        longest = max(map(len, self._known)) + 1
+        said = torch.full((n, self.window), PAD)
+        ended = torch.zeros(n, dtype=torch.bool)
+        for _ in range(longest):
+            x = F.one_hot(said[:, -self.window :], self.num_classes)
+            logits = model(x.to(first.device, first.dtype))[:, -1].float().cpu() / temperature
+            logits[:, PAD] = -torch.inf
+            character = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            said = torch.cat([said, character], dim=1)
+            ended |= character[:, 0] == STOP
+            if ended.all():
+                break
+        texts = ["".join(ALPHABET[index] for index in row) for row in said[ended, self.window :].tolist()]
+        return [text.partition("+")[0].strip() for text in texts]
+
+
+def make_windows(names: Sequence[str], window: int) -> Tensor:
+    """Cut names into windows.
+
+    Args:
+        names: of the alphabet's characters, without padding and stop.
+        window: characters that the model sees.
+
+    Returns:
+        uint8 (characters and stops of all names, window + 1), indices into `ALPHABET`.
+    """
+    table = torch.zeros(256, dtype=torch.uint8)
+    for index, character in enumerate(ALPHABET):
+        table[ord(character)] = index
+    text = bytearray("+".join([*names, ""]).encode("ascii"))
+    characters = table[torch.frombuffer(text, dtype=torch.uint8).long()]
+    lengths = torch.tensor([len(name) + 1 for name in names])
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    # Row i looks back from character i; what lies before its name is padding.
+    positions = torch.arange(len(characters))[:, None] + torch.arange(-window, 1)
+    seen = characters[positions.clamp(min=0)]
+    return seen.masked_fill_(positions < starts[:, None], PAD)
+
+
+def _is_held_out(name: str, share: float) -> bool:
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str, Any]) -> list[str]:
+    """Read and check the names; what comes over the network is kept on disk."""
+    scheme = urlsplit(source).scheme
+    if scheme not in ("http", "https", "s3"):
+        return _parse(_read_file(source), source)
+    folder = Path(cache_dir).expanduser() if cache_dir else _user_cache()
+    kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"
+    with contextlib.suppress(OSError, ValueError):  # not there yet, or damaged
+        return _parse(kept.read_bytes(), source)
+    content = _read_s3(source, access) if scheme == "s3" else _download(source, timeout_s)
+    names = _parse(content, source)
+    try:
+        _write_whole(kept, content)
+    except OSError as error:
+        warnings.warn(
+            f"the names can't be kept for the next time: {error}; type data.cache_dir=...", stacklevel=3
+        )
+    return names
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_hydra"
+
+
+def _write_whole(path: Path, content: bytes | bytearray) -> None:
+    """Write so that the name is never that of a half-written file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            file.write(content)
+            file.flush()
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _read_file(source: str) -> bytes:
+    path = Path(source.removeprefix("file://")).expanduser()
+    try:
+        return path.read_bytes()
+    except PermissionError:
+        raise PermissionError(
+            f"source {source!r}: {path.absolute()} may not be read; {_SET_SOURCE}"
+        ) from None
+    except OSError as error:
+        host = socket.gethostname()
+        raise FileNotFoundError(
+            f"source {source!r}: {path.absolute()} on {host} can't be read ({error.strerror}); {_SET_SOURCE}"
+        ) from None
+
+
+def _read_s3(source: str, access: dict[str, Any]) -> bytearray:
+    from data.s3 import Bucket
+
+    url = urlsplit(source)
+    return Bucket(url.netloc, setting="data.source", **access).get(url.path.lstrip("/"))
+
+
+def _download(url: str, timeout_s: float) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (http and https only)
+            return response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            kinds = {
+                401: PermissionError,
+                403: PermissionError,
+                404: FileNotFoundError,
+                410: FileNotFoundError,
+            }
+            kind = kinds.get(error.code, ConnectionError)
+            raise kind(f"{url} answered {error.code} {error.reason}; {_SET_SOURCE}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ConnectionError(
+            f"{url} is not reachable ({reason}). Without a network, {_SET_SOURCE}"
+        ) from None
+
+
+def _parse(content: bytes | bytearray, source: str) -> list[str]:
+    try:
+        names = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{source} is no JSON ({error}); {_SET_SOURCE}") from None
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"{source} holds {str(names)[:60]!r}, and must be a list of names; {_SET_SOURCE}")
+    allowed = frozenset(ALPHABET) - {"*", "+"}
+    bad = [f"{name!r} (number {index})" for index, name in enumerate(names) if not _is_name(name, allowed)]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of the {len(names)} names in {source} are not text of the characters "
+            f"{ALPHABET[2:]!r}: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}. Write them in lower "
+            "case"
+        )
+    return names
+
+
+def _is_name(name: object, allowed: frozenset[str]) -> bool:
+    return isinstance(name, str) and bool(name) and allowed.issuperset(name)

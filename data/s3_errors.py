@@ -1,0 +1,93 @@
+"""What an S3 client says in its own words, said in those of the config."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from data.s3 import Bucket
+
+_DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
+_OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
+_ROLE_ENDPOINTS = ("169.254.169.254", "169.254.170.2")
+
+
+def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Exception:
+    """Turn an error of the client into a builtin one that says what to type.
+
+    Args:
+        error: of obstore.
+        bucket: what was read.
+        key: the object, where it was one.
+
+    Returns:
+        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for what is not known here.
+    """
+    if isinstance(error, RuntimeError | ImportError | PermissionError):
+        return error
+    full = str(error)
+    text = full.split("\n\nDebug source")[0]
+    status = (re.findall(r"status code: (\d{3})", text) or [""])[0]
+    code = (re.findall(r"<Code>(\w+)</Code>", text) or [status])[0]
+    where = f"at {bucket.endpoint_url}" if bucket.endpoint_url else "at AWS (no data.endpoint_url is given)"
+    name = f"bucket {bucket.name!r}"
+
+    if code == "NoSuchBucket":
+        return FileNotFoundError(
+            f"there is no {name} {where}: check {bucket.setting}=... and data.endpoint_url=..."
+        )
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"there is no object s3://{bucket.name}/{key} {where}")
+    if any(address in full for address in _ROLE_ENDPOINTS):
+        return PermissionError(
+            f"no S3 credentials were found for {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+            "the environment (of the workers, too), or AWS_PROFILE and `pip install boto3`, or type "
+            "data.anon=true for a public bucket"
+        )
+    if "without LOCATION" in text or code in _OTHER_REGION:
+        region = repr(bucket.region) if bucket.region else "the default one"
+        return ValueError(
+            f"{name} is in another region than {region}: type data.region=..., for example "
+            "data.region=us-east-2"
+        )
+    if code in _DENIED or status in ("401", "403"):
+        return PermissionError(
+            f"{name} {where} refused {_credentials(bucket)} ({code}): check AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE, or type data.anon=true for a "
+            "public bucket"
+        )
+    if "HTTP error" in text:
+        return ConnectionError(
+            f"the S3 store {where} is not reachable{_cause(full)}: check the network and "
+            "data.endpoint_url=..."
+        )
+    if status:
+        return ConnectionError(
+            f"the S3 store {where} answered {name} with {code}: if it is an S3 store, try again later; if "
+            "not, check data.endpoint_url=..."
+        )
+    if "invalid path" in text or "parse path" in text:
+        path = (re.findall(r'[Pp]ath "([^"]*)"', text) or ["?"])[0]
+        return ValueError(
+            f"{name} holds an object {path!r}, which has an empty or dotted folder and can't be read: rename "
+            "it, or give a prefix without it"
+        )
+    return OSError(f"{name} {where}: {text}")
+
+
+def _credentials(bucket: Bucket) -> str:
+    if bucket.anon:
+        return "a reader without credentials (data.anon=true)"
+    if bucket.credentials is None and "AWS_ACCESS_KEY_ID" in os.environ:
+        return (
+            f"the credentials of the environment (AWS_ACCESS_KEY_ID={os.environ['AWS_ACCESS_KEY_ID'][:4]}...)"
+        )
+    return "the credentials that were found"
+
+
+def _cause(full: str) -> str:
+    """Return " (why)" from the depths of the client's error, or nothing."""
+    found = re.findall(r'message: "([^"]+)"', full) or re.findall(r"kind: (TimedOut|Timeout)", full)
+    return f" ({found[-1]})" if found else ""

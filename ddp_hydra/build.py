@@ -1,0 +1,122 @@
+"""From config to objects, on a rank: data sets, loader, model, optimizer, schedule.
+
+The framework knows no model and no data set; it asks of a data set
+
+    __len__, __getitem__              as every map-style data set has them
+    __getitems__(indices)             optional: a whole batch at once
+    collate(samples) -> batch         optional: torch's default_collate otherwise
+    prepare(batch) -> (x, y)          optional: on the device; normalises, encodes
+    classes or num_classes            optional: fills model.num_classes
+    set_epoch(epoch)                  optional: for augmentation
+    built_once = True                 optional: built on rank 0, pickled to the others
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, get_method, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+
+
+def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """Instantiate a node of the config; what the class says of a bad argument is passed on as a ConfigError."""
+    with warnings.catch_warnings():
+        # Hydra 1.4 asks for a list of allowed targets; here they are the user's own, from the user's own config.
+        warnings.filterwarnings("ignore", message=".*whitelist.*")
+        try:
+            return instantiate(node, *args, **kwargs)
+        except InstantiationException as error:
+            cause = error.__cause__
+            if cause is None or isinstance(cause, (ImportError, AttributeError)):
+                raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
+            if isinstance(cause, (OSError, ValueError, TypeError, LookupError)):
+                raise ConfigError(f"{node.get('_target_')}: {cause}") from error
+            raise
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def dataset(node: DictConfig | None) -> Any:
+    """Build a data set, or let rank 0 build it for all where its class says `built_once`."""
+    if node is None:
+        return None
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not built_once(node):
+        return make(node)
+    box = [make(node) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def built_once(node: DictConfig) -> bool:
+    """Whether the data set's class wants to be built by one rank only."""
+    try:
+        return bool(getattr(get_class(node["_target_"]), "built_once", False))
+    except (ValueError, ImportError):  # not a class; a bad name is reported when it is built
+        return False
+
+
+def sampler(cfg: DictConfig, n_samples: int, rank: int, world_size: int) -> Any:
+    """Build the training sampler of a rank."""
+    return make(
+        cfg.sampler, n_samples=n_samples, batch_size=cfg.data.batch_size, rank=rank, world_size=world_size
+    )
+
+
+def model(cfg: DictConfig, data: Any) -> nn.Module:
+    """Build the model; a `num_classes` of null is what the data set has."""
+    node = cfg.model
+    if "num_classes" in node and node.num_classes is None:
+        found = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
+        if not found:
+            raise ConfigError(
+                f"model.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to take it "
+                "from: give model.num_classes=<n>"
+            )
+        node = OmegaConf.merge(node, {"num_classes": found})
+    return make(node)
+
+
+def optimizer(cfg: DictConfig, parameters: Any) -> torch.optim.Optimizer:
+    """Build the optimizer over a model's parameters."""
+    return make(cfg.optimizer, parameters)
+
+
+def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """Build the learning-rate schedule: ours, or any of torch's."""
+    arguments = {"total_steps": total_steps}
+    parameters = inspect.signature(get_method(cfg.scheduler["_target_"])).parameters if _is_function(cfg) else {}
+    if parameters and "total_steps" not in parameters:
+        arguments = {}
+    return make(cfg.scheduler, optimizer, **arguments)
+
+
+def _is_function(cfg: DictConfig) -> bool:
+    try:
+        get_method(cfg.scheduler["_target_"])
+    except (ValueError, ImportError):
+        return False
+    return True
+
+
+def device(cfg: DictConfig) -> torch.device:
+    """The rank's device. Each rank sees its own GPU first, so that is always `cuda:0`."""
+    wanted = cfg.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda, but torch finds no GPU on this worker: give trainer.device=cpu or auto")
+    return torch.device("cuda:0" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Whether the model has 2-d convolutions, for which channels_last pays."""
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())

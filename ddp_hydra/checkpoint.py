@@ -1,0 +1,203 @@
+"""The state of a training run: captured, written beside the training, and restored.
+
+A checkpoint is a dict of tensors and plain values that `torch.load(weights_only=True)` takes. Randomness needs no
+state: the order of samples, their augmentation and the seed of each step are functions of the position.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_hydra import results
+from ddp_hydra.errors import CheckpointError
+
+FORMAT = 1
+
+
+@dataclass
+class Position:
+    """How far a run is.
+
+    Args:
+        step: optimizer steps done.
+        epoch: epochs completed.
+        samples: samples seen by all ranks together.
+        offset: of these, how many in the epoch under way.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    offset: int = 0
+
+    def advance(self, samples: int) -> None:
+        """One step, over so many samples of all ranks."""
+        self.step += 1
+        self.samples += samples
+        self.offset += samples
+
+    def end_epoch(self) -> None:
+        """On to the next epoch."""
+        self.epoch += 1
+        self.offset = 0
+
+
+@dataclass
+class State:
+    """All that a run needs to go on.
+
+    Args:
+        model: not wrapped in DDP.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        position: how far it is.
+        best: the objective's best value so far.
+        config: the resolved config, plain.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    position: Position
+    config: dict[str, Any]
+    best: float | None = None
+
+    def capture(self) -> dict[str, Any]:
+        """A copy, on the CPU, that later steps don't change."""
+        return to_cpu(
+            {
+                "format": FORMAT,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+                "position": asdict(self.position),
+                "best": self.best,
+                "config": self.config,
+                "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+                "torch": torch.__version__,
+            }
+        )
+
+    def restore(self, content: dict[str, Any]) -> None:
+        """Put a captured state back.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        load_weights(self.model, content)
+        try:
+            self.optimizer.load_state_dict(content["optimizer"])
+            self.scheduler.load_state_dict(content["scheduler"])
+            self.position = Position(**content["position"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was made "
+                "with (resume=<run dir> brings it along)"
+            ) from error
+        self.best = content.get("best")
+
+
+def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
+    """Put a checkpoint's weights into a model.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    try:
+        model.load_state_dict(content["model"])
+    except (KeyError, RuntimeError) as error:
+        lines = str(error).splitlines()
+        raise CheckpointError(
+            f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
+        ) from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint file; it is never unpickled.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or something else.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}") from None
+    except Exception as error:  # torch raises about anything here
+        raise CheckpointError(
+            f"{path} can't be read as a checkpoint ({type(error).__name__}: {str(error).splitlines()[0]:.120}): it is "
+            "damaged or something else; take an earlier step file of the same run"
+        ) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of ddp_hydra: it has no format={FORMAT}")
+    return content
+
+
+def read_on_all_ranks(path: Path | None) -> dict[str, Any]:
+    """Read on rank 0 and send to the others. A collective.
+
+    Args:
+        path: the file, on rank 0's host; the others may give None.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        assert path is not None
+        return read(path)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        assert path is not None
+        box[0] = read(path)
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def to_cpu(value: Any) -> Any:
+    """Copy all tensors of a nested state to the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: to_cpu(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_cpu(part) for part in value)
+    return value
+
+
+class Saver:
+    """Writes checkpoints in the background: the loop waits only for the copy of the tensors."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def save(self, state: State, metrics: dict[str, float], best: bool) -> None:
+        """Copy the state, and write it while training goes on. Waits for the one before."""
+        self.wait()
+        content = state.capture()
+        meta = {**asdict(state.position), "metrics": metrics, "best": best}
+        self.thread = threading.Thread(target=self._write, args=(content, meta), name="checkpoint")
+        self.thread.start()
+
+    def _write(self, content: dict[str, Any], meta: dict[str, Any]) -> None:
+        try:
+            results.submit_file(
+                f"checkpoints/step-{meta['step']:06d}.pt",
+                lambda path: torch.save(content, path),
+                step=meta["step"],
+                checkpoint=meta,
+            )
+        except BaseException as error:
+            self.error = error
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on its way; raise what went wrong with it."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error

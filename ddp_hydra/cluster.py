@@ -1,0 +1,82 @@
+"""A cluster for the time of a job: any Dask cluster class by its `_target_`, with its native arguments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import dask
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_hydra.errors import ClusterError
+
+OURS = ("wait_timeout_s",)
+"""Keys of a cluster's config that are not arguments of its class."""
+
+
+class Inline:
+    """`cluster=inline`: no cluster; one rank in this process."""
+
+
+def is_inline(cfg: DictConfig) -> bool:
+    """Whether the job runs in this process."""
+    return bool(cfg.get("_target_") == f"{Inline.__module__}.{Inline.__qualname__}")
+
+
+def is_local(cfg: DictConfig) -> bool:
+    """Whether the workers will be children of this process, in its own environment."""
+    return str(cfg.get("_target_", "")).rpartition(".")[2] in ("LocalCluster", "LocalCUDACluster")
+
+
+@contextmanager
+def connect(cfg: DictConfig) -> Iterator[Any]:
+    """Bring up a cluster, wait for its workers, and take it down at the end.
+
+    Args:
+        cfg: `_target_` and its arguments; n_workers, wait_timeout_s.
+
+    Yields:
+        The `distributed.Client`.
+
+    Raises:
+        ClusterError: it cannot be started, or too few workers came in time.
+    """
+    with ExitStack() as stack:
+        if is_local(cfg):
+            # Importing torch takes longer than starting workers, so it begins first, beside them.
+            from ddp_hydra.rank_host import warm
+
+            warm.hold()
+            stack.callback(warm.release)
+        # Before the import, which sets up Dask's loggers: it speaks from warnings on.
+        dask.config.set({"logging.distributed": "warning"})
+        from distributed import Client
+        from hydra.utils import instantiate
+
+        native = {key: value for key, value in OmegaConf.to_container(cfg, resolve=True).items() if key not in OURS}
+        try:
+            cluster = stack.enter_context(instantiate(native))
+            client = stack.enter_context(Client(cluster))
+        except Exception as error:
+            raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {error}") from error
+        wait_for_workers(client, cfg.get("n_workers") or 1, cfg.get("wait_timeout_s", 60.0))
+        yield client
+
+
+def wait_for_workers(client: Any, n_workers: int, timeout_s: float) -> None:
+    """Wait until so many workers are there.
+
+    Raises:
+        ClusterError: saying how many came.
+    """
+    begin = time.monotonic()
+    try:
+        client.wait_for_workers(n_workers, timeout=timeout_s)
+    except TimeoutError:
+        came = len(client.scheduler_info(n_workers=-1)["workers"])
+        raise ClusterError(
+            f"{came} of {n_workers} workers came in {time.monotonic() - begin:.0f} s: look at the cluster's own logs, ask "
+            f"for fewer with cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s"
+        ) from None

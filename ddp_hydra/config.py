@@ -1,0 +1,210 @@
+"""The part of a config that the framework itself reads, with its types.
+
+Groups whose content belongs to others (`cluster`, `data`, `model`, `optimizer` …) stay free-form: they are
+arguments of their `_target_`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from ddp_hydra.errors import ConfigError
+
+
+class Precision(Enum):
+    """Arithmetic of the forward pass."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Device(Enum):
+    """Where to train; auto takes the GPU where there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Direction(Enum):
+    """Which way an objective is better."""
+
+    maximize = "maximize"
+    minimize = "minimize"
+
+
+class Backend(Enum):
+    """Of the process group; auto takes NCCL for GPUs and gloo for the rest."""
+
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class Handler(Enum):
+    """Where the writers run."""
+
+    client = "client"
+
+
+@dataclass
+class TrainerConfig:
+    """How long to train and what to do on the way.
+
+    Args:
+        epochs: passes over the training data; null where only max_steps counts.
+        max_steps: optimizer steps; null where only epochs count.
+        device: cpu, cuda or auto.
+        precision: fp32 or bf16 (autocast).
+        channels_last: memory layout of images; null means yes for models with 2-d convolutions.
+        threads: CPU threads per rank; 0 shares each host's cores out among its ranks.
+        log_every_steps: a point on each curve every so many steps.
+        validate_every_epochs: 0 means only at the end.
+        checkpoint_every_steps: 0 means not by steps.
+        checkpoint_every_epochs: 0 means only at the end.
+    """
+
+    epochs: int | None = 5
+    max_steps: int | None = None
+    device: Device = Device.auto
+    precision: Precision = Precision.fp32
+    channels_last: bool | None = None
+    threads: int = 0
+    log_every_steps: int = 10
+    validate_every_epochs: int = 1
+    checkpoint_every_steps: int = 0
+    checkpoint_every_epochs: int = 1
+
+
+@dataclass
+class DispatchConfig:
+    """How the gang is placed.
+
+    Args:
+        ranks: number of ranks; null for one on each worker.
+        backend: gloo, nccl or auto.
+        timeout_s: of collectives.
+        queue_timeout_s: how long to wait for workers that other jobs hold.
+        start_timeout_s: how long the ranks may take to come up.
+        port_range: first and last port allowed for the rendezvous; null for any free one.
+    """
+
+    ranks: int | None = None
+    backend: Backend = Backend.auto
+    timeout_s: float = 1800.0
+    queue_timeout_s: float = 86400.0
+    start_timeout_s: float = 300.0
+    port_range: list[int] | None = None
+
+
+@dataclass
+class ResultsConfig:
+    """Where results go.
+
+    Args:
+        handler: client: the writers run where the command was typed.
+        keep_checkpoints: newest step files to keep besides last and best; null keeps all.
+    """
+
+    handler: Handler = Handler.client
+    keep_checkpoints: int | None = 3
+
+
+@dataclass
+class ObjectiveConfig:
+    """What `best` means, and what a sweep compares.
+
+    Args:
+        metric: name of a logged metric.
+        direction: maximize or minimize.
+    """
+
+    metric: str = "val/accuracy"
+    direction: Direction = Direction.maximize
+
+
+@dataclass
+class Config:
+    """A job.
+
+    Args:
+        cluster: the Dask cluster: its class and its native arguments.
+        data: batch_size, and the data sets `train` and `val`.
+        model: the model's class or function and its arguments.
+        sampler: who reads what.
+        optimizer: the optimizer and its arguments but the parameters.
+        scheduler: the learning-rate schedule.
+        trainer: see TrainerConfig.
+        dispatch: see DispatchConfig.
+        results: see ResultsConfig.
+        objective: see ObjectiveConfig.
+        seed: of everything random.
+        tags: words to find the run by.
+        resume: a run directory or checkpoint file to go on from.
+        dry_run: build model and data and read one batch, here, without a cluster.
+    """
+
+    cluster: Any = MISSING
+    data: Any = MISSING
+    model: Any = MISSING
+    sampler: Any = MISSING
+    optimizer: Any = MISSING
+    scheduler: Any = MISSING
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    results: ResultsConfig = field(default_factory=ResultsConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    seed: int = 0
+    tags: list[str] = field(default_factory=list)
+    resume: str | None = None
+    dry_run: bool = False
+
+
+def register() -> None:
+    """Make the schemas known to Hydra, as `base_config` and `<group>/base`."""
+    store = ConfigStore.instance()
+    store.store(name="base_config", node=Config, provider="ddp_hydra")
+    for group, node in (("trainer", TrainerConfig), ("dispatch", DispatchConfig), ("results", ResultsConfig)):
+        store.store(group=group, name="base", node=node, provider="ddp_hydra")
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse what no job can mean, before anything is started.
+
+    Raises:
+        ConfigError: with the key, the value given and what is allowed.
+    """
+    positive = {
+        "cluster.n_workers": OmegaConf.select(cfg, "cluster.n_workers"),
+        "dispatch.ranks": cfg.dispatch.ranks,
+        "data.batch_size": OmegaConf.select(cfg, "data.batch_size"),
+        "trainer.epochs": cfg.trainer.epochs,
+        "trainer.max_steps": cfg.trainer.max_steps,
+        "trainer.log_every_steps": cfg.trainer.log_every_steps,
+        "results.keep_checkpoints": cfg.results.keep_checkpoints,
+    }
+    for key, value in positive.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"{key}={value}: give a whole number of at least 1")
+    for key in ("validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs", "threads"):
+        if cfg.trainer[key] < 0:
+            raise ConfigError(f"trainer.{key}={cfg.trainer[key]}: give 0 or more")
+    if cfg.trainer.epochs is None and cfg.trainer.max_steps is None:
+        raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
+    if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
+        raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
+    ports = cfg.dispatch.port_range
+    if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
+        raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved config as plain dicts and values, enums by name: what travels to ranks and into checkpoints."""
+    container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}

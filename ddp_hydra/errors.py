@@ -1,0 +1,61 @@
+"""Everything that ddp_hydra raises on purpose.
+
+DdpHydraError
+├── ConfigError            the composed config cannot be a job
+├── ClusterError           no cluster, or not enough workers in time
+├── RecordError            a record is malformed, or points out of the run directory
+├── CheckpointError        a checkpoint is missing, damaged, or not for this model
+└── JobFailed              the gang failed; carries the root cause
+    └── RankFailed         a rank raised, exited or was killed
+
+Each message says what was given, what is allowed or was found, and what to type. They derive from Hydra's
+compact exception, so that the command line shows the sentence and not a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hydra.errors import CompactHydraException
+
+if TYPE_CHECKING:
+    from ddp_hydra.outcome import Failure
+
+
+class DdpHydraError(CompactHydraException):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(DdpHydraError):
+    """The composed config cannot be a job."""
+
+
+class ClusterError(DdpHydraError):
+    """No cluster, or not enough workers in time."""
+
+
+class RecordError(DdpHydraError):
+    """A record is malformed, or points out of the run directory."""
+
+
+class CheckpointError(DdpHydraError):
+    """A checkpoint is missing, damaged, or not for this model."""
+
+
+class JobFailed(DdpHydraError):
+    """The gang failed.
+
+    Args:
+        message: one sentence for a person.
+        failure: the root cause.
+        symptoms: failures of other ranks that followed from it.
+    """
+
+    def __init__(self, message: str, failure: Failure, symptoms: tuple[Failure, ...] = ()) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.symptoms = symptoms
+
+
+class RankFailed(JobFailed):
+    """A rank raised, exited or was killed."""

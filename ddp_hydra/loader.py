@@ -1,0 +1,91 @@
+"""Batches of a data set, made ahead of the loop by threads of the rank's own process.
+
+No worker processes: reading from an object store waits without the interpreter lock, decoding releases it, and
+there is nothing to fork.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+
+class Loader:
+    """Turns batches of indices into batches on a device.
+
+    Args:
+        dataset: a map-style data set; see `build.py` for what it may offer.
+        device: where batches go.
+        channels_last: memory layout of 4-d inputs.
+        look_ahead: batches being made while the model trains; 0 makes each when it is asked for.
+    """
+
+    def __init__(self, dataset: Any, device: torch.device, channels_last: bool = False, look_ahead: int = 2) -> None:
+        self.dataset = dataset
+        self.device = device
+        self.channels_last = channels_last
+        self.look_ahead = look_ahead
+        self.collate = getattr(dataset, "collate", default_collate)
+        self.prepare = getattr(dataset, "prepare", lambda batch: batch)
+        self.waited_s = 0.0
+
+    def load(self, batches: Iterable[list[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (x, y) for each batch of indices, in order."""
+        for batch in self.ahead(batches) if self.look_ahead else map(self.make, batches):
+            x, y = self.prepare(self.to_device(batch))
+            if self.channels_last and x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
+            yield x, y
+
+    def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+        """Make `look_ahead` batches in the background."""
+        with ThreadPoolExecutor(self.look_ahead, thread_name_prefix="loader") as pool:
+            pending: deque[Future[Any]] = deque()
+            try:
+                for indices in batches:
+                    pending.append(pool.submit(self.make, indices))
+                    if len(pending) > self.look_ahead:
+                        yield self.take(pending)
+                while pending:
+                    yield self.take(pending)
+            finally:
+                for future in pending:
+                    future.cancel()
+
+    def take(self, pending: deque[Future[Any]]) -> Any:
+        """The next batch, and how long the loop waited for it."""
+        begin = time.perf_counter()
+        batch = pending.popleft().result()
+        self.waited_s += time.perf_counter() - begin
+        return batch
+
+    def make(self, indices: list[int]) -> Any:
+        """Read one batch."""
+        if hasattr(self.dataset, "__getitems__"):
+            batch = self.collate(self.dataset.__getitems__(indices))
+        else:
+            batch = self.collate([self.dataset[index] for index in indices])
+        return pin(batch) if self.device.type == "cuda" else batch
+
+    def to_device(self, batch: Any) -> Any:
+        """Copy to the device, tensors inside lists, tuples and dicts too."""
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, (list, tuple)):
+            return type(batch)(self.to_device(part) for part in batch)
+        if isinstance(batch, dict):
+            return {name: self.to_device(part) for name, part in batch.items()}
+        return batch
+
+
+def pin(batch: Any) -> Any:
+    """Pinned memory lets the copy to the GPU run beside the computation."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)

@@ -1,0 +1,93 @@
+"""The project space (conf, models, data): found, packed under its content hash, unpacked on a worker.
+
+Ranks are fresh processes that put the unpacked folder first on their path, so what was composed is what runs,
+on machines that lack the checkout and after an edit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_hydra.errors import ConfigError
+
+FOLDERS = ("models", "data", "conf")
+SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml", ".txt")
+MAX_BYTES = 10 * 2**20
+
+
+@dataclass(frozen=True)
+class Project:
+    """A packed project space.
+
+    Args:
+        sha256: hash over the names and contents of its files; equal content packs equally.
+        archive: the zip file.
+    """
+
+    sha256: str
+    archive: bytes
+
+    def unpack(self, folder: Path) -> Path:
+        """Unpack under `folder`, unless that is done already; returns the folder to import from."""
+        target = folder / f"project-{self.sha256[:16]}"
+        if not target.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix=target.name, dir=folder))
+            with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
+                archive.extractall(draft)  # noqa: S202  (from the client, and zipfile drops '..' and '/')
+            try:
+                draft.rename(target)
+            except OSError:  # another rank of this worker was quicker
+                shutil.rmtree(draft)
+        return target
+
+
+def find(start: Path | None = None) -> Path:
+    """The folder that holds `conf/config.yaml`: the current one, or `DDP_HYDRA_PROJECT`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(os.environ.get("DDP_HYDRA_PROJECT") or start or Path.cwd()).absolute()
+    if not (folder / "conf" / "config.yaml").is_file():
+        raise ConfigError(
+            f"no project here: {folder} has no conf/config.yaml. Go to the checkout (the folder with conf/, models/ and "
+            "data/), or name it in DDP_HYDRA_PROJECT"
+        )
+    return folder
+
+
+def pack(root: Path) -> Project:
+    """Pack the code and configuration below `root`.
+
+    Raises:
+        ConfigError: it is too large to be code.
+    """
+    files = sorted(
+        path
+        for name in FOLDERS
+        for path in (root / name).rglob("*")
+        if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts
+    )
+    total = sum(path.stat().st_size for path in files)
+    if total > MAX_BYTES:
+        largest = max(files, key=lambda path: path.stat().st_size).relative_to(root)
+        raise ConfigError(
+            f"the project space {root} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, more than the "
+            f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets elsewhere"
+        )
+    digest = hashlib.sha256()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in files:
+            name, content = path.relative_to(root).as_posix(), path.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+            archive.writestr(zipfile.ZipInfo(name), content)
+    return Project(digest.hexdigest(), buffer.getvalue())

@@ -1,0 +1,207 @@
+"""One rank: a process with its own interpreter, inside the gang's process group.
+
+Whatever it was asked to run leaves by the same door: an end record that says what came back, or what was
+raised. Nobody has to unpickle anything to read it.
+"""
+
+from __future__ import annotations
+
+import base64
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from hydra.errors import InstantiationException
+
+from ddp_hydra import results, values
+from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.results import Record
+
+MAX_SPOOLED = 4
+"""Files that a rank may have on their way; at more it waits for the client to fetch one."""
+
+
+def main(title: str, order: Path, control_fd: int, listener_fd: int | None) -> int:
+    """Run one rank; called in the process that the warm server forked for it.
+
+    Args:
+        title: what `ps` shows.
+        order: the file with a line of JSON and the pickled call, see `relay.Order`.
+        control_fd: socket to the relay: records go out, the rendezvous comes in.
+        listener_fd: the socket on which rank 0 serves the rendezvous.
+
+    Returns:
+        The exit code.
+    """
+    from setproctitle import setproctitle
+
+    setproctitle(title)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    header, _, call = order.read_bytes().partition(b"\n")
+    job = json.loads(header)
+    order.unlink()
+    spec = job["spec"]
+    control = socket.socket(fileno=control_fd)
+    sender = PipeSender(control, Path(job["spool"]))
+    results.connect(sender, spec["rank"], job["attempt"])
+    try:
+        set_threads(job["threads"], spec["local_world_size"])
+        host, port = hear_rendezvous(control)
+        with process_group(spec["rank"], spec["world_size"], host, port, job["backend"], job["timeout_s"], listener_fd):
+            print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts()}")  # noqa: T201
+            value = perform(call)
+        end = {"status": "ok", **pack_value(value)}
+    except BaseException as error:
+        end = describe(error)
+    results.emit("end", {**end, "time_s": time.time()})
+    return 0 if end["status"] == "ok" else 1
+
+
+def perform(call: bytes) -> Any:
+    """Call what was sent: a function, or the name of one as "module:name"."""
+    target, args, kwargs = cloudpickle.loads(call)
+    function: Callable[..., Any] = target
+    if isinstance(target, str):
+        module, _, name = target.partition(":")
+        function = getattr(importlib.import_module(module), name)
+    return function(*args, **kwargs)
+
+
+class PipeSender:
+    """Sends records to the relay, and files through the spool.
+
+    Args:
+        control: socket to the relay.
+        spool: folder on this host that the client empties.
+    """
+
+    def __init__(self, control: socket.socket, spool: Path) -> None:
+        self.control = control
+        self._spool = spool
+        self.lock = threading.Lock()
+
+    def send(self, record: Record) -> None:
+        """Send one record; blocks while the pipe is full."""
+        with self.lock:
+            self.control.sendall(record.encode() + b"\n")
+
+    @property
+    def spool(self) -> Path:
+        """The spool, once there is room in it."""
+        while len(os.listdir(self._spool)) >= MAX_SPOOLED:
+            time.sleep(0.01)
+        return self._spool
+
+
+def hear_rendezvous(control: socket.socket) -> tuple[str, int]:
+    """Wait until the relay says where rank 0 listens."""
+    with control.makefile("rb") as lines:
+        host, port = json.loads(lines.readline())["rendezvous"]
+    return host, port
+
+
+def set_threads(threads: int, local_world_size: int) -> None:
+    """Give this rank its share of the host's cores, or what was asked for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads or max(1, cores // local_world_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def process_group(
+    rank: int,
+    world_size: int,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    backend: str = "auto",
+    timeout_s: float = 1800.0,
+    listener_fd: int | None = None,
+) -> Iterator[None]:
+    """Be a member of the gang's process group.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        host: where rank 0 serves the store.
+        port: its port.
+        backend: gloo, nccl, or auto: gloo, and nccl for tensors on a GPU where there is one.
+        timeout_s: of collectives and of the rendezvous.
+        listener_fd: rank 0's socket, bound and listening already.
+    """
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # each rank sees its own GPU first
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    yield
+    # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.
+    store.add("ddp_hydra/done", 1)
+    while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
+        time.sleep(0.005)  # rank 0 serves the store, so it leaves last
+    dist.destroy_process_group()
+
+
+def whereabouts() -> str:
+    """Host, process, device and versions, for the rank's log."""
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return (
+        f"host {socket.gethostname()}, pid {os.getpid()}, {device}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    )
+
+
+def leave_process_group() -> None:
+    """Leave it without waiting for anybody."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pack_value(value: Any) -> dict[str, Any]:
+    """Put what the function returned into the end record, or beside it where it is large."""
+    data = values.encode(value)
+    if len(data) <= results.INLINE_BYTES:
+        return {"value": base64.b64encode(data).decode()}
+    return {"value_file": results.spool_file(lambda path: path.write_bytes(data))}
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Say what was raised, in plain data."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code == 0:
+            return {"status": "exited", "message": "the process exited with code 0 before its work was done"}
+        return {"status": "exited", "message": f"the process exited with code {code} (sys.exit)"}
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    mistake = isinstance(error, DdpHydraError)
+    return {
+        "status": "raised",
+        "message": str(error) if mistake else text,
+        "traceback": "".join(traceback.format_exception(error)),
+        "mistake": mistake,
+    }

@@ -1,0 +1,8 @@
+"""On the worker's host: what starts, watches and ends the processes of ranks.
+
+`warm`    finds the host's warm server, or starts it
+`server`  the warm server: torch is imported once, each rank is a fork of it
+`relay`   the Dask task of one rank: starts it, passes its records on, says how it ended
+`mailbox` what the client tells a rank's relay while it runs
+`spool`   files on their way from ranks to the client
+"""

@@ -1,0 +1,83 @@
+"""What the client tells the relay of a rank while it runs.
+
+The client reaches a worker with `client.run`, which executes on the worker's event loop; the relay waits in a
+task's thread. A mailbox carries messages from one to the other. It may be written before its relay exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+
+Message = Mapping[str, Any]
+_boxes: OrderedDict[tuple[str, int], Mailbox] = OrderedDict()
+_lock = threading.Lock()
+MAX_BOXES = 1000
+"""Letters to ranks that never come are forgotten, the oldest first."""
+
+
+class Mailbox:
+    """A queue with a file descriptor to wait on."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
+
+    def put(self, message: Message) -> None:
+        """Leave a message and wake the reader."""
+        self.messages.append(message)
+        with contextlib.suppress(BlockingIOError):  # full: the reader is awake already
+            self.writer.send(b"!")
+
+    def take(self) -> list[Message]:
+        """All messages there are."""
+        with contextlib.suppress(BlockingIOError):
+            self.reader.recv(4096)
+        taken = []
+        while self.messages:
+            taken.append(self.messages.popleft())
+        return taken
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.reader.fileno()
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.reader.close()
+        self.writer.close()
+
+
+def deliver(gang: str, letters: Mapping[int, Message]) -> None:
+    """Leave messages for ranks of this worker. Runs on the worker, called by the client.
+
+    Args:
+        gang: the gang's name, with its attempt.
+        letters: rank -> message.
+    """
+    for rank, message in letters.items():
+        box(gang, rank).put(message)
+
+
+def box(gang: str, rank: int) -> Mailbox:
+    """The mailbox of a rank, made where it does not exist yet."""
+    with _lock:
+        if (gang, rank) not in _boxes:
+            _boxes[gang, rank] = Mailbox()
+            while len(_boxes) > MAX_BOXES:
+                _boxes.popitem(last=False)[1].close()
+        return _boxes[gang, rank]
+
+
+def remove(gang: str, rank: int) -> None:
+    """Close the mailbox of a rank that has ended."""
+    with _lock:
+        gone = _boxes.pop((gang, rank), None)
+    if gone is not None:
+        gone.close()

@@ -1,0 +1,292 @@
+"""The Dask task of one rank: starts its process, passes its records on, and says how it ended.
+
+The rank shares nothing with the worker but a pipe pair, so whatever happens to it (a crash, the OOM killer, a
+collective that hangs) leaves the worker whole. This task never raises for what a rank does: the end record says it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Worker, get_worker
+
+from ddp_hydra.outcome import describe_exit
+from ddp_hydra.placement import RankSpec
+from ddp_hydra.project import Project
+from ddp_hydra.rank_host import environment, mailbox, rendezvous, spool, warm
+from ddp_hydra.results import Record
+
+FLUSH_S = 0.05
+"""Records wait this long at most for company."""
+WINDOW_BYTES = 4 * 2**20
+"""Unacknowledged bytes at which the relay stops reading, so that the rank blocks."""
+TICK_S = 0.1
+GRACE_S = 0.5
+"""From SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a worker needs to run one rank.
+
+    Args:
+        gang: the gang's name, with its attempt; also the topic of its records.
+        attempt: which start of the gang.
+        spec: the rank's place.
+        call: cloudpickle of (function or "module:name", args, kwargs).
+        project: the packed project space, or None.
+        backend: gloo, nccl or auto.
+        timeout_s: of collectives.
+        threads: CPU threads of the rank, 0 for its share of the host.
+        ports: first and last port allowed for the rendezvous, None for any free one.
+    """
+
+    gang: str
+    attempt: int
+    spec: RankSpec
+    call: bytes
+    project: Project | None = None
+    backend: str = "auto"
+    timeout_s: float = 1800.0
+    threads: int = 0
+    ports: tuple[int, int] | None = None
+
+
+def run_rank(order: Order) -> None:
+    """Run one rank to its end. This is the task that Dask sees."""
+    worker = get_worker()
+    if worker.address != order.spec.worker:
+        publish(worker, order, "end", {"status": "lost", "message": f"its worker {order.spec.worker} went away"})
+        return
+    try:
+        with ExitStack() as stack:
+            end = Relay(worker, order, stack).run()
+    except Exception as error:  # ours, or the host's: no file descriptors, a full disk, no torch
+        message = f"could not be started: {type(error).__name__}: {error}"
+        end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
+    finally:
+        mailbox.remove(order.gang, order.spec.rank)
+    publish(worker, order, "end", {"time_s": time.time(), **end})
+
+
+def publish(worker: Worker, order: Order, kind: str, data: dict[str, Any]) -> None:
+    """Send one record of the relay's own."""
+    record = Record(kind, data, order.spec.rank, None, time.time(), order.attempt)
+    worker.log_event(order.gang, record.encode())
+
+
+class Relay:
+    """Between one rank's process and the client."""
+
+    def __init__(self, worker: Worker, order: Order, stack: ExitStack) -> None:
+        self.worker, self.order, self.stack = worker, order, stack
+        self.task = worker.get_current_task()
+        self.rank = order.spec.rank
+        self.selector = stack.enter_context(selectors.DefaultSelector())
+        self.box = mailbox.box(order.gang, self.rank)
+        self.partial = b""
+        self.buffer: list[bytes] = []
+        self.flushed = 0.0
+        self.unacknowledged = 0
+        self.open: set[socket.socket | int] = set()
+        self.end: dict[str, Any] | None = None
+        self.exit: dict[str, Any] | None = None
+        self.stopping_since: float | None = None
+        self.said = b""
+
+    def run(self) -> dict[str, Any]:
+        """Start the rank, relay until it has ended, and return the data of its end record."""
+        self.start()
+        while self.exit is None or (self.open and not self.abandoned()):
+            for key, _ in self.selector.select(FLUSH_S if self.buffer else TICK_S):
+                key.data()
+            self.flush()
+            self.check_stop()
+        self.flush(at_once=True)
+        return self.judge()
+
+    def start(self) -> None:
+        """Have the warm server fork the rank, and point it to its order."""
+        spec = self.order.spec
+        self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
+        self.output, their_output = os.pipe()
+        self.stack.callback(os.close, self.output)
+        fds = [theirs.fileno(), their_output]
+        if spec.rank == 0:
+            listener = self.stack.enter_context(rendezvous.bind(spec.host, self.order.ports))
+            fds.append(listener.fileno())
+            address = [spec.host, listener.getsockname()[1]]
+            publish(self.worker, self.order, "start", {"rendezvous": address})
+            self.send({"rendezvous": address})
+        warm.hold()
+        self.server = self.stack.enter_context(warm.connect())
+        local = Path(self.worker.local_directory)
+        project = [str(self.order.project.unpack(local))] if self.order.project else []
+        request = {
+            "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
+            "environment": environment.of_rank(spec),
+            "cwd": str(local),
+            "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
+            "order": str(self.write_order()),
+        }
+        socket.send_fds(self.server, [json.dumps(request).encode() + b"\n"], fds)
+        theirs.close()
+        os.close(their_output)
+        self.open = {self.control, self.output}
+        self.selector.register(self.control, selectors.EVENT_READ, self.on_control)
+        self.selector.register(self.output, selectors.EVENT_READ, self.on_output)
+        self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
+        self.selector.register(self.box, selectors.EVENT_READ, self.on_mail)
+
+    def write_order(self) -> Path:
+        """Write what the rank has to do into its spool: a line of JSON, then the pickled call."""
+        out, given = (spool.folder(self.worker, self.order.gang, self.rank, way) for way in ("out", "in"))
+        header = {
+            "spec": asdict(self.order.spec),
+            "gang": self.order.gang,
+            "attempt": self.order.attempt,
+            "backend": self.order.backend,
+            "timeout_s": self.order.timeout_s,
+            "threads": self.order.threads,
+            "spool": str(out),
+        }
+        path = given / "order"
+        path.write_bytes(json.dumps(header).encode() + b"\n" + self.order.call)
+        return path
+
+    # -- what happens --------------------------------------------------------------------------------------
+
+    def on_control(self) -> None:
+        """Take records; hold back the end, which waits for the process itself to end."""
+        try:
+            data = self.control.recv(2**18)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.close(self.control)
+            return
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b'{"kind":"end"'):
+                self.end = dict(Record.decode(line).data)
+            else:
+                self.forward(line)
+
+    def on_output(self) -> None:
+        """Take what the rank wrote to stdout and stderr."""
+        chunk = os.read(self.output, 65536)
+        if not chunk:
+            self.close(self.output)
+            return
+        self.said = (self.said + chunk)[-8192:]
+        text = chunk.decode(errors="replace")
+        self.forward(Record("log", {"text": text}, self.rank, None, time.time(), self.order.attempt).encode())
+
+    def on_server(self) -> None:
+        """Hear from the warm server: the rank's pid, then how it ended."""
+        data = self.server.recv(65536)
+        for line in data.splitlines():
+            message = json.loads(line)
+            if "exit" in message:
+                self.exit = message
+        if not data and self.exit is None:
+            self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}  # the server died, and its ranks with it
+        if self.exit is not None:
+            self.selector.unregister(self.server)
+
+    def on_mail(self) -> None:
+        """Act on what the client says; what is not for the relay is for the rank."""
+        for message in self.box.take():
+            if "acknowledged" in message:
+                self.unacknowledged -= message["acknowledged"]
+                self.listen()
+            elif "stop" in message:
+                self.stop()
+            else:
+                self.send(message)
+
+    # -- passing on ----------------------------------------------------------------------------------------
+
+    def forward(self, record: bytes) -> None:
+        """Queue a record for the client, and stop listening to the rank where the client is behind."""
+        self.buffer.append(record)
+        self.unacknowledged += len(record)
+        self.listen()
+
+    def listen(self) -> None:
+        """Listen to the rank as long as the client keeps up; a rank that nobody hears blocks."""
+        wanted = self.open if self.unacknowledged < WINDOW_BYTES else set()
+        heard = self.selector.get_map()
+        for source, act in ((self.control, self.on_control), (self.output, self.on_output)):
+            if source in wanted and source not in heard:
+                self.selector.register(source, selectors.EVENT_READ, act)
+            elif source not in wanted and source in heard:
+                self.selector.unregister(source)
+
+    def close(self, source: socket.socket | int) -> None:
+        """The rank has closed its end."""
+        self.open.discard(source)
+        self.listen()
+
+    def flush(self, at_once: bool = False) -> None:
+        """Send the queued records as one event."""
+        now = time.monotonic()
+        if self.buffer and (at_once or now - self.flushed >= FLUSH_S):
+            self.worker.log_event(self.order.gang, b"\n".join(self.buffer))
+            self.buffer.clear()
+            self.flushed = now
+
+    def send(self, message: mailbox.Message) -> None:
+        """Tell the rank something; one that has ended does not hear it."""
+        with contextlib.suppress(OSError):
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def abandoned(self) -> bool:
+        """Whether Dask has cancelled this task: the client is gone, or gave up."""
+        task = self.worker.state.tasks.get(self.task)
+        return task is None or task.state in ("cancelled", "released")
+
+    def check_stop(self) -> None:
+        """Stop an abandoned rank, and kill one that does not stop."""
+        if self.stopping_since is None and self.abandoned():
+            self.stop()
+        if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:
+            self.signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ask the rank to end."""
+        if self.stopping_since is None:
+            self.stopping_since = time.monotonic()
+            self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank's process group."""
+        if self.exit is None:
+            with contextlib.suppress(OSError):
+                self.server.sendall(json.dumps({"signal": number}).encode() + b"\n")
+
+    def judge(self) -> dict[str, Any]:
+        """What the rank said of its end, else what its exit says."""
+        assert self.exit is not None
+        said = self.said.decode(errors="replace")
+        if self.end is not None:
+            return {**self.end, "said": said}
+        if self.stopping_since is not None:
+            return {"status": "stopped"}
+        status, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
+        fatal = said.rfind("Fatal Python error")
+        return {"status": status, "message": message, "traceback": said[fatal:] if fatal >= 0 else "", "said": said}

@@ -1,0 +1,242 @@
+"""The warm server: imports torch once, then forks a process for each rank.
+
+Run by `warm` only, as `python -m ddp_hydra.rank_host.server <listening fd> <socket path>`. It is exec'd fresh, so it
+has no CUDA context and no threads of Dask, and it never runs a tensor operation, so it has no threads of its own
+to lose in a fork.
+
+One connection is one rank. The caller sends a line of JSON with the descriptors that the rank shall have; the
+server answers {"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}. A line {"signal": n} passes a
+signal on to the rank's process group. When the caller goes away its rank is killed; when the server goes away
+the kernel kills all of them. So no rank outlives its worker, whatever state it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
+    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank", "ddp_hydra.train",
+)  # fmt: skip
+"""What nearly every rank imports; what is not installed is left out."""
+
+MAX_REQUEST = 2**20
+LINGER_S = 30.0
+"""How long a server waits for its first connection."""
+
+
+@dataclass
+class Caller:
+    """One connection, and its rank once it asked for one."""
+
+    connection: socket.socket
+    pid: int | None = None
+
+
+class Server:
+    """Forks ranks on request until nobody is connected any more."""
+
+    def __init__(self, listener: socket.socket, address: Path) -> None:
+        self.listener = listener
+        self.address = address
+        self.selector = selectors.DefaultSelector()
+        self.callers: dict[int, Caller] = {}
+        self.wake_r, self.wake_w = socket.socketpair()
+
+    def serve(self) -> None:
+        """Serve until the last connection is gone."""
+        for end in (self.listener, self.wake_r, self.wake_w):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake_w.fileno())
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(self.wake_r, selectors.EVENT_READ)
+        timeout_s: float | None = LINGER_S
+        while True:
+            events = self.selector.select(timeout_s)
+            for key, _ in events:
+                if key.fileobj is self.listener:
+                    self.accept()
+                elif key.fileobj is self.wake_r:
+                    self.wake_r.recv(4096)
+                elif key.fd in self.callers:
+                    self.hear(self.callers[key.fd])
+            self.reap()
+            timeout_s = None
+            if not self.callers and self.leave():
+                return
+
+    def accept(self) -> None:
+        """Take in the next caller, if it is this user."""
+        try:
+            connection, _ = self.listener.accept()
+        except BlockingIOError:
+            return
+        connection.setblocking(True)
+        self.callers[connection.fileno()] = Caller(connection)
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def hear(self, caller: Caller) -> None:
+        """Act on what a caller says; the end of its connection is the end of its rank."""
+        try:
+            data, fds, _, _ = socket.recv_fds(caller.connection, MAX_REQUEST, 8)
+            while data and not data.endswith(b"\n"):
+                more = caller.connection.recv(MAX_REQUEST)
+                data = data + more if more else b""
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self.drop(caller)
+            return
+        for line in data.splitlines():
+            request = json.loads(line)
+            if "signal" in request:
+                self.kill(caller, request["signal"])
+            else:
+                self.spawn(caller, request, fds)
+        for fd in fds:
+            os.close(fd)
+
+    def spawn(self, caller: Caller, request: dict[str, Any], fds: list[int]) -> None:
+        """Fork one rank."""
+        pid = os.fork()
+        if pid == 0:
+            self.become_rank(request, fds)
+        caller.pid = pid
+        self.tell(caller, {"pid": pid})
+
+    def become_rank(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
+        """Turn this fork into a rank: own session, own output, own environment; then run it."""
+        code = 1
+        try:
+            server_pid = os.getppid()
+            os.setsid()
+            die_with_parent(server_pid)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.selector.close()
+            for end in (self.listener, self.wake_r, self.wake_w, *(c.connection for c in self.callers.values())):
+                end.close()
+            control, output, *listener = fds
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            os.chdir(request["cwd"])
+            sys.path[:] = request["path"]
+            from ddp_hydra import rank
+
+            code = rank.main(request["title"], Path(request["order"]), control, listener[0] if listener else None)
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def reap(self) -> None:
+        """Tell the callers of ended ranks how they ended."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for caller in self.callers.values():
+                if caller.pid == pid:
+                    caller.pid = None
+                    kill_group(pid)  # what the rank itself had started, such as data loader processes
+                    exit_code = os.waitstatus_to_exitcode(status)
+                    self.tell(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024})
+                    break
+            else:
+                kill_group(pid)
+
+    def kill(self, caller: Caller, number: int) -> None:
+        """Send a signal to a caller's rank and what it started."""
+        if caller.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(caller.pid, number)
+
+    def drop(self, caller: Caller) -> None:
+        """Forget a caller that is gone, and kill its rank."""
+        self.kill(caller, signal.SIGKILL)
+        self.callers.pop(caller.connection.fileno())
+        self.selector.unregister(caller.connection)
+        caller.connection.close()
+
+    def tell(self, caller: Caller, message: dict[str, Any]) -> None:
+        """Answer; a caller that is gone is dropped at its next event."""
+        with contextlib.suppress(OSError):
+            caller.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def leave(self) -> bool:
+        """Remove the socket and say True, unless somebody is just coming."""
+        folder = os.open(self.address.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self.accept()
+            if self.callers:
+                return False
+            self.listener.close()
+            self.address.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others may have their sockets in it
+                self.address.parent.rmdir()
+            return True
+        finally:
+            os.close(folder)
+
+
+def kill_group(pid: int) -> None:
+    """Kill what is left of a process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def preload() -> None:
+    """Import what ranks need, so that a fork has it at once."""
+    for name in PRELOAD:
+        with contextlib.suppress(Exception):  # the rank that needs it will say what is wrong with it
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # keeps the garbage collector of a fork from touching, and so copying, the shared pages
+
+
+def main(listener_fd: int, address: str) -> None:
+    """Become the warm server."""
+    from setproctitle import setproctitle
+
+    setproctitle("ddp_hydra warm server")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    server = Server(socket.socket(fileno=listener_fd), Path(address))
+    preload()
+    server.serve()
+    os._exit(0)  # the destructors of the preloaded libraries have nothing to do
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,148 @@
+"""Find this host's warm server, or start it.
+
+All workers of one user and one Python environment on a host share a server, reached through a socket in a
+private folder. Whoever asks first starts it; it ends with its last connection. The socket is bound before the
+server imports anything, so the first callers queue up in its backlog instead of polling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ddp_hydra
+from ddp_hydra.errors import ClusterError
+
+
+def connect() -> socket.socket:
+    """Connect to the warm server of this host, starting it where there is none.
+
+    Returns:
+        A connected socket. While it is open, the server lives.
+    """
+    address = socket_path()
+    with _locked(address.parent):
+        try:
+            return _connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            address.unlink(missing_ok=True)
+            _start(address)
+            return _connect(address)
+
+
+_lease: socket.socket | None = None
+
+
+def hold() -> None:
+    """Keep the warm server of this host alive as long as this process lives."""
+    global _lease
+    if _lease is not None:
+        with contextlib.suppress(BlockingIOError):
+            if not _lease.recv(1, socket.MSG_DONTWAIT):  # it has ended
+                _lease.close()
+                _lease = None
+    if _lease is None:
+        _lease = connect()
+
+
+def release() -> None:
+    """Let go of the warm server."""
+    global _lease
+    if _lease is not None:
+        _lease.close()
+        _lease = None
+
+
+def socket_path() -> Path:
+    """Where the server of this user and this Python environment listens."""
+    versions = [importlib.metadata.version(name) for name in ("torch", "distributed")]
+    identity = "\0".join([sys.executable, sys.prefix, *ddp_hydra.__path__, *versions, *_import_time_variables()])
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return runtime_folder() / f"{name}.sock"
+
+
+def runtime_folder() -> Path:
+    """This user's private folder for sockets."""
+    root = os.environ.get("XDG_RUNTIME_DIR")
+    if root and os.access(root, os.W_OK):
+        return Path(root) / "ddp_hydra"
+    return Path(tempfile.gettempdir()) / f"ddp_hydra-{os.getuid()}"
+
+
+def _import_time_variables() -> list[str]:
+    """Variables read when torch is imported, so that they cannot be set per rank later."""
+    names = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
+    return [f"{name}={os.environ.get(name, '')}" for name in names]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of the folder, made anew where the last server has just removed it."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            status = os.fstat(handle)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise ClusterError(
+                    f"{folder} must belong to you and be closed to others, since ranks are started through it; "
+                    "it is not: remove it, or set XDG_RUNTIME_DIR to a folder of your own"
+                )
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if folder.exists() and folder.stat().st_ino == status.st_ino:
+                yield
+                return
+        finally:
+            os.close(handle)
+
+
+def _connect(address: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(address))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _start(address: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(address))
+        address.chmod(0o600)
+        listener.listen(128)
+        command = [sys.executable, "-m", "ddp_hydra.rank_host.server", str(listener.fileno()), str(address)]
+        environment = {name: value for name, value in os.environ.items() if name not in THREAD_LIMITS}
+        path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        # The intermediate parent ends at once: a server outlives whoever happened to start it.
+        subprocess.run(
+            [sys.executable, "-S", "-c", _DETACH, *command],
+            env=environment,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+    finally:
+        listener.close()
+
+
+THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""Dask's nanny sets these to 1 for its workers; each rank is given its own number."""
+
+_DETACH = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"

@@ -1,0 +1,91 @@
+"""Workers held for a gang, so that two jobs never share one.
+
+The book is kept on the scheduler, whose event loop runs one function at a time: checking and taking is one
+step. A holder is a client; the scheduler knows which clients are connected, so a dead one holds nothing. No lease
+has to be renewed and no lock is left behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from distributed import Client
+
+from ddp_hydra import placement
+from ddp_hydra.errors import ClusterError
+
+POLL_S = 0.2
+
+
+@contextmanager
+def reserved(client: Client, gang: str, ranks: int | None, timeout_s: float) -> Iterator[dict[str, str]]:
+    """Hold workers for a gang.
+
+    Args:
+        client: who holds them.
+        gang: the gang's name.
+        ranks: how many; None for all workers of the cluster.
+        timeout_s: how long to wait for others to let go of theirs.
+
+    Yields:
+        Worker address -> host.
+
+    Raises:
+        ClusterError: not enough workers came free in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = client.run_on_scheduler(take, gang, client.id, ranks)
+        if "workers" in answer:
+            break
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"{answer['wanted']} workers were wanted, {answer['free']} of {answer['total']} are free after "
+                f"{timeout_s:g} s: the rest are held by other jobs. Give dispatch.ranks={max(1, answer['free'])} or "
+                "less, add workers, or wait longer with dispatch.queue_timeout_s"
+                if answer["total"] >= answer["wanted"]
+                else f"dispatch.ranks={answer['wanted']}, but the cluster has {answer['total']} workers: give "
+                f"cluster.n_workers={answer['wanted']} or dispatch.ranks={answer['total']}"
+            )
+        time.sleep(POLL_S)
+    try:
+        yield answer["workers"]
+    finally:
+        if client.status == "running":
+            client.run_on_scheduler(give_back, gang)
+
+
+def take(gang: str, holder: str, ranks: int | None, dask_scheduler: Any = None) -> dict[str, Any]:
+    """Take workers where enough are free. Runs on the scheduler."""
+    book = _book(dask_scheduler)
+    for other, (client, _) in list(book.items()):
+        if client not in dask_scheduler.clients:
+            del book[other]
+    held = {address for _, addresses in book.values() for address in addresses}
+    running = {
+        address: worker.host for address, worker in dask_scheduler.workers.items() if worker.status.name == "running"
+    }
+    free = {address: host for address, host in running.items() if address not in held}
+    wanted = ranks or max(1, len(running))
+    if len(free) < wanted:
+        return {"wanted": wanted, "free": len(free), "total": len(running)}
+    chosen = placement.choose(free, wanted)
+    book[gang] = (holder, list(chosen))
+    return {"workers": chosen}
+
+
+def give_back(gang: str, dask_scheduler: Any = None) -> None:
+    """Let go of a gang's workers, and of the records that the scheduler still keeps of it."""
+    _book(dask_scheduler).pop(gang, None)
+    broker = getattr(dask_scheduler, "_broker", None)
+    if broker is not None:
+        broker._topics.pop(gang, None)
+
+
+def _book(scheduler: Any) -> dict[str, tuple[str, list[str]]]:
+    if not hasattr(scheduler, "_ddp_hydra_book"):
+        scheduler._ddp_hydra_book = {}
+    return scheduler._ddp_hydra_book

@@ -1,0 +1,231 @@
+"""What a rank says while it runs: records, and the sender that carries them away.
+
+Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image` and `submit`. Each
+makes one `Record`, encoded as one line of JSON and pushed into a pipe; nothing here knows who reads it. A
+full pipe blocks the caller, so a slow reader slows the rank down instead of filling memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from ddp_hydra.errors import RecordError
+
+KINDS = ("start", "metrics", "text", "image", "file", "log", "end")
+INLINE_BYTES = 32 * 1024
+"""Larger data goes as a file beside the records: events stay in the scheduler's memory for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One message of a rank.
+
+    Args:
+        kind: one of `KINDS`; it says what `data` holds.
+
+            start    title, lines (list[str]), total_steps, epochs, steps_per_epoch
+            metrics  metrics ({name: float}), epoch, samples
+            text     name, text
+            image    name, png (base64)
+            file     path (inside the run directory), size, sha256, and either inline (base64) or source (an
+                     absolute path on the rank's host); checkpoint: None or what the
+                     checkpoint holds ({step, epoch, samples, metrics, best})
+            log      text, what the rank wrote to its stdout and stderr
+            end      how the rank ended, see `outcome.py`
+        data: plain JSON values.
+        rank: who said it.
+        step: optimizer steps done, where that means something.
+        time_s: seconds since the epoch, on the rank's clock.
+        attempt: which start of the gang.
+    """
+
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    step: int | None = None
+    time_s: float = 0.0
+    attempt: int = 0
+
+    def encode(self) -> bytes:
+        """Encode as one line of JSON, without the newline."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(fields, separators=(",", ":"), default=_plain).encode()
+
+    @classmethod
+    def decode(cls, line: bytes | str) -> Record:
+        """Read one line of JSON; it comes from a rank, so nothing in it is trusted.
+
+        Raises:
+            RecordError: it is not a record.
+        """
+        try:
+            fields = json.loads(line)
+            record = cls(**fields)
+        except (ValueError, TypeError) as error:
+            raise RecordError(f"not a record: {line[:200]!r} ({error})") from None
+        if record.kind not in KINDS or not isinstance(record.data, dict) or not isinstance(record.rank, int):
+            raise RecordError(f"not a record: kind {record.kind!r}; the kinds are {', '.join(KINDS)}")
+        return record
+
+
+class Sender(Protocol):
+    """Carries encoded records away from a rank."""
+
+    def send(self, record: Record) -> None:
+        """Send one record; blocks while the reader is behind."""
+
+    @property
+    def spool(self) -> Path:
+        """A folder on the rank's host for files on their way."""
+
+
+@dataclass
+class _Here:
+    """Who this process is; set once by `connect`."""
+
+    sender: Sender | None = None
+    rank: int = 0
+    attempt: int = 0
+
+
+_here = _Here()
+
+
+def connect(sender: Sender | None, rank: int = 0, attempt: int = 0) -> None:
+    """Make `log`, `text`, `image` and `submit` of this process go through `sender`."""
+    _here.sender, _here.rank, _here.attempt = sender, rank, attempt
+
+
+def emit(kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
+    """Send one record of any kind.
+
+    Raises:
+        RecordError: this process is no rank.
+    """
+    if _here.sender is None:
+        raise RecordError(
+            "results.* was called outside a rank, where nobody listens; call it in the function that "
+            "dispatch.run or a job runs"
+        )
+    record = Record(kind, data, _here.rank, step, time.time(), _here.attempt)
+    _here.sender.send(record)
+
+
+def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
+    """Log scalars: a line of metrics.jsonl and a point of each TensorBoard curve.
+
+    Args:
+        metrics: name -> number (Python, numpy or a 0-d tensor), e.g. {"train/loss": 0.3}.
+        step: optimizer steps done.
+        context: epoch and samples, for the x-axis.
+    """
+    numbers = {name: float(value) for name, value in metrics.items()}
+    emit("metrics", {"metrics": numbers, **context}, step)
+
+
+def text(name: str, text: str, step: int | None = None) -> None:
+    """Show a text (Markdown) in TensorBoard."""
+    emit("text", {"name": name, "text": text}, step)
+
+
+def image(name: str, png: bytes, step: int | None = None) -> None:
+    """Show an image in TensorBoard.
+
+    Args:
+        name: the tag.
+        png: the encoded PNG, at most 512 KiB.
+        step: optimizer steps done.
+    """
+    if len(png) > 512 * 1024:
+        raise RecordError(f"image {name!r} has {len(png)} bytes; at most 512 KiB fit: submit() it as a file")
+    emit("image", {"name": name, "png": base64.b64encode(png).decode()}, step)
+
+
+def submit(path: str, data: bytes | str) -> None:
+    """Put a file into the run directory, from any rank.
+
+    Args:
+        path: relative to the run directory, e.g. "samples/epoch-3.txt".
+        data: its content; str is written as UTF-8.
+
+    Raises:
+        RecordError: `path` is not a relative path inside the run directory.
+    """
+    content = data.encode() if isinstance(data, str) else bytes(data)
+    if len(content) > INLINE_BYTES:
+        submit_file(path, lambda target: target.write_bytes(content))
+        return
+    digest = hashlib.sha256(content).hexdigest()
+    inline = base64.b64encode(content).decode()
+    check_path(path)
+    emit("file", {"path": path, "size": len(content), "sha256": digest, "inline": inline})
+
+
+def submit_file(
+    path: str,
+    write: Callable[[Path], Any],
+    step: int | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+) -> None:
+    """Let `write` make a file in the spool, and send it off. The reader takes it away when it has it.
+
+    Args:
+        path: relative to the run directory.
+        write: writes the file at the path it is given.
+        step: optimizer steps done.
+        checkpoint: what the checkpoint holds, where the file is one.
+    """
+    check_path(path)
+    emit("file", {"path": path, **spool_file(write), "checkpoint": checkpoint}, step)
+
+
+def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
+    """Let `write` make a file in the spool, and describe it: source, size, sha256."""
+    assert _here.sender is not None, "spool_file outside a rank"
+    source = _here.sender.spool / f"{threading.get_ident()}-{time.monotonic_ns()}"
+    write(source)
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"source": str(source), "size": source.stat().st_size, "sha256": digest}
+
+
+RESERVED = ("metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "logs")
+
+
+def check_path(path: str) -> PurePosixPath:
+    """Return `path` if it stays inside a run directory.
+
+    Raises:
+        RecordError: it is absolute, climbs out with `..`, is hidden, or is not a plain name.
+    """
+    pure = PurePosixPath(path)
+    bad = not path or pure.is_absolute() or any(part == ".." or part.startswith(".") for part in pure.parts)
+    if bad or any(char in path for char in "\0\\=,\n"):
+        raise RecordError(
+            f"path {path!r} is not allowed: give a relative path inside the run directory, without '..', "
+            "hidden parts, '=', ',' or backslashes, for example 'samples/epoch-3.txt'"
+        )
+    return pure
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace NaN and infinities by None: JSON has no word for them."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch, as JSON knows them."""
+    if hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise RecordError(f"a record takes plain values, got {type(value).__name__}: {value!r:.80}")

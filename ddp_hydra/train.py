@@ -1,0 +1,222 @@
+"""The training loop, as one rank runs it. It reads like the loop one would write by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hydra import build, results
+from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
+from ddp_hydra.evaluate import evaluate
+from ddp_hydra.loader import Loader
+from ddp_hydra.metrics import Meter, cross_entropy
+
+
+def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Train one job's model.
+
+    Args:
+        config: the resolved config, plain; see `config.Config`.
+        files: files of the client on this host; "resume" is the checkpoint to go on from.
+
+    Returns:
+        On each rank: steps, samples, train_s and the last metrics by name.
+    """
+    cfg = OmegaConf.create(dict(config))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = build.device(cfg)
+    seed_step(cfg.seed, 0, 0)  # all ranks build the same model
+
+    # data
+    train_set, val_set = build.dataset(cfg.data.train), build.dataset(cfg.data.get("val"))
+    sampler = build.sampler(cfg, len(train_set), rank, world_size)
+
+    # model
+    model = build.model(cfg, train_set).to(device)
+    channels_last = choose(cfg.trainer.channels_last, build.has_convolutions(model))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.trainer.precision == "bf16")
+
+    # optimizer, and where to begin
+    optimizer = build.optimizer(cfg, model.parameters())
+    position = Position()
+    scheduler = build.schedule(cfg, optimizer, steps_left(cfg.trainer, sampler, position))
+    state = State(model, optimizer, scheduler, position, dict(config))
+    if files and "resume" in files:
+        state.restore(read_on_all_ranks(Path(files["resume"]) if rank == 0 else None))
+    position = state.position
+    total_steps = position.step + steps_left(cfg.trainer, sampler, position)
+
+    loader = Loader(train_set, device, channels_last)
+    val_loader = Loader(val_set, device, channels_last) if val_set is not None else None
+    meter, saver = Meter(device), Saver()
+    metrics: dict[str, float] = {}
+    if rank == 0:
+        results.emit("start", header(cfg, model, train_set, val_set, sampler, total_steps, position, device))
+
+    watch = Stopwatch(position.samples)
+    while position.step < total_steps:
+        if hasattr(train_set, "set_epoch"):
+            train_set.set_epoch(position.epoch)
+        ddp.train()
+        for x, y in loader.load(sampler.batches(position.epoch, position.offset)):
+            seed_step(cfg.seed, position.step + 1, rank)
+            with autocast:
+                logits = ddp(x)
+                loss = cross_entropy(logits, y)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            position.advance(sampler.global_batch)
+            meter.add(loss, logits, y)
+
+            # log and save; a save is always logged too, so that a resumed run begins with an empty meter
+            last = position.step >= total_steps
+            pause = last or position.offset + sampler.global_batch > sampler.epoch_samples
+            save = due(position.step, cfg.trainer.checkpoint_every_steps) and not pause
+            if due(position.step, cfg.trainer.log_every_steps) or save or pause:
+                metrics |= meter.result("train") | watch.lap(position.samples, loader)
+                metrics["lr"] = scheduler.get_last_lr()[0]
+                log(metrics, position, rank)
+            if save and rank == 0:
+                saver.save(state, metrics, best=False)
+            if last:
+                break
+
+        # validate and save at the end of an epoch
+        if position.offset + sampler.global_batch > sampler.epoch_samples:
+            position.end_epoch()
+        last = position.step >= total_steps
+        if val_loader is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
+            with watch.paused():
+                validation = evaluate(model, val_loader, len(val_set), cfg.data.batch_size, autocast)
+            metrics |= validation
+            log(validation, position, rank)
+        if rank == 0 and (last or due(position.epoch, cfg.trainer.checkpoint_every_epochs)):
+            saver.save(state, metrics, best=is_best(state, metrics, cfg.objective))
+    saver.wait()
+    return {"steps": position.step, "samples": position.samples, "metrics": metrics, **watch.total(position.samples)}
+
+
+def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
+    """Steps from a position to the end of the run: all epochs, or max_steps where that is less."""
+    left = (trainer.max_steps - position.step) if trainer.max_steps else float("inf")
+    if trainer.epochs:
+        begun = (sampler.epoch_samples - position.offset) // sampler.global_batch
+        left = min(left, begun + (trainer.epochs - position.epoch - 1) * len(sampler))
+    return max(0, int(left))
+
+
+class Stopwatch:
+    """Training speed, with the time of validation left out.
+
+    Args:
+        samples: seen so far.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.begin = self.mark = time.perf_counter()
+        self.first = self.marked = samples
+
+    def lap(self, samples: int, loader: Loader) -> dict[str, float]:
+        """Speed and share of the time spent waiting for data since the last lap."""
+        now = time.perf_counter()
+        spent = max(now - self.mark, 1e-9)
+        lap = {"samples_per_s": (samples - self.marked) / spent, "data_wait": loader.waited_s / spent}
+        self.mark, self.marked, loader.waited_s = now, samples, 0.0
+        return lap
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside out of the laps and the total."""
+        begin = time.perf_counter()
+        yield
+        spent = time.perf_counter() - begin
+        self.begin += spent
+        self.mark += spent
+
+    def total(self, samples: int) -> dict[str, float]:
+        """Time and mean speed since the beginning."""
+        spent = max(time.perf_counter() - self.begin, 1e-9)
+        return {"train_s": spent, "samples_per_s": (samples - self.first) / spent}
+
+
+def due(count: int, every: int) -> bool:
+    """Whether something that happens every so often happens now; 0 means never."""
+    return every > 0 and count % every == 0
+
+
+def choose(given: bool | None, otherwise: bool) -> bool:
+    """What was given, or else the default."""
+    return otherwise if given is None else given
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make the randomness of a step (dropout, say) a function of where the run is, so that a resume repeats it."""
+    mixed = (seed * 1_000_003 + step) * 65_537 + rank
+    torch.default_generator.manual_seed(mixed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed % 2**63)
+
+
+def log(metrics: Mapping[str, float], position: Position, rank: int) -> None:
+    """Send metrics, from rank 0."""
+    if rank == 0:
+        results.log(metrics, step=position.step, epoch=position.epoch, samples=position.samples)
+
+
+def is_best(state: State, metrics: Mapping[str, float], objective: DictConfig) -> bool:
+    """Whether the objective is better than ever before; remembers it."""
+    value = metrics.get(objective.metric)
+    if value is None or value != value:
+        return False
+    sign = 1 if objective.direction == "maximize" else -1
+    if state.best is not None and sign * value <= sign * state.best:
+        return False
+    state.best = value
+    return True
+
+
+def header(
+    cfg: DictConfig,
+    model: nn.Module,
+    train_set: Any,
+    val_set: Any,
+    sampler: Any,
+    total_steps: int,
+    position: Position,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What a person wants to see before it starts."""
+    world_size = dist.get_world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    validation = f", {len(val_set):,} for validation" if val_set is not None else ""
+    lines = [
+        f"model     {type(model).__name__}, {parameters:,} parameters",
+        f"data      {len(train_set):,} samples{validation}",
+        f"ranks     {world_size} on {device.type}, {torch.get_num_threads()} threads each, {cfg.trainer.precision}",
+        f"batch     {cfg.data.batch_size} x {world_size} ranks = {sampler.global_batch} effective",
+        f"steps     {total_steps:,}, {len(sampler):,} in an epoch",
+    ]
+    if position.step:
+        lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch}, sample {position.samples:,}")
+    epochs = -(-total_steps // len(sampler))
+    return {
+        "title": "ddp_hydra",
+        "lines": lines,
+        "total_steps": total_steps,
+        "epochs": epochs,
+        "steps_per_epoch": len(sampler),
+    }

@@ -1,0 +1,90 @@
+"""Files between ranks and the client: from disk to disk on one host, in pieces through Dask otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.rank_host import spool
+
+
+def fetch(client: Client, worker: str, gang: str, rank: int, file: Mapping[str, Any], target: Path) -> None:
+    """Put a spooled file at `target`, complete and verified, and remove it from the spool.
+
+    Args:
+        client: of the cluster.
+        worker: address of the rank's worker.
+        gang: the gang's name.
+        rank: whose spool.
+        file: source (its path there), size and sha256.
+        target: where to put it; the caller moves it to its final name.
+
+    Raises:
+        RecordError: what arrived is not what was announced.
+    """
+    name = Path(file["source"]).name
+    if not _take_local(Path(file["source"]), gang, file["size"], target):
+        with target.open("wb") as out:
+            while out.tell() < file["size"]:
+                piece = client.run(spool.read, gang, rank, name, out.tell(), workers=[worker])[worker]
+                if not piece:
+                    break
+                out.write(piece)
+    try:
+        verify(target, file["size"], file["sha256"])
+    except RecordError:
+        target.unlink()
+        raise
+    finally:
+        client.run(spool.remove, gang, rank, name, workers=[worker], on_error="ignore")
+
+
+def _take_local(source: Path, gang: str, size: int, target: Path) -> bool:
+    """Copy within this host, where the spool is visible from here and holds the file."""
+    if gang not in source.parts or source.is_symlink() or not source.is_file() or source.stat().st_size != size:
+        return False
+    shutil.copyfile(source, target)
+    return True
+
+
+def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str:
+    """Make a file of the client readable for a rank; returns the path there.
+
+    Args:
+        client: of the cluster.
+        worker: address of the rank's worker.
+        gang: the gang's name.
+        rank: into whose spool.
+        source: the file here.
+    """
+    found = source.stat()
+    if client.run(spool.is_same_file, str(source), found.st_size, found.st_mtime_ns, workers=[worker])[worker]:
+        return str(source)
+    path = ""
+    with source.open("rb") as file:
+        while not path or file.tell() < os.fstat(file.fileno()).st_size:
+            piece = file.read(spool.CHUNK_BYTES)
+            path = client.run(spool.write, gang, rank, source.name, piece, not path, workers=[worker])[worker]
+    return path
+
+
+def verify(path: Path, size: int, sha256: str) -> None:
+    """Check a file against its announcement.
+
+    Raises:
+        RecordError: size or hash differ.
+    """
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if path.stat().st_size != size or found != sha256:
+        raise RecordError(
+            f"{path.name} arrived damaged: {path.stat().st_size} of {size} bytes, sha256 {found[:12]}… instead of "
+            f"{sha256[:12]}…; it was not put in place"
+        )

@@ -1,0 +1,136 @@
+"""checkpoints/: step files, last.pt, best.pt, the manifest, and what to keep.
+
+The order makes every moment safe: a step file is complete and verified before the manifest names it, the
+manifest names it before last.pt and best.pt move to it, and only then older ones go.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.results import Record, check_path, finite
+from ddp_hydra.writers import Fetch
+from ddp_hydra.writers.disk import commit, part_of, place, remove_parts, write_atomic, writing
+from ddp_hydra.writers.incoming import receive
+from ddp_hydra.manifest import ALIASES, FOLDER, NAME, read_manifest, write_manifest_text
+
+_STEP_FILE = re.compile(r"step-(\d{1,18})\.pt", re.ASCII)
+
+
+class CheckpointWriter:
+    """Keep a run's checkpoints.
+
+    Args:
+        run_dir: the job's run directory; an older manifest there is continued.
+        fetch: brings files that are not inline.
+        keep: newest step files to keep, beside those that last.pt and best.pt are; None keeps all.
+
+    Raises:
+        ConfigError: `keep` is less than 1.
+        CheckpointError: the manifest that is already there cannot be read.
+    """
+
+    def __init__(self, run_dir: Path, fetch: Fetch | None = None, keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
+        self._run_dir = run_dir
+        self._fetch = fetch
+        self._keep = keep
+        self._folder = run_dir / FOLDER
+        present = self._folder.is_dir() and not self._folder.is_symlink()
+        old = read_manifest(self._folder) if present else {}
+        self._entries = {name: entry for name, entry in old.items() if (self._folder / name).is_file()}
+        if present:
+            with writing(self._folder):
+                remove_parts(self._folder)
+
+    def write(self, record: Record) -> None:
+        """Take the checkpoint of a 'file' record that holds one.
+
+        Raises:
+            RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be
+                written.
+        """
+        checkpoint = record.data.get("checkpoint")
+        if record.kind != "file" or checkpoint is None:
+            return
+        name = _step_name(record)
+        receive(record, place(self._run_dir, f"{FOLDER}/{name}"), self._fetch)
+        # A name that comes again, after a rollback, is the newest again.
+        self._entries.pop(name, None)
+        self._entries[name] = {
+            "size": record.data["size"],
+            "sha256": record.data["sha256"].lower(),
+            "step": checkpoint["step"],
+            "epoch": checkpoint.get("epoch"),
+            "samples": checkpoint.get("samples"),
+            "metrics": _metrics(checkpoint),
+        }
+        self._save()
+        self._point("last.pt", name)
+        if checkpoint.get("best"):
+            self._point("best.pt", name)
+        old = self._too_old()
+        for outdated in old:
+            del self._entries[outdated]
+        self._save()
+        for outdated in old:
+            with writing(self._folder / outdated):
+                (self._folder / outdated).unlink(missing_ok=True)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _save(self) -> None:
+        write_atomic(self._folder / NAME, write_manifest_text(self._entries))
+
+    def _point(self, alias: str, name: str) -> None:
+        """Make `alias` the same file as `name`, in one move."""
+        target = self._folder / alias
+        part = part_of(target)
+        with writing(target):
+            try:
+                _link_or_copy(self._folder / name, part)
+                commit(part, target)
+            finally:
+                part.unlink(missing_ok=True)
+        self._entries[alias] = self._entries[name]
+
+    def _too_old(self) -> list[str]:
+        if self._keep is None:
+            return []
+        named = {self._entries[alias]["sha256"] for alias in ALIASES if alias in self._entries}
+        steps = [name for name in self._entries if _STEP_FILE.fullmatch(name)]
+        return [name for name in steps[: -self._keep] if self._entries[name]["sha256"] not in named]
+
+
+def _step_name(record: Record) -> str:
+    """Return the file name, if the record's path is that of its step."""
+    path = check_path(record.data["path"])
+    match = _STEP_FILE.fullmatch(path.name)
+    step = record.data["checkpoint"]["step"]
+    if path.parts[:-1] != (FOLDER,) or match is None or int(match[1]) != step:
+        raise RecordError(
+            f"rank {record.rank} sent a checkpoint of step {step} as {record.data['path']!r}; it must be "
+            f"called '{FOLDER}/step-{step:06d}.pt'"
+        )
+    return path.name
+
+
+def _metrics(checkpoint: dict[str, Any]) -> dict[str, float | None]:
+    given = checkpoint.get("metrics") or {}
+    return finite({name: float("nan") if value is None else float(value) for name, value in given.items()})
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # some file systems know no links
+        shutil.copyfile(source, target)

@@ -1,0 +1,177 @@
+"""Careful disk access: no way out of the run directory, and errors that name the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from ddp_hydra.errors import RecordError
+
+_HINTS = {
+    errno.ENOSPC: "free some space there, or choose another place with hydra.run.dir=<folder>",
+    errno.EDQUOT: "free some of your quota there, or choose another place with hydra.run.dir=<folder>",
+    errno.EACCES: "choose a folder that you may write with hydra.run.dir=<folder>",
+    errno.EPERM: "choose a folder that you may write with hydra.run.dir=<folder>",
+    errno.EROFS: "choose a folder that you may write with hydra.run.dir=<folder>",
+    errno.ELOOP: "it is a symbolic link; remove it, nothing is written through links in a run directory",
+}
+_PART = ".part-"
+
+
+def cannot_write(what: str | Path, error: OSError) -> RecordError:
+    """Return one sentence about a failed write."""
+    hint = _HINTS.get(error.errno or 0, "what was written before stays whole")
+    return RecordError(f"cannot write {error.filename or what}: {error.strerror or error}; {hint}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a sentence that names `path`.
+
+    Raises:
+        RecordError: the block could not write.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename = None  # a temporary name would puzzle the reader
+        raise cannot_write(path, error) from error
+
+
+def open_run_dir(run_dir: str | Path) -> Path:
+    """Make a run directory if it is missing, and return it.
+
+    Raises:
+        RecordError: it cannot be made, or not be written.
+    """
+    folder = Path(run_dir)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = part_of(folder / "probe")
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    return folder
+
+
+def place(run_dir: Path, path: PurePosixPath | str) -> Path:
+    """Return where `path` lies in a run directory, and make its folders.
+
+    Raises:
+        RecordError: a folder on the way is a symbolic link, a file, or cannot be made.
+    """
+    parts = PurePosixPath(path).parts
+    folder = run_dir
+    for part in parts[:-1]:
+        folder = folder / part
+        with writing(folder):
+            if not folder.is_symlink():
+                folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            raise RecordError(
+                f"cannot write {run_dir / path}: {folder} is a symbolic link; remove it, nothing is "
+                "written through links in a run directory"
+            )
+    return folder / parts[-1]
+
+
+def part_of(target: Path) -> Path:
+    """Return a new hidden name beside `target`, for content that is not complete yet."""
+    return target.with_name(_PART + secrets.token_hex(6))
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what an interrupted writer left in `folder`."""
+    for part in folder.glob(_PART + "*"):
+        part.unlink(missing_ok=True)
+
+
+def commit(part: Path, target: Path) -> None:
+    """Give complete content its name, so that it survives a power cut under the old or the new one."""
+    _sync(part)
+    part.replace(target)
+    _sync(target.parent)
+
+
+def write_atomic(target: Path, content: bytes) -> None:
+    """Replace the file `target` by `content`, whole or not at all.
+
+    Raises:
+        RecordError: it cannot be written; the old file is as it was.
+    """
+    part = part_of(target)
+    with writing(target):
+        try:
+            part.write_bytes(content)
+            commit(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class AppendFile:
+    """A file that grows by whole pieces, each visible to readers at once.
+
+    Args:
+        path: made at the first piece; a symbolic link is refused.
+        ends_with: if the file has content that does not end so, this is put in first.
+    """
+
+    def __init__(self, path: Path, ends_with: bytes = b"") -> None:
+        self.path = path
+        self._ends_with = ends_with
+        self._handle: int | None = None
+
+    def append(self, piece: bytes) -> None:
+        """Add one piece, or nothing.
+
+        Raises:
+            RecordError: it cannot be written; a part of it was taken back.
+        """
+        with writing(self.path):
+            if self._handle is None:
+                self._handle = self._open()
+            size = os.fstat(self._handle).st_size
+            try:
+                _write_all(self._handle, piece)
+            except OSError:
+                os.ftruncate(self._handle, size)
+                raise
+
+    def close(self) -> None:
+        """Close the file; a later piece opens it again."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            with writing(self.path):
+                os.close(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(self.path, flags, 0o666)
+        size, end = os.fstat(handle).st_size, self._ends_with
+        if end and size and os.pread(handle, len(end), max(0, size - len(end))) != end:
+            os.write(handle, end)
+        return handle
+
+
+def _write_all(handle: int, piece: bytes) -> None:
+    view = memoryview(piece)
+    while view:
+        view = view[os.write(handle, view) :]

@@ -1,0 +1,47 @@
+"""Files that ranks submit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.results import RESERVED, Record, check_path
+from ddp_hydra.writers import Fetch
+from ddp_hydra.writers.disk import place
+from ddp_hydra.writers.incoming import receive
+
+
+class FileWriter:
+    """Put each submitted file into the run directory; checkpoints are another writer's.
+
+    Args:
+        run_dir: the job's run directory.
+        fetch: brings files that are not inline.
+    """
+
+    def __init__(self, run_dir: Path, fetch: Fetch | None = None) -> None:
+        self._run_dir = run_dir
+        self._fetch = fetch
+
+    def write(self, record: Record) -> None:
+        """Receive the file of a 'file' record without a checkpoint; of two with one path the later one stays.
+
+        Raises:
+            RecordError: its path is not allowed, or it did not arrive whole; see `incoming.receive`.
+        """
+        if record.kind != "file" or record.data.get("checkpoint") is not None:
+            return
+        path = check_path(record.data["path"])
+        # Some file systems take Checkpoints and checkpoints for one name.
+        if not path.parts or path.parts[0].casefold() in RESERVED:
+            raise RecordError(
+                f"rank {record.rank} submitted {record.data['path']!r}; {', '.join(RESERVED)} belong to "
+                "the run: choose another name, for example 'samples/epoch-3.txt'"
+            )
+        receive(record, place(self._run_dir, path), self._fetch)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""

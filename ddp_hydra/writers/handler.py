@@ -1,0 +1,94 @@
+"""The one consumer of a job's records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ddp_hydra.results import Record
+from ddp_hydra.writers.checks import check_record, metric_values
+from ddp_hydra.writers.disk import cannot_write
+
+if TYPE_CHECKING:
+    from ddp_hydra.writers import Writer
+
+
+class ResultsHandler:
+    """Give each record of a job to every writer, and remember what the job's summary needs.
+
+    Call it from one thread. Leaving its `with` block closes all writers, also when one of them fails.
+
+    Args:
+        writers: each gets every record, in this order.
+
+    Attributes:
+        counts: how many records came, by kind.
+        metrics: the last value of each metric that rank 0 logged.
+        step: optimizer steps done, by the last metrics of rank 0; None before the first.
+        epoch: its epoch, where it said one.
+        samples: its samples seen, where it said them.
+    """
+
+    def __init__(self, writers: Iterable[Writer]) -> None:
+        self.writers = list(writers)
+        self.counts: Counter[str] = Counter()
+        self.metrics: dict[str, float] = {}
+        self.step: int | None = None
+        self.epoch: float | None = None
+        self.samples: float | None = None
+
+    def handle(self, record: Record) -> None:
+        """Take one record. A failing writer does not keep it from the others.
+
+        Raises:
+            RecordError: the record is malformed, points out of the run directory, or cannot be written.
+        """
+        check_record(record)
+        self.counts[record.kind] += 1
+        if record.kind == "metrics" and record.rank == 0:
+            self._remember(record)
+        self._each("write", record)
+
+    def flush(self) -> None:
+        """Make what came so far visible to other programs."""
+        self._each("flush")
+
+    def close(self) -> None:
+        """Close every writer, then raise the first error, if any. A second call does nothing."""
+        try:
+            self._each("close")
+        finally:
+            self.writers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and the results could not be closed: {failure}")
+
+    def _remember(self, record: Record) -> None:
+        self.metrics.update(metric_values(record))
+        self.step = record.step if record.step is not None else self.step
+        self.epoch = record.data.get("epoch", self.epoch)
+        self.samples = record.data.get("samples", self.samples)
+
+    def _each(self, action: str, *args: Record) -> None:
+        first: Exception | None = None
+        for writer in self.writers:
+            try:
+                getattr(writer, action)(*args)
+            except OSError as error:
+                first = first or cannot_write(type(writer).__name__, error)
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first

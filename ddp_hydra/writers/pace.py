@@ -1,0 +1,102 @@
+"""How far a job is and how fast it goes, in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ddp_hydra.results import Record
+from ddp_hydra.writers.checks import metric_values
+from ddp_hydra.writers.plain import plain
+
+
+class Pace:
+    """What the display needs of the records so far.
+
+    Args:
+        clock: seconds, growing.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.step: int | None = None
+        self.epoch: float | None = None
+        self.total_steps: int | None = None
+        self._epochs: float | None = None
+        self._steps_per_epoch: int | None = None
+        self._metrics: dict[str, float] = {}
+        self._first: tuple[float, int] = (clock(), 0)
+
+    def start(self, record: Record) -> None:
+        """Begin an attempt, from the step of its start record."""
+        self.step = self.epoch = None
+        self._metrics.clear()
+        self.total_steps = record.data.get("total_steps")
+        self._epochs = record.data.get("epochs")
+        self._steps_per_epoch = record.data.get("steps_per_epoch")
+        self._first = (self._clock(), record.step or 0)
+
+    def update(self, record: Record) -> None:
+        """Take a metrics record."""
+        self.epoch = self.epoch_of(record)
+        self._metrics.update(metric_values(record))
+        self.step = record.step if record.step is not None else self.step or 0
+
+    def epoch_of(self, record: Record) -> float | None:
+        """Return which epoch a record belongs to, the first being 1.
+
+        The step tells it best: after the last step of epoch 3 it is still epoch 3.
+        """
+        if self._steps_per_epoch and record.step is not None:
+            return max(1, math.ceil(record.step / self._steps_per_epoch))
+        return record.data.get("epoch", self.epoch)
+
+    def forget_validation(self) -> None:
+        """Let later lines not repeat numbers that were not measured again."""
+        self._metrics = {n: value for n, value in self._metrics.items() if not n.startswith("val/")}
+
+    def mark(self) -> float | None:
+        """Return what a lasting line stands for: the epoch, or the step where there are no epochs."""
+        return self.step if self.epoch is None else self.epoch
+
+    def where(self) -> str:
+        """Return for example 'epoch 3/5  step 120/500'."""
+        step = f"step {_of(self.step or 0, self.total_steps)}"
+        return step if self.epoch is None else f"{self.epoch_text()}  {step}"
+
+    def epoch_text(self) -> str:
+        """Return for example 'epoch 3/5', or the step where there are no epochs."""
+        if self.epoch is None:
+            return self.where()
+        return f"epoch {_of(self.epoch, self._epochs)}"
+
+    def numbers(self, validation: bool = False) -> str:
+        """Return the losses and accuracies, and the samples/s; with those of validation or without."""
+        shown = [
+            f"{plain(name)} {value:.4g}"
+            for name, value in sorted(self._metrics.items(), key=_rank_of_name)
+            if name.startswith("train/") or (validation and name.startswith("val/"))
+        ]
+        speed = self._metrics.get("samples_per_s")
+        if speed is not None:
+            shown.append(f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.3g} samples/s")
+        return "  ".join(shown)
+
+    def eta(self) -> str:
+        """Return for example 'ETA 0:01:32', or nothing while it is not known."""
+        began, first = self._first
+        done = (self.step or 0) - first
+        if not self.total_steps or done <= 0 or self.total_steps <= (self.step or 0):
+            return ""
+        left_s = round((self._clock() - began) / done * (self.total_steps - (self.step or 0)))
+        return f"ETA {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
+
+
+def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:
+    """Training first, loss before the others."""
+    name = item[0]
+    return not name.startswith("train/"), not name.endswith("/loss"), name
+
+
+def _of(value: float, total: float | None) -> str:
+    return f"{value:g}" if total is None else f"{value:g}/{total:g}"

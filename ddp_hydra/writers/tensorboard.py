@@ -1,0 +1,127 @@
+"""TensorBoard events, written without torch.
+
+tensorboardX imports torch where it is installed and loses a full disk in a background thread; the records of
+an events file are simple enough to append them here, one flush each.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import itertools
+import os
+import struct
+import time
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.results import Record
+from ddp_hydra.writers.checks import metric_values
+from ddp_hydra.writers.disk import AppendFile, place
+
+_numbers = itertools.count()
+_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
+
+
+class TensorBoardWriter:
+    """Write scalars of rank 0, texts and images of any rank to `<run_dir>/tensorboard`.
+
+    When a new attempt starts, points after the step it restarts from are taken back: curves stay clean. (The
+    fast loader of TensorBoard takes them back tag by tag instead, from the first new point on.)
+
+    Args:
+        run_dir: the job's run directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        # Programs read the files of one folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{os.getpid()}.{next(_numbers):06d}"
+        self._file = AppendFile(place(run_dir, f"tensorboard/{name}"))
+        self._empty = True
+        self._attempt: int | None = None
+        self._purge = False
+
+    def write(self, record: Record) -> None:
+        """Append the event of a metrics, text or image record; a start may take points back.
+
+        Raises:
+            RecordError: an image is no PNG, or the file cannot be written.
+        """
+        if record.kind not in ("start", "metrics", "text", "image") or record.attempt < (self._attempt or 0):
+            return
+        self._purge |= self._attempt is not None and record.attempt > self._attempt
+        self._attempt = record.attempt
+        if record.kind == "metrics" and record.rank != 0:
+            return
+        if self._purge and record.step is not None:
+            self._take_back(record)
+        if record.kind != "start":
+            value = {"metrics": _scalars, "text": _text, "image": _image}[record.kind](record)
+            self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _take_back(self, record: Record) -> None:
+        """A start names the last good step; anything else is itself the first new point."""
+        first = (record.step or 0) + (record.kind == "start")
+        self._append(
+            Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START))
+        )
+        self._purge = False
+
+    def _append(self, event: Event) -> None:
+        if self._empty:
+            self._append_one(Event(wall_time=event.wall_time, file_version="brain.Event:2"))
+            self._empty = False
+        self._append_one(event)
+
+    def _append_one(self, event: Event) -> None:
+        buffer = io.BytesIO()
+        RecordWriter(buffer).write(event.SerializeToString())
+        self._file.append(buffer.getvalue())
+
+
+def _scalars(record: Record) -> Summary:
+    values = metric_values(record).items()
+    return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values])
+
+
+def _text(record: Record) -> Summary:
+    content = record.data["text"].encode(errors="replace")
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=shape)
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary(value=[Summary.Value(tag=record.data["name"], metadata=metadata, tensor=tensor)])
+
+
+def _image(record: Record) -> Summary:
+    try:
+        png = base64.b64decode(record.data["png"], validate=True)
+    except (binascii.Error, ValueError):
+        png = b""
+    if len(png) < 33 or png[:8] != b"\x89PNG\r\n\x1a\n" or png[12:16] != b"IHDR":
+        raise RecordError(
+            f"image {record.data['name']!r} of rank {record.rank} is no PNG: pass results.image one"
+        )
+    width, height, _, color = struct.unpack(">IIBB", png[16:26])
+    if not 0 < width < 2**31 or not 0 < height < 2**31:
+        raise RecordError(
+            f"image {record.data['name']!r} of rank {record.rank} claims {width} x {height} pixels"
+        )
+    image = Summary.Image(
+        height=height, width=width, colorspace=_CHANNELS.get(color, 3), encoded_image_string=png
+    )
+    return Summary(value=[Summary.Value(tag=record.data["name"], image=image)])

@@ -1,0 +1,77 @@
+"""Residual networks of torchvision, with a stem for small images."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchvision.models import ResNet, ResNet18_Weights, ResNet50_Weights, WeightsEnum
+from torchvision.models import resnet18 as _resnet18
+from torchvision.models import resnet50 as _resnet50
+
+
+def resnet18(num_classes: int, weights: str | None = None, small_images: bool = False) -> ResNet:
+    """Build a ResNet-18 (11.2 M parameters at 10 classes).
+
+    Args:
+        num_classes: width of the last layer.
+        weights: None for random ones, else a name of torchvision's `ResNet18_Weights`, e.g. "DEFAULT". The
+            last layer is new unless `num_classes` is the 1000 of ImageNet.
+        small_images: a 3x3 stem without stride and max pool, for images of about 32x32 pixels: slower, as
+            every layer then sees 16 times the pixels.
+
+    Returns:
+        A module: images float (batch, 3, height, width) -> logits (batch, num_classes).
+
+    Raises:
+        ValueError: `weights` names none, or `num_classes` is no positive number.
+    """
+    chosen = _weights(ResNet18_Weights, weights)
+    return _adapt(_resnet18(weights=chosen), _positive(num_classes), chosen is not None, small_images)
+
+
+def resnet50(num_classes: int, weights: str | None = None, small_images: bool = False) -> ResNet:
+    """Build a ResNet-50 (23.5 M parameters at 10 classes).
+
+    Args:
+        num_classes: as of `resnet18`.
+        weights: as of `resnet18`, from `ResNet50_Weights`.
+        small_images: as of `resnet18`.
+
+    Returns:
+        A module: images float (batch, 3, height, width) -> logits (batch, num_classes).
+
+    Raises:
+        ValueError: as `resnet18`.
+    """
+    chosen = _weights(ResNet50_Weights, weights)
+    return _adapt(_resnet50(weights=chosen), _positive(num_classes), chosen is not None, small_images)
+
+
+def _weights(known: type[WeightsEnum], name: str | None) -> WeightsEnum | None:
+    if name is None:
+        return None
+    if name not in known.__members__:
+        raise ValueError(
+            f"there are no weights {name!r}; allowed are null and {', '.join(known.__members__)}: "
+            "type model.weights=null or one of these"
+        )
+    return known[name]
+
+
+def _positive(num_classes: int) -> int:
+    if not isinstance(num_classes, int) or num_classes < 1:
+        raise ValueError(
+            f"num_classes is {num_classes!r}, and must be a positive whole number: type "
+            "model.num_classes=10, or use a data set that has `classes`"
+        )
+    return num_classes
+
+
+def _adapt(network: ResNet, num_classes: int, pretrained: bool, small_images: bool) -> ResNet:
+    """Give the network the last layer and the stem that were asked for."""
+    if not (pretrained and num_classes == network.fc.out_features):
+        network.fc = nn.Linear(network.fc.in_features, num_classes)
+    if small_images:
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
+        network.maxpool = nn.Identity()
+    return network

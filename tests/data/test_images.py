@@ -1,0 +1,88 @@
+"""Decoding: every usual format and mode becomes RGB bytes; what is no image says so."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.images import decode
+
+ROWS, COLUMNS = np.mgrid[0:24, 0:36]
+COLOURS = np.stack([ROWS * 10, COLUMNS * 7, (ROWS + COLUMNS) * 4], axis=-1).astype(np.uint8)
+
+
+def encode(image: Image.Image, format: str, **options) -> bytes:  # noqa: A002
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("format", ["PNG", "BMP", "TIFF", "PPM"])
+def test_lossless_formats_come_out_pixel_by_pixel(format):  # noqa: A002
+    image = decode(encode(Image.fromarray(COLOURS), format))
+    assert image.dtype == torch.uint8
+    assert image.is_contiguous()
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), COLOURS)
+
+
+@pytest.mark.parametrize(("format", "options"), [("JPEG", {"quality": 95}), ("WEBP", {"quality": 95})])
+def test_lossy_formats_come_out_nearly(format, options):  # noqa: A002
+    image = decode(encode(Image.fromarray(COLOURS), format, **options))
+    assert np.abs(image.permute(1, 2, 0).int().numpy() - COLOURS).mean() < 4
+
+
+def test_a_cmyk_jpeg_becomes_rgb():
+    image = decode(encode(Image.fromarray(COLOURS).convert("CMYK"), "JPEG", quality=95))
+    assert np.abs(image.permute(1, 2, 0).int().numpy() - COLOURS).mean() < 4
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+def test_grey_becomes_three_equal_channels(format):  # noqa: A002
+    image = decode(encode(Image.fromarray(COLOURS[..., 0]), format))
+    assert image.shape == (3, 24, 36)
+    assert torch.equal(image[0], image[1])
+    assert torch.equal(image[0], image[2])
+
+
+def test_transparency_is_dropped_and_the_colours_stay():
+    alpha = np.concatenate([COLOURS, (COLUMNS * 7).astype(np.uint8)[..., None]], axis=-1)
+    assert np.array_equal(decode(encode(Image.fromarray(alpha), "PNG")).permute(1, 2, 0).numpy(), COLOURS)
+
+
+def test_a_palette_becomes_its_colours():
+    flat = np.zeros((4, 4, 3), dtype=np.uint8)
+    flat[:2], flat[2:] = (255, 0, 0), (0, 0, 255)
+    image = decode(encode(Image.fromarray(flat).quantize(4), "PNG"))
+    assert np.array_equal(image.permute(1, 2, 0).numpy(), flat)
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_to_eight(format):  # noqa: A002
+    deep = (ROWS * 2500).astype(np.uint16)
+    image = decode(encode(Image.fromarray(deep), format))
+    assert np.abs(image[0].int().numpy() - deep // 256).max() <= 1
+
+
+def test_the_first_frame_of_an_animation_is_taken():
+    frames = [Image.new("RGB", (5, 5), colour) for colour in ("red", "blue")]
+    image = decode(encode(frames[0], "GIF", save_all=True, append_images=frames[1:]))
+    assert image[:, 0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "BMP"])
+def test_half_a_file_is_damaged(format):  # noqa: A002
+    whole = encode(Image.fromarray(COLOURS), format)
+    with pytest.raises(ValueError, match="image"):
+        decode(whole[: len(whole) // 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"), [(b"I am a text.", "starts with b'I am a text.'"), (b"", "is empty")]
+)
+def test_what_is_no_image_says_what_it_is(data, said):
+    with pytest.raises(ValueError, match=said):
+        decode(data)

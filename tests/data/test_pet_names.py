@@ -1,0 +1,324 @@
+"""Pet names: windows, sources, the cache on disk, and made-up names."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from data.pet_names import ALPHABET, PAD, STOP, PetNames, make_windows
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "seattle_pet_names.json"
+real = pytest.mark.skipif(not REAL.exists(), reason="the real names are not on this machine")
+
+
+def text(window) -> str:
+    return "".join(ALPHABET[index] for index in window)
+
+
+@pytest.fixture
+def names_file(tmp_path):
+    def write(names) -> str:
+        path = tmp_path / "names.json"
+        path.write_text(json.dumps(names))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def web():
+    """A web server: `web.content` is what it serves, `web.url` where, `web.requests` how often."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            server.requests += 1
+            time.sleep(server.delay_s)
+            self.send_response(server.status)
+            self.send_header("Content-Length", str(len(server.content) + server.missing_bytes))
+            self.end_headers()
+            self.wfile.write(server.content)
+
+        def log_message(self, *args):
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, request, client_address):
+            pass  # a client that went away is part of some tests
+
+    server = Server(("127.0.0.1", 0), Handler)
+    server.requests, server.status, server.delay_s, server.missing_bytes = 0, 200, 0.0, 0
+    server.content = b'["rex", "fido"]'
+    server.url = f"http://127.0.0.1:{server.server_port}/names.json"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_alphabet_has_31_characters_each_once():
+    assert len(ALPHABET) == len(set(ALPHABET)) == PetNames.num_classes == 31
+
+
+def test_every_prefix_of_a_name_and_its_stop_is_a_window():
+    windows = [text(window) for window in make_windows(["bo"], 8).tolist()]
+    assert windows == ["********b", "*******bo", "******bo+"]
+
+
+def test_windows_equal_those_of_the_plain_loop():
+    names = ["bo", "a", "mr. fluffy-paws the 3rd".replace("3", "x"), "a b", "ninechars", "zz"]
+    expected = []
+    for name in names:
+        whole = name + "+"
+        for end in range(1, len(whole) + 1):
+            expected.append(whole[:end][-9:].rjust(9, "*"))
+    assert [text(window) for window in make_windows(names, 8).tolist()] == expected
+
+
+def test_a_batch_becomes_one_hot_input_and_the_next_characters(names_file):
+    data = PetNames(names_file(["bo"]))
+    x, y = data.prepare(data.collate(data.__getitems__([1, 2])))
+    assert x.shape == (2, 8, 31)
+    assert x.dtype == torch.float32
+    assert torch.all(x.sum(-1) == 1)
+    assert y.dtype == torch.long
+    assert [text(row) for row in x.argmax(-1).tolist()] == ["*******b", "******bo"]
+    assert [text(row) for row in y.tolist()] == ["******bo", "*****bo+"]
+
+
+def test_one_sample_is_its_row_of_the_batch(names_file):
+    data = PetNames(names_file(["bo", "rex"]))
+    x, y = data[4]
+    assert torch.equal(torch.cat([x, y[-1:]]), data.__getitems__([4])[0])
+
+
+def test_it_pickles_without_the_windows_and_has_them_again(names_file):
+    data = PetNames(names_file(["bo", "rex"] * 500))
+    packed = pickle.dumps(data)
+    again = pickle.loads(packed)
+    assert len(packed) < data.windows.numel() / 2
+    assert again.names == data.names
+    assert torch.equal(again.windows, data.windows)
+
+
+@real
+def test_the_real_names_make_a_third_of_a_million_windows_in_less_than_a_second():
+    data = PetNames(str(REAL))
+    start = time.perf_counter()
+    windows = make_windows(data.names, 8)
+    assert time.perf_counter() - start < 1.0
+    assert len(data.names) == 51686
+    assert windows.shape == (sum(len(name) + 1 for name in data.names), 9)
+    assert int((windows[:, -1] == STOP).sum()) == len(data.names)
+    assert not torch.any(windows[:, -1] == PAD)
+
+
+def test_holdout_parts_the_distinct_names_and_loses_none(names_file):
+    names = [f"{a}{b}" for a in ALPHABET[2:28] for b in ALPHABET[2:28]] * 2
+    source = names_file(names)
+    train, val = PetNames(source, holdout=0.2), PetNames(source, holdout=0.2, split="val")
+    assert not set(train.names) & set(val.names)
+    assert sorted(train.names + val.names) == sorted(names)
+    assert 0.15 < len(val.names) / len(names) < 0.25
+
+
+def test_a_name_stays_on_its_side_when_the_file_grows(names_file):
+    names = [f"{a}{b}" for a in ALPHABET[2:28] for b in ALPHABET[2:28]]
+    few = set(PetNames(names_file(names[:300]), holdout=0.2, split="val").names)
+    many = set(PetNames(names_file(names), holdout=0.2, split="val").names)
+    assert few == many & set(names[:300])
+
+
+def test_val_without_holdout_is_refused(names_file):
+    with pytest.raises(ValueError, match=r"no names are left for val.*data\.holdout=0\.1"):
+        PetNames(names_file(["rex"]), split="val")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed"),
+    [
+        ({"window": 0}, r"data\.window=8"),
+        ({"holdout": 1.0}, r"data\.holdout=0\.1"),
+        ({"split": "test"}, "train or val"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(arguments, typed, names_file):
+    with pytest.raises(ValueError, match=typed):
+        PetNames(names_file(["rex"]), **arguments)
+
+
+def test_a_url_is_downloaded_once_and_then_read_from_the_cache(web, tmp_path):
+    first = PetNames(web.url, cache_dir=str(tmp_path / "cache"))
+    again = PetNames(web.url, cache_dir=str(tmp_path / "cache"))
+    assert first.names == again.names == ["rex", "fido"]
+    assert web.requests == 1
+
+
+def test_the_cache_follows_xdg_cache_home(web, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    PetNames(web.url)
+    assert [path.read_bytes() for path in (tmp_path / "ddp_hydra").iterdir()] == [web.content]
+
+
+def test_a_damaged_file_in_the_cache_is_downloaded_again(web, tmp_path):
+    PetNames(web.url, cache_dir=str(tmp_path))
+    kept = next(tmp_path.iterdir())
+    kept.write_bytes(b'["re')
+    assert PetNames(web.url, cache_dir=str(tmp_path)).names == ["rex", "fido"]
+    assert kept.read_bytes() == web.content
+
+
+def test_content_that_is_no_list_of_names_is_not_cached(web, tmp_path):
+    web.content = b"<html>log in first</html>"
+    with pytest.raises(ValueError, match=r"no JSON.*data\.source="):
+        PetNames(web.url, cache_dir=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_and_no_more(web, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match=r"can't be kept.*data\.cache_dir="):
+        data = PetNames(web.url, cache_dir=str(tmp_path / "file" / "cache"))
+    assert data.names == ["rex", "fido"]
+
+
+def test_no_network_says_to_give_a_source(web, tmp_path):
+    web.shutdown()
+    web.server_close()
+    with pytest.raises(ConnectionError, match=r"not reachable.*refused.*data\.source=<path"):
+        PetNames(web.url, cache_dir=str(tmp_path))
+
+
+def test_an_unknown_host_says_to_give_a_source(tmp_path):
+    with pytest.raises(ConnectionError, match=r"data\.source=<path"):
+        PetNames("http://no-such-host.invalid/names.json", cache_dir=str(tmp_path))
+
+
+def test_a_server_that_does_not_answer_in_time_is_a_connection_error(web, tmp_path):
+    web.delay_s = 0.5
+    with pytest.raises(ConnectionError, match=r"timed out.*data\.source="):
+        PetNames(web.url, cache_dir=str(tmp_path), timeout_s=0.1)
+
+
+def test_an_answer_that_breaks_off_is_a_connection_error(web, tmp_path):
+    web.missing_bytes = 10
+    with pytest.raises(ConnectionError, match=r"data\.source="):
+        PetNames(web.url, cache_dir=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(404, FileNotFoundError), (403, PermissionError), (500, ConnectionError)]
+)
+def test_an_answer_that_is_no_success_is_an_error_of_its_kind(web, tmp_path, status, kind):
+    web.status = status
+    with pytest.raises(kind, match=rf"{status}.*data\.source="):
+        PetNames(web.url, cache_dir=str(tmp_path))
+
+
+def test_a_missing_file_is_named_by_its_whole_path():
+    with pytest.raises(FileNotFoundError, match=r"'nowhere\.json'.*/.*nowhere\.json.*data\.source="):
+        PetNames("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (["rex", "Fido", "bello", "Zoe"], r"2 of the 4 names.*'Fido' \(number 1\), 'Zoe' \(number 3\)"),
+        (["rex", ""], r"'' \(number 1\)"),
+        (["rex", 7], r"7 \(number 1\)"),
+        (["re+x"], r"'re\+x'"),
+        ({"names": []}, "must be a list"),
+        ([], "must be a list"),
+    ],
+)
+def test_bad_names_are_named(names_file, content, said):
+    with pytest.raises(ValueError, match=said):
+        PetNames(names_file(content))
+
+
+class Speller(nn.Module):
+    """Says the given names over and over, whatever it sees: each row of the batch its own."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(50.0))
+        self.names = [[ALPHABET.index(character) for character in name + "+"] for name in names]
+        self.step = 0
+
+    def forward(self, x):
+        assert not self.training
+        self.step = 0 if bool((x.argmax(-1) == PAD).all()) else self.step + 1
+        logits = torch.zeros(len(x), x.shape[1], x.shape[2])
+        for row in range(len(x)):
+            name = self.names[row % len(self.names)]
+            logits[row, -1, name[min(self.step, len(name) - 1)]] = self.scale
+        return logits
+
+
+def test_made_up_names_are_new_whole_and_each_once(names_file):
+    data = PetNames(names_file(["rex", "fidolino", "bello"]))
+    model = Speller(["rex", "fifi", "", "momo", "fifi", "bello", " lu "])
+    assert data.sample(model, n=3) == ["fifi", "momo", "lu"]
+
+
+def test_names_held_out_are_not_given_for_new_ones(names_file):
+    names = [f"{a}{b}" for a in ALPHABET[2:28] for b in ALPHABET[2:28]]
+    data = PetNames(names_file([*names, "longer"]), holdout=0.5)
+    assert data.sample(Speller([*names[:20], "momo"]), n=1) == ["momo"]
+
+
+def test_fewer_names_come_only_from_a_model_that_repeats_itself(names_file):
+    assert PetNames(names_file(["longer"])).sample(Speller(["fifi", "momo"]), n=5) == ["fifi", "momo"]
+
+
+class Uniform(nn.Module):
+    """Finds every character as likely as any other, the padding too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(31))
+
+    def forward(self, x):
+        return self.bias.expand(*x.shape)
+
+
+def test_as_many_names_come_as_were_asked_for_and_the_same_for_the_same_seed(names_file):
+    data = PetNames(names_file(["rex", "a very long name of a pet"]))
+    first = data.sample(Uniform(), n=40, seed=1)
+    assert len(set(first)) == 40
+    assert first == data.sample(Uniform(), n=40, seed=1)
+    assert first != data.sample(Uniform(), n=40, seed=2)
+    assert all(0 < len(name) <= 25 for name in first)
+    assert not any(character in name for name in first for character in "*+")
+
+
+def test_a_low_temperature_keeps_to_what_is_likely(names_file):
+    model = Uniform()
+    with torch.no_grad():
+        model.bias[ALPHABET.index("a")] = 2.0
+        model.bias[STOP] = 1.9
+    data = PetNames(names_file(["a very long name of a pet"]))
+    assert set("".join(data.sample(model, n=5, temperature=0.05))) == {"a"}
+    assert len(set("".join(data.sample(model, n=5, temperature=2.0)))) > 1
+
+
+def test_sampling_leaves_the_model_in_its_mode(names_file):
+    model = Uniform().train()
+    PetNames(names_file(["rex"])).sample(model, n=1)
+    assert model.training
+
+
+@pytest.mark.parametrize("arguments", [{"n": 0}, {"n": 1, "temperature": 0.0}])
+def test_sampling_refuses_what_is_not_positive(names_file, arguments):
+    with pytest.raises(ValueError, match="must be above 0"):
+        PetNames(names_file(["rex"])).sample(Uniform(), **arguments)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.results import Record
+
+MakeRecord = Callable[..., Record]
+
+
+@pytest.fixture
+def metrics_record() -> MakeRecord:
+    def make(step: int, attempt: int = 0, rank: int = 0, **metrics: float) -> Record:
+        named = {name.replace("__", "/"): value for name, value in metrics.items()}
+        data = {"metrics": named, "epoch": 1, "samples": step * 8}
+        return Record("metrics", data, rank, step, 1000.5 + step, attempt)
+
+    return make
+
+
+@pytest.fixture
+def file_record() -> MakeRecord:
+    def make(path: str, /, content: bytes = b"hello", **changes: object) -> Record:
+        data = {
+            "path": path,
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "inline": base64.b64encode(content).decode(),
+        }
+        return Record("file", data | changes, rank=2)
+
+    return make
+
+
+@pytest.fixture
+def checkpoint_record(file_record: MakeRecord) -> MakeRecord:
+    def make(step: int, content: bytes | None = None, best: bool = False, **changes: object) -> Record:
+        holds = {
+            "step": step,
+            "epoch": 1,
+            "samples": step * 8,
+            "metrics": {"val/loss": 1 / step},
+            "best": best,
+        }
+        body = b"weights %d" % step if content is None else content
+        return file_record(f"checkpoints/step-{step:06d}.pt", body, **{"checkpoint": holds} | changes)
+
+    return make
+
+
+def tree(folder: Path) -> set[str]:
+    """Every file under `folder`, hidden ones too."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.fixture(name="tree")
+def tree_function() -> Callable[[Path], set[str]]:
+    return tree

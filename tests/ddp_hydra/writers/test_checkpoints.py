@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.writers.checkpoints import CheckpointWriter
+from ddp_hydra.writers.disk import write_atomic
+from ddp_hydra.manifest import find_checkpoint, read_manifest
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def check_whole(folder):
+    """The manifest names every file and no other, and each is as it says."""
+    assert sorted(read_manifest(folder)) == [name for name in names(folder) if name != "manifest.json"]
+    for name in read_manifest(folder):
+        assert find_checkpoint(folder / name) == folder / name
+
+
+def test_names_manifest_and_retention(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path, keep=2)
+    for step in (100, 200, 300, 400, 500):
+        writer.write(checkpoint_record(step, best=step in (100, 200)))
+        assert (folder / "last.pt").read_bytes() == b"weights %d" % step
+        check_whole(folder)
+    steps = ["step-000200.pt", "step-000400.pt", "step-000500.pt"]
+    assert names(folder) == ["best.pt", "last.pt", "manifest.json", *steps]
+    assert (folder / "best.pt").read_bytes() == b"weights 200"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert files["best.pt"] == files["step-000200.pt"]
+    assert (files["last.pt"]["step"], files["last.pt"]["samples"], files["last.pt"]["epoch"]) == (
+        500,
+        4000,
+        1,
+    )
+    assert files["best.pt"]["metrics"] == {"val/loss": 0.005}
+    assert files["best.pt"]["size"] == len(b"weights 200")
+
+
+def test_keep_all_and_a_bad_keep(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path, keep=None)
+    for step in range(1, 8):
+        writer.write(checkpoint_record(step))
+    assert len([name for name in names(folder) if name.startswith("step-")]) == 7
+    with pytest.raises(ConfigError, match="at least 1"):
+        CheckpointWriter(tmp_path, keep=0)
+
+
+def test_copies_where_links_do_not_work(tmp_path, folder, checkpoint_record, monkeypatch):
+    writer = CheckpointWriter(tmp_path)
+    writer.write(checkpoint_record(1))
+    assert (folder / "last.pt").samefile(folder / "step-000001.pt")
+
+    def no_links(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    writer.write(checkpoint_record(2, best=True))
+    assert not (folder / "last.pt").samefile(folder / "step-000002.pt")
+    check_whole(folder)
+
+
+@pytest.mark.parametrize("changes", [{"size": 99}, {"sha256": "0" * 64}])
+def test_a_damaged_arrival_changes_nothing(tmp_path, folder, checkpoint_record, changes):
+    writer = CheckpointWriter(tmp_path)
+    writer.write(checkpoint_record(1, best=True))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for step in (1, 2):
+        with pytest.raises(RecordError, match="what was there before is kept"):
+            writer.write(checkpoint_record(step, b"broken", best=True, **changes))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_at_every_moment_each_name_is_a_complete_file(tmp_path, folder, checkpoint_record, monkeypatch):
+    """Stop the writer at each of its disk operations in turn: what is there can always be resumed from."""
+    from ddp_hydra.writers import disk
+
+    real = disk._sync
+    moments = 0
+    for stop_at in range(1, 40):
+        run_dir = tmp_path / str(stop_at)
+        run_dir.mkdir()
+        writer = CheckpointWriter(run_dir, keep=1)
+        writer.write(checkpoint_record(1, best=True))
+        left = stop_at
+
+        def sync(path):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            real(path)
+
+        monkeypatch.setattr(disk, "_sync", sync)
+        try:
+            writer.write(checkpoint_record(2, best=True))
+        except KeyboardInterrupt:
+            moments += 1
+        monkeypatch.setattr(disk, "_sync", real)
+        for which in ("last", "best"):
+            assert find_checkpoint(run_dir, which).read_bytes() in (b"weights 1", b"weights 2")
+        again = CheckpointWriter(run_dir, keep=1)
+        again.write(checkpoint_record(3, best=True))
+        assert find_checkpoint(run_dir).read_bytes() == b"weights 3"
+        if left > 0:
+            break
+    assert moments >= 8
+
+
+def test_a_step_that_comes_again_is_the_newest(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(checkpoint_record(1, best=True))
+    writer.write(checkpoint_record(2))
+    writer.write(checkpoint_record(1, b"weights 1, again"))
+    assert (folder / "last.pt").read_bytes() == b"weights 1, again"
+    assert (folder / "best.pt").read_bytes() == b"weights 1"
+    assert (folder / "step-000001.pt").read_bytes() == b"weights 1, again"
+    assert "step-000002.pt" not in names(folder)
+    check_whole(folder)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "checkpoints/../step-000001.pt",
+        "checkpoints/../../step-000001.pt",
+        "../checkpoints/step-000001.pt",
+        "/checkpoints/step-000001.pt",
+        "checkpoints/last.pt",
+        "checkpoints/manifest.json",
+        "checkpoints/step-000002.pt",
+        "checkpoints/deeper/step-000001.pt",
+        "step-000001.pt",
+        ".hydra/step-000001.pt",
+    ],
+)
+def test_a_checkpoint_has_no_other_name(tmp_path, checkpoint_record, path, tree):
+    with pytest.raises(RecordError, match=r"is not allowed|must be called 'checkpoints/step-000001.pt'"):
+        CheckpointWriter(tmp_path).write(checkpoint_record(1, path=path))
+    assert tree(tmp_path) == set()
+
+
+def test_links_are_not_followed(tmp_path, folder, checkpoint_record):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    folder.symlink_to(victim)
+    with pytest.raises(RecordError, match="symbolic link"):
+        CheckpointWriter(tmp_path).write(checkpoint_record(1))
+    assert list(victim.iterdir()) == []
+
+
+def test_a_new_writer_goes_on_and_clears_what_was_interrupted(tmp_path, folder, checkpoint_record):
+    CheckpointWriter(tmp_path, keep=2).write(checkpoint_record(1))
+    CheckpointWriter(tmp_path, keep=2).write(checkpoint_record(2))
+    (folder / ".part-0123").write_bytes(b"half")
+    (folder / "step-000001.pt").unlink()
+    CheckpointWriter(tmp_path, keep=2).write(checkpoint_record(3))
+    assert names(folder) == ["last.pt", "manifest.json", "step-000002.pt", "step-000003.pt"]
+    check_whole(folder)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RecordError, match=r"cannot write .*folder: Is a directory"):
+        write_atomic(tmp_path / "folder", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_find_takes_a_run_a_folder_or_a_file(tmp_path, folder, checkpoint_record):
+    CheckpointWriter(tmp_path).write(checkpoint_record(1, best=True))
+    CheckpointWriter(tmp_path).write(checkpoint_record(2))
+    assert find_checkpoint(str(tmp_path)) == folder / "last.pt"
+    assert find_checkpoint(tmp_path, "best") == folder / "best.pt"
+    assert find_checkpoint(folder) == folder / "last.pt"
+    assert find_checkpoint(folder / "step-000001.pt") == folder / "step-000001.pt"
+    own = tmp_path / "my.pt"
+    own.write_bytes(b"not in any manifest")
+    assert find_checkpoint(own) == own
+    (folder / "last.pt").unlink()
+    assert find_checkpoint(tmp_path) == folder / "step-000002.pt"
+
+
+def test_find_says_what_was_found_instead(tmp_path):
+    with pytest.raises(CheckpointError, match=r"outputs does not exist; .* has nothing, it is empty"):
+        find_checkpoint(tmp_path / "outputs")
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "images").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"is not a run directory .*: found images/, notes.txt; give a run"
+    ):
+        find_checkpoint(tmp_path)
+    (tmp_path / ".hydra").mkdir()
+    with pytest.raises(CheckpointError, match=r"run directory .* has no checkpoints: the run ended before"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no best.pt: found nothing"):
+        find_checkpoint(tmp_path, "best")
+    (tmp_path / "checkpoints/manifest.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"manifest.json cannot be read .*move it away"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_truncated_or_changed_checkpoint_names_the_one_to_use(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(checkpoint_record(step))
+    with (folder / "last.pt").open("r+b") as file:
+        file.truncate(4)
+    before = rf"use the one before it, {folder / 'step-000002.pt'}"
+    with pytest.raises(CheckpointError, match=rf"last.pt is damaged: it has 4 bytes, .* says 9; {before}"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(tmp_path, verify=False) == folder / "last.pt"
+    (folder / "step-000002.pt").write_bytes(b"weights X")
+    with pytest.raises(CheckpointError, match=r"its sha256 is .*use the one before it, .*step-000001.pt"):
+        find_checkpoint(folder / "step-000002.pt")
+    (folder / "step-000001.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no whole checkpoint from before it is left"):
+        find_checkpoint(folder / "step-000001.pt")
+
+
+def test_the_one_to_use_is_never_later_and_content_belongs_to_its_step(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(checkpoint_record(step))
+    (folder / "step-000002.pt").write_bytes(b"weights 1")
+    with pytest.raises(
+        CheckpointError, match=r"step-000002.pt is damaged.*use the one before it, .*step-000001.pt"
+    ):
+        find_checkpoint(folder / "step-000002.pt")
+
+
+def test_a_name_that_cannot_move_is_a_sentence_and_leaves_no_parts(tmp_path, folder, checkpoint_record):
+    (folder / "last.pt").mkdir(parents=True)
+    with pytest.raises(RecordError, match=r"cannot write .*last.pt: Is a directory"):
+        CheckpointWriter(tmp_path).write(checkpoint_record(1))
+    assert names(folder) == ["last.pt", "manifest.json", "step-000001.pt"]

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.results import Record
+from ddp_hydra.writers import ResultsHandler, default_writers
+
+
+class Memory:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.records: list[Record] = []
+        self.closed = 0
+        self.error = error
+
+    def write(self, record: Record) -> None:
+        if self.error:
+            raise self.error
+        self.records.append(record)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.error:
+            raise self.error
+
+
+def test_remembers_what_the_summary_needs(metrics_record):
+    writer = Memory()
+    with ResultsHandler([writer]) as handler:
+        handler.handle(metrics_record(1, train__loss=2.0, lr=0.1))
+        handler.handle(metrics_record(2, train__loss=1.0))
+        handler.handle(metrics_record(3, rank=1, train__loss=99.0))
+        handler.handle(Record("log", {"text": "hi"}))
+        handler.handle(Record("metrics", {"metrics": {"val/loss": None}}, step=4))
+    assert handler.counts == {"metrics": 4, "log": 1}
+    assert (handler.metrics["train/loss"], handler.metrics["lr"]) == (1.0, 0.1)
+    assert math.isnan(handler.metrics["val/loss"])
+    assert (handler.step, handler.epoch, handler.samples) == (4, 1, 16)
+    assert len(writer.records) == 5
+    assert writer.closed == 1
+
+
+def test_full_disk_is_one_sentence_with_the_file_and_keeps_no_record_from_the_others(metrics_record):
+    full, other = Memory(OSError(errno.ENOSPC, "No space left on device", "runs/metrics.jsonl")), Memory()
+    handler = ResultsHandler([full, other])
+    with pytest.raises(
+        RecordError, match=r"cannot write runs/metrics.jsonl: No space left .*free some space"
+    ):
+        handler.handle(metrics_record(1, loss=1.0))
+    assert len(other.records) == 1
+    with pytest.raises(RecordError, match="No space left"):
+        handler.close()
+    assert (full.closed, other.closed) == (1, 1)
+    handler.close()
+    assert other.closed == 1
+
+
+def test_error_of_the_block_is_not_hidden_by_a_failing_close():
+    broken = Memory(ValueError("close failed"))
+    with pytest.raises(KeyError) as caught, ResultsHandler([broken]):
+        raise KeyError("the real one")
+    assert any("close failed" in note for note in caught.value.__notes__)
+    with pytest.raises(ValueError, match="close failed"), ResultsHandler([broken]):
+        pass
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Record("metrics", {}),
+        Record("metrics", {"metrics": {"loss": "1"}}),
+        Record("metrics", {"metrics": {"loss": 10**400}}),
+        Record("metrics", {"metrics": {"\ud800": 1.0}}),
+        Record("metrics", {"metrics": {"loss": 1.0}, "epoch": math.nan}),
+        Record("metrics", {"metrics": {"loss": 1.0}}, step=2**63),
+        Record("metrics", {"metrics": {"loss": 1.0}}, step=-1),
+        Record("metrics", {"metrics": {"loss": 1.0}}, time_s=math.inf),
+        Record("metrics", {"metrics": {"loss": 1.0}}, attempt="1"),  # type: ignore[arg-type]
+        Record("log", {"text": "x"}, rank=-1),
+        Record("log", {"text": "x"}, rank=True),
+        Record("log", {"text": 3}),
+        Record("text", {"name": "", "text": "x"}),
+        Record("image", {"name": "x"}),
+        Record("file", {"path": "a", "size": "1", "sha256": ""}),
+        Record("file", {"path": "a", "size": 1, "sha256": "", "checkpoint": {"step": None}}),
+        Record("file", {"path": "a", "size": 1, "sha256": "", "checkpoint": []}),
+        Record("start", {"lines": [1]}),
+        Record("unknown", {}),
+    ],
+)
+def test_malformed_records_reach_no_writer(record):
+    writer = Memory()
+    handler = ResultsHandler([writer])
+    with pytest.raises(RecordError, match="malformed"):
+        handler.handle(record)
+    assert writer.records == []
+    assert not handler.counts
+
+
+def test_default_writers_make_the_designed_run_directory(
+    tmp_path, metrics_record, checkpoint_record, file_record, tree
+):
+    with ResultsHandler(default_writers(tmp_path / "run", progress=False)) as handler:
+        handler.handle(Record("start", {"title": "t", "lines": []}))
+        handler.handle(metrics_record(10, train__loss=0.5))
+        handler.handle(checkpoint_record(10, best=True))
+        handler.handle(file_record("samples/names.txt"))
+        handler.handle(Record("log", {"text": "hello\n"}, rank=1))
+        handler.handle(Record("end", {}))
+    files = tree(tmp_path / "run")
+    events = {name for name in files if name.startswith("tensorboard/events.out.tfevents.")}
+    assert len(events) == 1
+    names = {"step-000010.pt", "last.pt", "best.pt", "manifest.json"}
+    expected = {"metrics.jsonl", "logs/rank-1.log", "samples/names.txt"} | {
+        f"checkpoints/{name}" for name in names
+    }
+    assert files - events == expected
+
+
+def test_unwritable_output_directory_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=r"cannot write .*file/run: Not a directory"):
+        default_writers(tmp_path / "file" / "run")
+    assert default_writers(tmp_path / "new" / "run", tensorboard=False, progress=False)
+
+
+def test_no_torch_on_the_client(tmp_path):
+    code = f"""
+import base64, importlib, json, pkgutil, sys
+import ddp_hydra.writers as package
+from ddp_hydra.results import Record
+assert not {{"rich", "tensorboard"}} & set(sys.modules), "importing the package is cheap"
+import ddp_hydra.manifest
+assert not {{"rich", "tensorboard"}} & set(sys.modules), "reading a manifest is cheap"
+for module in pkgutil.iter_modules(package.__path__, "ddp_hydra.writers."):
+    importlib.import_module(module.name)
+head = b"\\x89PNG\\r\\n\\x1a\\n" + bytes(4) + b"IHDR" + bytes([0, 0, 0, 1] * 2)
+png = base64.b64encode(head + bytes(20)).decode()
+with package.ResultsHandler(package.default_writers({str(tmp_path)!r})) as handler:
+    handler.handle(Record("metrics", {{"metrics": {{"train/loss": 1.0}}}}, step=1))
+    handler.handle(Record("text", {{"name": "t", "text": "hello"}}))
+    handler.handle(Record("image", {{"name": "i", "png": png}}))
+print(json.dumps([name for name in ("torch", "tensorflow", "tensorboardX") if name in sys.modules]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.results import Record
+from ddp_hydra.writers.jsonl import JsonLinesWriter
+from ddp_hydra.writers.logs import LogWriter
+
+
+def read_lines(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_per_record_visible_at_once(tmp_path, metrics_record):
+    writer = JsonLinesWriter(tmp_path)
+    writer.write(metrics_record(10, train__loss=0.25, lr=0.1))
+    assert read_lines(tmp_path) == [
+        {"time": 1010.5, "attempt": 0, "step": 10, "epoch": 1, "samples": 80, "train/loss": 0.25, "lr": 0.1}
+    ]
+    assert list(read_lines(tmp_path)[0])[:5] == ["time", "attempt", "step", "epoch", "samples"]
+
+
+def test_what_json_cannot_say_is_null(tmp_path, metrics_record):
+    JsonLinesWriter(tmp_path).write(metrics_record(1, a=math.nan, b=-math.inf, c=1.0))
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert {name: read_lines(tmp_path)[0][name] for name in "abc"} == {"a": None, "b": None, "c": 1.0}
+
+
+def test_new_attempts_and_writers_lose_nothing(tmp_path, metrics_record):
+    for attempt in (0, 1):
+        writer = JsonLinesWriter(tmp_path)
+        writer.write(metrics_record(5, attempt=attempt, loss=1.0))
+        writer.close()
+    assert [line["attempt"] for line in read_lines(tmp_path)] == [0, 1]
+
+
+def test_a_torn_last_line_does_not_spoil_the_next(tmp_path, metrics_record):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    JsonLinesWriter(tmp_path).write(metrics_record(2, loss=1.0))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == '{"step": 1, "lo'
+    assert json.loads(lines[1])["step"] == 2
+
+
+def test_a_metric_cannot_take_the_place_of_the_lines_own_fields(tmp_path, metrics_record):
+    JsonLinesWriter(tmp_path).write(metrics_record(3, rank=1, time=7.0, rank__x=1.0))
+    line = read_lines(tmp_path)[0]
+    assert (line["time"], line["metrics/time"], line["rank"], line["rank/x"]) == (1003.5, 7.0, 1, 1.0)
+
+
+def test_links_are_not_followed(tmp_path, metrics_record):
+    run_dir, victim = tmp_path / "run", tmp_path / "victim"
+    run_dir.mkdir()
+    victim.write_text("mine")
+    (run_dir / "metrics.jsonl").symlink_to(victim)
+    with pytest.raises(RecordError, match=r"cannot write .*metrics.jsonl.*symbolic link"):
+        JsonLinesWriter(run_dir).write(metrics_record(1, loss=1.0))
+    (run_dir / "logs").symlink_to(tmp_path)
+    with pytest.raises(RecordError, match=r"logs is a symbolic link"):
+        LogWriter(run_dir).write(Record("log", {"text": "x"}))
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "rank-0.log").exists()
+
+
+def test_a_piece_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, metrics_record, monkeypatch):
+    writer = JsonLinesWriter(tmp_path)
+    writer.write(metrics_record(1, loss=1.0))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    real, calls = __import__("os").write, []
+
+    def half_full(handle, data):
+        calls.append(len(data))
+        if len(calls) == 1:
+            return real(handle, data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ddp_hydra.writers.disk.os.write", half_full)
+    with pytest.raises(
+        RecordError, match=r"cannot write .*metrics\.jsonl: No space left on device; free some"
+    ):
+        writer.write(metrics_record(2, loss=1.0))
+    monkeypatch.undo()
+    assert len(calls) == 2
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_each_rank_has_its_own_log(tmp_path):
+    writer = LogWriter(tmp_path)
+    for rank, text in [(0, "one\ntw"), (1, "other\n"), (0, "o\n"), (0, "\ud800é\n")]:
+        writer.write(Record("log", {"text": text}, rank=rank))
+    assert (tmp_path / "logs/rank-0.log").read_text() == "one\ntwo\n\\ud800é\n"
+    assert (tmp_path / "logs/rank-1.log").read_text() == "other\n"
+    assert writer.tail(0) == ["one", "two", "é"]
+    assert writer.tail(7) == []
+
+
+def test_tail_is_short_harmless_and_of_the_newest_attempt(tmp_path):
+    writer = LogWriter(tmp_path, tail_lines=3)
+    writer.write(Record("log", {"text": "".join(f"line {n}\n" for n in range(9)) + "Traceback"}))
+    assert writer.tail(0) == ["line 6", "line 7", "line 8", "Traceback"]
+    writer.write(Record("log", {"text": "10%\r20%\r\n\x1b[31mred\x1b[0m\x1b]0;title\x07\x1bc!\n"}, attempt=1))
+    assert writer.tail(0) == ["20%", "red!"]
+    assert "Traceback\n--- attempt 1 ---\n10%" in (tmp_path / "logs/rank-0.log").read_text()
+    writer.write(Record("log", {"text": "x" * 10**6}, attempt=1))
+    assert len(writer.tail(0)[-1]) == 2000

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from ddp_hydra.results import Record
+from ddp_hydra.writers import ResultsHandler
+from ddp_hydra.writers.progress import ProgressWriter
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def output():
+    return io.StringIO()
+
+
+@pytest.fixture
+def start():
+    return Record(
+        "start",
+        {
+            "title": "digits",
+            "lines": ["model resnet18", "2 ranks, batch 2 x 64 = 128"],
+            "total_steps": 50,
+            "epochs": 5,
+            "steps_per_epoch": 10,
+        },
+    )
+
+
+@pytest.fixture
+def plain_writer(output, clock):
+    return ProgressWriter(Console(file=output, width=120, force_terminal=False), clock=clock)
+
+
+def terminal(output, **options):
+    return Console(file=output, width=120, force_terminal=True, _environ={"TERM": "xterm"}, **options)
+
+
+def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_record):
+    plain_writer.write(start)
+    for step in range(1, 31):
+        clock.now += 3
+        plain_writer.write(
+            metrics_record(step, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4)
+        )
+        if step % 10 == 0:
+            plain_writer.write(metrics_record(step, val__loss=0.1, val__accuracy=0.972))
+    plain_writer.close()
+    text = output.getvalue()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    lines = text.splitlines()
+    assert lines[:3] == ["digits", "  model resnet18", "  2 ranks, batch 2 x 64 = 128"]
+    lasting = [line for line in lines if "val/" in line]
+    assert lasting == [
+        f"epoch {epoch}/5  train/loss {1 / (epoch * 10):.4g}  train/accuracy 0.9  val/loss 0.1  "
+        "val/accuracy 0.972  1234 samples/s"
+        for epoch in (1, 2, 3)
+    ]
+    between = lines[3:]
+    assert between[0] == (
+        "epoch 1/5  step 4/50  train/loss 0.25  train/accuracy 0.9  1234 samples/s  ETA 0:02:18"
+    )
+    # 30 steps of 3 s: every 10 s at most, so each 4th step, and each lasting line counts too.
+    assert len(between) == 9
+
+
+def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, start, metrics_record):
+    plain_writer.write(start)
+    for step in (5, 10, 15, 20):
+        plain_writer.write(metrics_record(step, train__loss=step))
+        if step == 10:
+            plain_writer.write(metrics_record(step, val__loss=0.1))
+    plain_writer.close()
+    lines = ["epoch 1/5  train/loss 10  val/loss 0.1", "epoch 2/5  train/loss 20"]
+    assert output.getvalue().splitlines()[3:] == lines
+
+
+def test_a_restart_says_from_where(plain_writer, output, clock, start, metrics_record):
+    plain_writer.write(start)
+    plain_writer.write(metrics_record(13, train__loss=1.0))
+    plain_writer.write(Record("start", dict(start.data, lines=[]), step=10, attempt=1))
+    clock.now += 20
+    plain_writer.write(metrics_record(12, attempt=1, train__loss=1.0))
+    assert output.getvalue().splitlines()[3:] == [
+        "attempt 1: started again from step 10",
+        "epoch 2/5  step 12/50  train/loss 1  ETA 0:06:20",
+    ]
+
+
+def test_without_totals(plain_writer, output, clock):
+    clock.now += 11
+    plain_writer.write(Record("metrics", {"metrics": {"train/loss": None}}, step=7))
+    plain_writer.close()
+    assert output.getvalue().splitlines() == ["step 7  train/loss nan"] * 2
+
+
+def test_text_of_ranks_cannot_steer_the_terminal(output, clock):
+    writer = ProgressWriter(terminal(output, color_system=None), clock=clock)
+    evil = "\x1b]0;owned\x07\x1b[2Jname\x9b31m\r"
+    writer.write(Record("start", {"title": evil, "lines": [f"[red]{evil}"]}))
+    writer.write(Record("metrics", {"metrics": {f"train/{evil}": 1.0, "val/x": 1.0}}, step=1))
+    writer.close()
+    text = output.getvalue()
+    assert "owned" not in text
+    assert "\x1b[2J" not in text
+    assert "\x9b" not in text
+    assert "[red]name31m" in text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_terminal_has_a_bar_and_is_left_clean(output, start, metrics_record, fails):
+    stdout = sys.stdout
+    handler = ResultsHandler([ProgressWriter(terminal(output))])
+    try:
+        with handler:
+            handler.handle(start)
+            for step in (9, 10):
+                handler.handle(metrics_record(step, train__loss=0.5, samples_per_s=99.6))
+            handler.handle(metrics_record(10, val__loss=0.1, val__accuracy=0.972))
+            time.sleep(0.3)
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert fails
+    assert sys.stdout is stdout
+    text = output.getvalue()
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+    bare = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "━" in bare
+    assert "epoch 1/5  step 10/50" in bare
+    assert "epoch 1/5  train/loss 0.5  val/loss 0.1  val/accuracy 0.972  100 samples/s\n" in bare
+
+
+def test_a_closed_output_does_not_end_the_job():
+    code = """
+import os, sys
+from ddp_hydra.results import Record
+from ddp_hydra.writers.progress import ProgressWriter
+writer = ProgressWriter()
+for step in (1, 2):
+    writer.write(Record("metrics", {"metrics": {"val/loss": 1.0}}, step=step))
+writer.close()
+print("goes on", file=sys.stderr)
+os._exit(0)
+"""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, timeout=60
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, b"goes on\n")
+
+
+def test_other_ranks_and_kinds_are_not_shown(plain_writer, output, metrics_record):
+    plain_writer.write(metrics_record(1, rank=1, val__loss=1.0))
+    plain_writer.write(Record("text", {"name": "n", "text": "hello"}))
+    plain_writer.write(Record("log", {"text": "hello"}))
+    plain_writer.close()
+    assert output.getvalue() == ""

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import base64
+import logging
+import struct
+import zlib
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.results import Record
+from ddp_hydra.writers.tensorboard import TensorBoardWriter
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+
+
+def read_back(run_dir):
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compress(bytes((width + 1) * height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_scalars_texts_and_images_come_back_before_close(tmp_path, metrics_record):
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(metrics_record(10, train__loss=0.5, lr=0.1))
+    writer.write(metrics_record(20, train__loss=0.25))
+    writer.write(metrics_record(20, rank=1, train__loss=77.0))
+    writer.write(Record("text", {"name": "note", "text": "**hé\ud800**"}, step=3, time_s=5.0))
+    image = png(5, 2)
+    writer.write(Record("image", {"name": "digit", "png": base64.b64encode(image).decode()}, step=4))
+    events = read_back(tmp_path)
+    points = [(event.wall_time, event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(1010.5, 10, 0.5), (1020.5, 20, 0.25)]
+    assert events.Tags()["scalars"] == ["train/loss", "lr"]
+    text = events.Tensors("note")[0]
+    assert (text.step, tensor_util.make_ndarray(text.tensor_proto)[0].decode()) == (3, "**hé?**")
+    assert events.SummaryMetadata("note").plugin_data.plugin_name == "text"
+    shown = events.Images("digit")[0]
+    assert (shown.width, shown.height, shown.step, shown.encoded_image_string) == (5, 2, 4, image)
+    writer.close()
+
+
+@pytest.mark.parametrize("says_where", [True, False])
+def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_record, says_where):
+    writer = TensorBoardWriter(tmp_path)
+    for step in (10, 20, 30, 40):
+        writer.write(metrics_record(step, loss=step))
+    if says_where:  # from the checkpoint of step 20; without it, from its first point
+        writer.write(Record("start", {}, step=20, attempt=1))
+        writer.write(metrics_record(25, attempt=0, loss=-1))  # late, and dropped
+    writer.write(metrics_record(30, attempt=1, loss=300))
+    writer.write(metrics_record(40, attempt=1, loss=400))
+    writer.close()
+    points = [(event.step, event.value) for event in read_back(tmp_path).Scalars("loss")]
+    assert points == [(10, 10), (20, 20), (30, 300), (40, 400)]
+
+
+def test_a_second_writer_adds_a_file_that_is_read_after_the_first(tmp_path, metrics_record):
+    for step in (1, 2):
+        writer = TensorBoardWriter(tmp_path)
+        writer.write(metrics_record(step, loss=step))
+        writer.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert [event.step for event in read_back(tmp_path).Scalars("loss")] == [1, 2]
+
+
+@pytest.mark.parametrize("content", ["%%%", "é", base64.b64encode(b"GIF89a" + bytes(60)).decode()])
+def test_an_image_that_is_no_png_is_refused(tmp_path, content):
+    with pytest.raises(RecordError, match="image 'x' of rank 3 is no PNG"):
+        TensorBoardWriter(tmp_path).write(Record("image", {"name": "x", "png": content}, rank=3))
