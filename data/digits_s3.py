@@ -98,11 +98,11 @@ class _Server:
         self._process.kill()
         self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()[-1000:]
+        said = " ".join(self._errors.read().decode(errors="replace").split("\n")[-5:]).strip()
         self.stop()
         raise ConnectionError(
-            f"the embedded S3 server did not start within {_START_TIMEOUT_S} s: "
-            f"{said or 'it said nothing'}. Give a bucket with data.bucket=..."
+            f"the embedded S3 server did not start: {said or f'it said nothing in {_START_TIMEOUT_S} s'}. Give "
+            "a bucket with data.bucket=..."
         )
 
     def is_mine(self) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
-_ROLE_ENDPOINTS = ("169.254.169.254", "169.254.170.2")
+_ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
 
 def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Exception:
@@ -40,7 +40,7 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"there is no object s3://{bucket.name}/{key} {where}")
-    if any(address in full for address in _ROLE_ENDPOINTS):
+    if any(request in text for request in _ROLE_REQUESTS):  # the last place where the client looks
         return PermissionError(
             f"no S3 credentials were found for {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
             "the environment (of the workers, too), or AWS_PROFILE and `pip install boto3`, or type "

@@ -121,6 +121,7 @@ class Gang:
             timeout_s=self.timeout_s,
             threads=self.threads,
             ports=self.port_range,
+            cwd=str(Path.cwd()),
         )
 
 

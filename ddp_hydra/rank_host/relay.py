@@ -51,6 +51,7 @@ class Order:
         timeout_s: of collectives.
         threads: CPU threads of the rank, 0 for its share of the host.
         ports: first and last port allowed for the rendezvous, None for any free one.
+        cwd: the client's folder, so that relative paths mean the same where the host has it too.
     """
 
     gang: str
@@ -62,6 +63,7 @@ class Order:
     timeout_s: float = 1800.0
     threads: int = 0
     ports: tuple[int, int] | None = None
+    cwd: str = ""
 
 
 def run_rank(order: Order) -> None:
@@ -137,7 +139,7 @@ class Relay:
         request = {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
             "environment": environment.of_rank(spec),
-            "cwd": str(local),
+            "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "order": str(self.write_order()),
         }

@@ -13,10 +13,11 @@ import pytest
 
 @dataclass
 class S3Server:
-    """A moto server on loopback; `fill` makes a new bucket and returns its name."""
+    """A moto server on loopback; `fill` makes a new bucket and returns its name, `publish` opens one to all."""
 
     endpoint_url: str
     fill: Callable[[Mapping[str, bytes]], str]
+    publish: Callable[[str], None]
     close: Callable[[], None]
 
 
@@ -42,7 +43,7 @@ def s3() -> Iterator[S3Server]:
     """An S3 server in this process, with credentials unchecked."""
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
-    from moto.s3.models import s3_backends
+    from moto.s3.models import get_canned_acl, s3_backends
     from werkzeug.serving import make_server
 
     class QuietHandler(MotoRequestHandler):
@@ -63,12 +64,16 @@ def s3() -> Iterator[S3Server]:
             backend.put_object(name, key, content)
         return name
 
+    def publish(bucket: str) -> None:
+        for key in list(backend.buckets[bucket].keys):
+            backend.put_object_acl(bucket, key, get_canned_acl("public-read"))
+
     def close() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
 
-    yield S3Server(f"http://127.0.0.1:{server.server_port}", fill, close)
+    yield S3Server(f"http://127.0.0.1:{server.server_port}", fill, publish, close)
     if thread.is_alive():
         close()
     backend.reset()

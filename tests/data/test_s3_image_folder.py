@@ -324,9 +324,12 @@ def test_no_credentials_say_what_to_set(folder, pets, monkeypatch):
         folder(pets, "pets")
 
 
-def test_a_public_bucket_needs_no_credentials(folder, pets, monkeypatch):
+def test_a_public_bucket_needs_no_credentials(folder, s3, pets, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(PermissionError, match=r"a reader without credentials \(data\.anon=true\)"):
+        folder(pets, "pets", anon=True).__getitems__([0])
+    s3.publish(pets)
     assert folder(pets, "pets", anon=True)[0][1] == 0
 
 
