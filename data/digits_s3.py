@@ -98,11 +98,11 @@ class _Server:
         self._process.kill()
         self._process.wait()
         self._errors.seek(0)
-        said = " ".join(self._errors.read().decode(errors="replace").split("\n")[-5:]).strip()
+        last_lines = self._errors.read().decode(errors="replace").split("\n")[-5:]
+        said = " ".join(last_lines).strip() or f"it said nothing in {_START_TIMEOUT_S} s"
         self.stop()
         raise ConnectionError(
-            f"the embedded S3 server did not start: {said or f'it said nothing in {_START_TIMEOUT_S} s'}. Give "
-            "a bucket with data.bucket=..."
+            f"the embedded S3 server did not start: {said}. Give a bucket with data.bucket=..."
         )
 
     def is_mine(self) -> bool:

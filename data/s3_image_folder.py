@@ -229,7 +229,7 @@ class S3ImageFolder(Dataset):
             ConnectionError: the store is not reachable any more.
         """
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="s3-images")
+            self._executor = ThreadPoolExecutor(self.threads, "s3-images", initializer=_compute_alone)
         epoch = self._epoch
         return list(self._executor.map(lambda index: self._sample(index, epoch), indices))
 
@@ -325,6 +325,11 @@ class S3ImageFolder(Dataset):
         if self._owns_server:
             self._owns_server = False
             digits_s3.release()
+
+
+def _compute_alone() -> None:
+    """Keep each of the many threads from computing with a team of its own, which would fight for the cores."""
+    torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
 
 
 def _folder(key: str) -> str:

@@ -120,3 +120,13 @@ def device(cfg: DictConfig) -> torch.device:
 def has_convolutions(model: nn.Module) -> bool:
     """Whether the model has 2-d convolutions, for which channels_last pays."""
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def autocast(cfg: DictConfig, device: torch.device) -> torch.autocast:
+    """The context of the forward pass, by trainer.precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=cfg.trainer.precision == "bf16")
+
+
+def choose(given: bool | None, otherwise: bool) -> bool:
+    """What was given, or else the default."""
+    return otherwise if given is None else given

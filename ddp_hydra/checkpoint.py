@@ -81,7 +81,7 @@ class State:
                 "best": self.best,
                 "config": self.config,
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
             }
         )
 

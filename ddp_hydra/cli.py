@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import config, project
+from ddp_hydra.errors import DdpHydraError
+
+INTERRUPTED = 130
 
 
 def main(cfg: DictConfig) -> float | None:
@@ -24,15 +32,84 @@ def entry() -> None:
 
     Exit codes: 0 done, 1 failed, 130 interrupted.
     """
+    sys.exit(report(compose_and_run))
+
+
+def compose_and_run() -> None:
+    """Let Hydra parse the command line, compose, and call `main`."""
+    root = project.find()
+    sys.path.insert(0, str(root))
+    config.register()
+    sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
+    # Hydra 1.3 wants to be told its version, 1.4 would rather not be.
+    version = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+    hydra.main(config_path=str(root / "conf"), config_name="config", **version)(main)()
+
+
+def with_resumed_overrides(arguments: list[str]) -> list[str]:
+    """Let `resume=<run>` bring along the overrides that the run was started with; those given now win.
+
+    Args:
+        arguments: of the command line.
+    """
+    resumed = next((word.partition("=")[2] for word in arguments if word.startswith("resume=")), "").strip("'\"")
+    path = Path(resumed)
+    folder = path if path.is_dir() else path.parent.parent  # <run>/checkpoints/<file>
+    saved = folder / ".hydra" / "overrides.yaml"
+    if not resumed or not saved.is_file():
+        return arguments
+    given = {_key(word) for word in arguments} | {"resume", "dry_run"}
+    return [word for word in OmegaConf.load(saved) if _key(word) not in given] + arguments
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def report(run: Callable[[], None]) -> int:
+    """Run, say what went wrong in a sentence where there is one, and return the exit code."""
+    with errors_raised() as traceback_wanted:
+        try:
+            run()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)  # noqa: T201
+            return INTERRUPTED
+        except Exception as error:
+            if traceback_wanted:
+                traceback.print_exc()
+            else:
+                print(f"ddp_hydra: {sentence(error)}", file=sys.stderr)  # noqa: T201
+            return 1
+    return 0
+
+
+def sentence(error: Exception) -> str:
+    """What a person should read of an error: its own words, or the traceback where it has none for them."""
+    if isinstance(error, DdpHydraError):
+        return str(error)
+    if isinstance(error, CompactHydraException):
+        return "\n".join(str(part) for part in (error, error.__cause__) if part)
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, OSError) and not any(frame.filename == __file__ and frame.name == "main" for frame in frames):
+        return (
+            f"the run directory can't be made ({error.strerror}: {error.filename}): give another with "
+            "hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
+        )
+    return "".join(traceback.format_exception(error))
+
+
+@contextmanager
+def errors_raised() -> Iterator[bool]:
+    """Have Hydra raise errors instead of printing them, so that all of them are told in one way.
+
+    Yields:
+        Whether the user asked for tracebacks, with HYDRA_FULL_ERROR=1.
+    """
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        root = project.find()
-        sys.path.insert(0, str(root))
-        config.register()
-        # Hydra 1.3 wants to be told its version, 1.4 would rather not be.
-        version = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-        hydra.main(config_path=str(root / "conf"), config_name="config", **version)(main)()
-    except config.ConfigError as error:
-        sys.exit(f"ddp_hydra: {error}")
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
-        sys.exit(130)
+        yield before == "1"
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before

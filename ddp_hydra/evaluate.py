@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import MISSING
 from torch import nn
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, cross_entropy
 from ddp_hydra.samplers import Partition
@@ -43,3 +47,44 @@ def evaluate(
             loss = cross_entropy(logits, y)
         meter.add(loss, logits, y)
     return meter.result(prefix)
+
+
+USAGE = """python -m ddp_hydra.evaluate run=<run directory or checkpoint> [which=best|last] [key=value of the run's config …]"""
+
+
+@dataclass
+class Options:
+    """Of the command line.
+
+    Args:
+        run: run directory or checkpoint file.
+        which: the checkpoint of a run directory.
+    """
+
+    run: str = MISSING
+    which: str = "best"
+
+
+def main() -> None:
+    """Entry of `python -m ddp_hydra.evaluate`."""
+    from ddp_hydra import build, trained
+
+    options, overrides = trained.parse(Options, sys.argv[1:], USAGE)
+    run = trained.load(options.run, "last" if options.which == "last" else "best", overrides)
+    node = run.cfg.data.get("val")
+    if node is None:
+        raise ConfigError("this run has no validation data (data.val is null): name a data set with data.val…=")
+    val_set = build.dataset(node)
+    channels_last = build.choose(run.cfg.trainer.channels_last, build.has_convolutions(run.model))
+    loader = Loader(val_set, run.device, channels_last)
+    autocast = build.autocast(run.cfg, run.device)
+    metrics = evaluate(run.model, loader, len(val_set), run.cfg.data.batch_size, autocast)
+    print(f"{run.path} (step {run.step}), {len(val_set):,} samples")  # noqa: T201
+    for name, value in metrics.items():
+        print(f"{name} {value:.6f}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    from ddp_hydra.cli import report
+
+    sys.exit(report(main))

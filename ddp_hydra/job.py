@@ -37,12 +37,13 @@ def run(cfg: DictConfig, run_dir: Path) -> float | None:
     Raises:
         DdpHydraError: the config can't be a job, no cluster came up, or the gang failed.
     """
-    configs.check(cfg)
-    plain = configs.plain(cfg)
-    files = {"resume": find_checkpoint(cfg.resume)} if cfg.resume else {}
     if cfg.dry_run:
-        return _dry_run(plain)
+        configs.check(cfg)
+        return _dry_run(configs.plain(cfg))
     with summarised(run_dir, cfg) as summary:
+        configs.check(cfg)
+        plain = configs.plain(cfg)
+        files = {"resume": find_checkpoint(cfg.resume).absolute()} if cfg.resume else {}
         packed = project.pack(project.find())
         summary["project"] = packed.sha256
         job = Job(run_dir, cfg, summary)

@@ -42,11 +42,11 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
 
     # model
     model = build.model(cfg, train_set).to(device)
-    channels_last = choose(cfg.trainer.channels_last, build.has_convolutions(model))
+    channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(model))
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=cfg.trainer.precision == "bf16")
+    autocast = build.autocast(cfg, device)
 
     # optimizer, and where to begin
     optimizer = build.optimizer(cfg, model.parameters())
@@ -156,11 +156,6 @@ class Stopwatch:
 def due(count: int, every: int) -> bool:
     """Whether something that happens every so often happens now; 0 means never."""
     return every > 0 and count % every == 0
-
-
-def choose(given: bool | None, otherwise: bool) -> bool:
-    """What was given, or else the default."""
-    return otherwise if given is None else given
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 @dataclass
 class S3Server:
-    """A moto server on loopback; `fill` makes a new bucket and returns its name, `publish` opens one to all."""
+    """A moto server on loopback; `fill` makes a bucket and returns its name, `publish` opens it to all."""
 
     endpoint_url: str
     fill: Callable[[Mapping[str, bytes]], str]

@@ -1,0 +1,100 @@
+"""Time to the first optimizer step: cold from the command, warm from the dispatch, beside torchrun."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from benchmarks import commands, report
+from benchmarks.report import Figure, Goal
+from ddp_hydra import cluster, config, project
+from ddp_hydra.dispatch import Gang
+from ddp_hydra.job import TRAIN
+
+RANKS = (2, 4)
+WARM = 3
+"""Warm launches for each cold one: they take next to no time."""
+
+
+def measure(repeats: int) -> Iterator[Figure]:
+    """Launch ddp_hydra and torchrun in turn, then gangs on a cluster that is up."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        torchrun(2, Path(folder) / "stamp")  # brings torch into the page cache
+        for ranks in RANKS:
+            ours, theirs = [], []
+            for turn in range(repeats):
+                ours.append(cold(ranks, Path(folder) / f"{ranks}-{turn}"))
+                theirs.append(torchrun(ranks, Path(folder) / "stamp"))
+                report.progress(
+                    f"{ranks} ranks, cold: ddp_hydra {ours[-1]:.2f} s, torchrun {theirs[-1]:.2f} s"
+                )
+            gangs = list(warm(ranks, repeats * WARM, Path(folder) / "stamp"))
+            report.progress(f"{ranks} ranks, warm: {', '.join(f'{one:.3f}' for one in gangs)} s")
+            yield from compare(ranks, ours, theirs, gangs)
+
+
+def compare(ranks: int, ours: list[float], theirs: list[float], gangs: list[float]) -> Iterator[Figure]:
+    """The figures of one number of ranks."""
+    hand = report.times(f"torchrun, {ranks} ranks", theirs)
+    cold = report.times(f"ddp_hydra cold, {ranks} ranks", ours)
+    warm = report.times(f"ddp_hydra warm, {ranks} ranks", gangs)
+    yield from (hand, cold, warm)
+    yield report.ratio(f"cold / torchrun, {ranks} ranks", cold, hand, Goal(1.3, at_most=True))
+    yield report.ratio(f"torchrun / warm, {ranks} ranks", hand, warm, Goal(20))
+
+
+def overrides(ranks: int, stamp: Path) -> list[str]:
+    """The job: one step of a tiny model."""
+    return [
+        f"cluster.n_workers={ranks}",
+        "data=bench",
+        "model=mlp",
+        "optimizer=stamped_sgd",
+        f"optimizer.stamp={stamp}",
+        "scheduler=none",
+        "trainer.max_steps=1",
+        "objective.metric=train/loss",
+        "objective.direction=minimize",
+    ]
+
+
+def cold(ranks: int, run_dir: Path) -> float:
+    """From the command `python -m ddp_hydra` to the first step; no server is warm."""
+    stamp = run_dir.with_suffix(".stamp")
+    return since(commands.ddp_hydra(*overrides(ranks, stamp), run_dir=run_dir), stamp)
+
+
+def torchrun(ranks: int, stamp: Path) -> float:
+    """From the command `torchrun` to the first step."""
+    return since(commands.torchrun("torchrun_first_step.py", str(stamp), ranks=ranks), stamp)
+
+
+def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
+    """From a dispatch to the first step, on a cluster that has run one gang before."""
+    config.register()
+    with initialize_config_dir(str(commands.ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])
+    plain: dict[str, Any] = config.plain(cfg)
+    packed = project.pack(commands.ROOT)
+    with cluster.connect(cfg.cluster) as client:
+        for turn in range(n + 1):
+            begin = time.time()
+            Gang(client, name="bench", project=packed).run(TRAIN, plain)
+            if turn:
+                yield since(begin, stamp)
+
+
+def since(begin: float, stamp: Path) -> float:
+    """Seconds from `begin` to the time in a stamp, which is removed."""
+    end = float(stamp.read_text())
+    stamp.unlink()
+    return end - begin
+
+
+if __name__ == "__main__":
+    report.main(__doc__, measure, repeats=5)

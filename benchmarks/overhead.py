@@ -1,0 +1,94 @@
+"""Training speed of a whole job, through Dask and with all writers on, beside the same loop written by hand."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import commands, report
+from benchmarks.report import Figure, Goal
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained.
+
+    Args:
+        model: config of the model, and its name for the script by hand.
+        data: class of the data set.
+        batch_size: per rank.
+        steps: of a run.
+        skip: the first steps, which are not counted.
+    """
+
+    model: str
+    data: str
+    batch_size: int
+    steps: int
+    skip: int
+
+
+WORK = (Work("lstm", "Windows", 64, 1500, 200), Work("resnet18", "Images", 32, 240, 40))
+
+
+def measure(repeats: int) -> Iterator[Figure]:
+    """Train by ddp_hydra and by hand in turn."""
+    for work in WORK:
+        ours, theirs = [], []
+        for turn in range(repeats):
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                sides = ((ours, job), (theirs, by_hand))
+                for speeds, side in sides if turn % 2 == 0 else reversed(sides):
+                    speeds.append(side(work, Path(folder)))
+            report.progress(f"{work.model}: ddp_hydra {ours[-1]:,.0f} samples/s, by hand {theirs[-1]:,.0f}")
+        hand = report.speeds(f"{work.model} x {work.batch_size}, by hand", theirs)
+        whole = report.speeds(f"{work.model} x {work.batch_size}, ddp_hydra", ours)
+        yield from (hand, whole)
+        yield report.ratio(f"{work.model} x {work.batch_size}, ddp_hydra / by hand", whole, hand, Goal(0.97))
+
+
+def job(work: Work, folder: Path) -> float:
+    """Samples/s of `python -m ddp_hydra`."""
+    commands.ddp_hydra(
+        f"cluster.n_workers={RANKS}",
+        "data=bench",
+        f"data.batch_size={work.batch_size}",
+        f"data.train._target_=benchmarks.workloads.{work.data}",
+        f"data.train.n_samples={work.steps * work.batch_size * RANKS}",
+        f"model={work.model}",
+        "optimizer.lr=0.01",
+        "optimizer.nesterov=false",
+        "optimizer.weight_decay=0",
+        "scheduler=none",
+        f"trainer.max_steps={work.steps}",
+        "trainer.threads=1",
+        "trainer.log_every_steps=10",
+        "objective.metric=train/loss",
+        "objective.direction=minimize",
+        run_dir=folder / "run",
+    )
+    return speed(folder / "run" / "metrics.jsonl", work.skip)
+
+
+def by_hand(work: Work, folder: Path) -> float:
+    """Samples/s of the script."""
+    metrics = folder / "by_hand.jsonl"
+    sizes = (f"--batch-size={work.batch_size}", f"--steps={work.steps}")
+    commands.torchrun("ddp_loop.py", f"--model={work.model}", *sizes, f"--metrics={metrics}", ranks=RANKS)
+    return speed(metrics, work.skip)
+
+
+def speed(metrics: Path, skip: int) -> float:
+    """Samples/s between the first line after `skip` steps and the last."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    first, last = next(line for line in lines if line["step"] >= skip), lines[-1]
+    return (last["samples"] - first["samples"]) / (last["time"] - first["time"])
+
+
+if __name__ == "__main__":
+    report.main(__doc__, measure, repeats=5)

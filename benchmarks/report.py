@@ -1,0 +1,143 @@
+"""What all benchmarks share: a table with the goal beside each figure, `--json`, and `--check`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure shall reach.
+
+    Args:
+        limit: the bound.
+        at_most: the figure may not be larger; otherwise it may not be smaller.
+    """
+
+    limit: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether a figure reaches it."""
+        return value <= self.limit if self.at_most else value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table.
+
+    Args:
+        name: what was measured.
+        median: over the repeats, or the ratio of two medians.
+        best: of the repeats, or the ratio of two bests.
+        unit: s, samples/s, or x for a ratio.
+        goal: what the median shall reach; None where it is there to compare with.
+        runs: the single measurements.
+    """
+
+    name: str
+    median: float
+    best: float
+    unit: str
+    goal: Goal | None = None
+    runs: tuple[float, ...] = ()
+
+    @property
+    def met(self) -> bool:
+        """Whether it has no goal or reaches it."""
+        return self.goal is None or self.goal.met(self.median)
+
+
+def times(name: str, runs: Sequence[float]) -> Figure:
+    """Measured times: the best is the shortest."""
+    return Figure(name, statistics.median(runs), min(runs), "s", runs=tuple(runs))
+
+
+def speeds(name: str, runs: Sequence[float]) -> Figure:
+    """Measured speeds: the best is the highest."""
+    return Figure(name, statistics.median(runs), max(runs), "samples/s", runs=tuple(runs))
+
+
+def ratio(name: str, over: Figure, under: Figure, goal: Goal) -> Figure:
+    """One figure over another: of their medians, and of their bests."""
+    return Figure(name, over.median / under.median, over.best / under.best, "x", goal)
+
+
+def main(description: str, measure: Callable[[int], Iterable[Figure]], repeats: int) -> None:
+    """Run a benchmark as a command.
+
+    Args:
+        description: for `--help`.
+        measure: takes the number of repeats, yields the figures.
+        repeats: unless `--repeats` says otherwise.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--repeats", type=int, default=repeats, help=f"runs of each side ({repeats})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    figures = list(measure(arguments.repeats))
+    Console(width=None if sys.stdout.isatty() else 110).print(table(figures))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(as_dict(figures), indent=2) + "\n")
+    missed = [figure.name for figure in figures if not figure.met]
+    if arguments.check and missed:
+        sys.exit(f"missed: {'; '.join(missed)}")
+
+
+def progress(text: str) -> None:
+    """Say on stderr what was just measured, so that the table stays alone on stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(figures: Iterable[Figure]) -> Table:
+    """The figures for a person."""
+    shown = Table("figure", title=machine())
+    for heading in ("median", "best", "unit", "goal", ""):
+        shown.add_column(heading, justify="right" if heading in ("median", "best") else "left")
+    for figure in figures:
+        verdict = "" if figure.goal is None else "ok" if figure.met else "[bold]missed[/bold]"
+        shown.add_row(
+            figure.name,
+            digits(figure.median),
+            digits(figure.best),
+            figure.unit,
+            "" if figure.goal is None else str(figure.goal),
+            verdict,
+        )
+    return shown
+
+
+def digits(value: float) -> str:
+    """Three decimals, fewer for large numbers."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"
+
+
+def as_dict(figures: Iterable[Figure]) -> dict[str, object]:
+    """The figures for a program."""
+    return {
+        "machine": machine(),
+        "figures": [{**asdict(figure), "met": figure.met} for figure in figures],
+    }
+
+
+def machine() -> str:
+    """Where it was measured."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.system()} {platform.machine()}, {cores} cores, Python {platform.python_version()}"

@@ -1,0 +1,99 @@
+"""What both sides train: a tiny model for the launch, and data sets in memory. Nothing here knows ddp_hydra."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class InMemory:
+    """Tensors in memory, a batch at a time.
+
+    Args:
+        x: inputs, (samples, …).
+        y: targets, (samples, …).
+        num_classes: how many the targets have.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
+        self.x, self.y, self.num_classes = x, y, num_classes
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        chosen = torch.tensor(indices)
+        return self.x[chosen], self.y[chosen]
+
+    def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """A batch is one already."""
+        return batch
+
+    def prepare(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Nothing to prepare."""
+        return batch
+
+
+class Vectors(InMemory):
+    """Random vectors in ten classes, for the tiny model."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__(torch.randn(n_samples, 64), torch.randint(10, (n_samples,)), 10)
+
+
+class Images(InMemory):
+    """Random images of 32x32 pixels in ten classes."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__(torch.randn(n_samples, 3, 32, 32), torch.randint(10, (n_samples,)), 10)
+
+
+class Windows(InMemory):
+    """Random windows of eight characters, and the character after each, as of the pet names."""
+
+    def __init__(self, n_samples: int) -> None:
+        text = torch.randint(31, (n_samples, 9), dtype=torch.uint8)
+        super().__init__(text[:, :-1].contiguous(), text[:, 1:].contiguous(), 31)
+
+    def prepare(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """One-hot characters, float (batch, 8, 31), and the ones after them, (batch, 8)."""
+        x, y = batch
+        return F.one_hot(x.long(), self.num_classes).float(), y.long()
+
+
+class MLP(nn.Sequential):
+    """So small a model that a launch is all there is to measure."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, num_classes))
+
+
+class StampedSGD(torch.optim.SGD):
+    """SGD that writes down when rank 0 has done its first step.
+
+    Args:
+        params: what to optimize.
+        lr: learning rate.
+        stamp: file that gets the time, in seconds since the epoch.
+    """
+
+    def __init__(self, params: Any, lr: float, stamp: str) -> None:
+        super().__init__(params, lr)
+        self._stamp: Path | None = Path(stamp) if os.environ["RANK"] == "0" else None
+
+    def step(self, closure: Any = None) -> Any:
+        """One step; the first is written down."""
+        loss = super().step(closure)
+        if self._stamp is not None:
+            self._stamp.write_text(repr(time.time()))
+            self._stamp = None
+        return loss
