@@ -49,7 +49,7 @@ def run(command: list[str], variables: Mapping[str, str]) -> float:
 
 @contextmanager
 def nobody_warm() -> Iterator[dict[str, str]]:
-    """Variables under which no warm server is found; at the end, wait until the one that was started is gone."""
+    """Variables under which no warm server is found; at the end, wait for the one that came up to be gone."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         yield {"XDG_RUNTIME_DIR": folder}
         deadline = time.monotonic() + 30

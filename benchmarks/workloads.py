@@ -1,4 +1,4 @@
-"""What both sides train: a tiny model for the launch, and data sets in memory. Nothing here knows ddp_hydra."""
+"""What both sides train: a tiny model, and data sets in memory. Nothing here knows ddp_hydra."""
 
 from __future__ import annotations
 

@@ -46,8 +46,11 @@ def acquire() -> str:
     """
     global _server, _users
     with _lock:
-        if _server is None or not _server.is_mine():
-            _server, _users = _Server(), 0
+        if _server is not None and not _server.runs():
+            _server.stop()
+            _server = None
+        if _server is None:
+            _server = _Server()
         _users += 1
         return _server.endpoint_url
 
@@ -101,12 +104,10 @@ class _Server:
         last_lines = self._errors.read().decode(errors="replace").split("\n")[-5:]
         said = " ".join(last_lines).strip() or f"it said nothing in {_START_TIMEOUT_S} s"
         self.stop()
-        raise ConnectionError(
-            f"the embedded S3 server did not start: {said}. Give a bucket with data.bucket=..."
-        )
+        raise ConnectionError(f"the embedded S3 server did not start: {said}. Give a bucket with data.bucket=...")
 
-    def is_mine(self) -> bool:
-        """Whether it runs, and was started by this process and not by one that forked it."""
+    def runs(self) -> bool:
+        """Whether it runs, and was started by this process and not by one that forked this one."""
         return self._parent == os.getpid() and self._process.poll() is None
 
     def stop(self) -> None:
@@ -168,6 +169,8 @@ def _serve() -> None:
     server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.write(1, f"{server.server_port}\n".encode())
+    # The parent reads no more than that; what is printed later must not break a request.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdin.buffer.read()
     os._exit(0)
 

@@ -24,9 +24,7 @@ from torch.utils.data import Dataset
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")
-PUBLIC_URL = (
-    "https://saturn-public-data.s3.us-east-2.amazonaws.com/examples/pytorch/seattle_pet_licenses_cleaned.json"
-)
+PUBLIC_URL = "https://saturn-public-data.s3.us-east-2.amazonaws.com/examples/pytorch/seattle_pet_licenses_cleaned.json"
 _SET_SOURCE = "type data.source=<path, URL or s3://bucket/key> of a JSON list of names"
 
 
@@ -146,9 +144,7 @@ class PetNames(Dataset):
             ValueError: `n` or `temperature` is not positive.
         """
         if n < 1 or temperature <= 0:
-            raise ValueError(
-                f"n is {n} and temperature {temperature}; both must be above 0: type n=50 temperature=1.0"
-            )
+            raise ValueError(f"n is {n} and temperature {temperature}; both must be above 0: type n=50 temperature=1.0")
         generator = torch.Generator().manual_seed(seed)
         was_training = model.training
         model.eval()
@@ -165,9 +161,7 @@ class PetNames(Dataset):
         return list(new)[:n]
 
     @torch.no_grad()
-    def _generate(
-        self, model: nn.Module, n: int, temperature: float, generator: torch.Generator
-    ) -> list[str]:
+    def _generate(self, model: nn.Module, n: int, temperature: float, generator: torch.Generator) -> list[str]:
         """Make up `n` names at once, without those that grow longer than the longest known one."""
         first = next(model.parameters())
         longest = max(map(len, self._known)) + 1
@@ -228,9 +222,7 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
     try:
         _write_whole(kept, content)
     except OSError as error:
-        warnings.warn(
-            f"the names can't be kept for the next time: {error}; type data.cache_dir=...", stacklevel=3
-        )
+        warnings.warn(f"the names can't be kept for the next time: {error}; type data.cache_dir=...", stacklevel=3)
     return names
 
 
@@ -257,9 +249,7 @@ def _read_file(source: str) -> bytes:
     try:
         return path.read_bytes()
     except PermissionError:
-        raise PermissionError(
-            f"source {source!r}: {path.absolute()} may not be read; {_SET_SOURCE}"
-        ) from None
+        raise PermissionError(f"source {source!r}: {path.absolute()} may not be read; {_SET_SOURCE}") from None
     except OSError as error:
         host = socket.gethostname()
         raise FileNotFoundError(
@@ -271,7 +261,10 @@ def _read_s3(source: str, access: dict[str, Any]) -> bytearray:
     from data.s3 import Bucket
 
     url = urlsplit(source)
-    return Bucket(url.netloc, setting="data.source", **access).get(url.path.lstrip("/"))
+    try:
+        return Bucket(url.netloc, setting="data.source", **access).get(url.path.lstrip("/"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; {_SET_SOURCE}") from None
 
 
 def _download(url: str, timeout_s: float) -> bytes:
@@ -290,9 +283,7 @@ def _download(url: str, timeout_s: float) -> bytes:
             raise kind(f"{url} answered {error.code} {error.reason}; {_SET_SOURCE}") from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise ConnectionError(
-            f"{url} is not reachable ({reason}). Without a network, {_SET_SOURCE}"
-        ) from None
+        raise ConnectionError(f"{url} is not reachable ({reason}). Without a network, {_SET_SOURCE}") from None
 
 
 def _parse(content: bytes | bytearray, source: str) -> list[str]:

@@ -56,9 +56,7 @@ class Bucket:
                 f"s3://, no slash): check {setting}=..."
             )
         self.name = name
-        self.endpoint_url = endpoint_url or os.environ.get(
-            "AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL")
-        )
+        self.endpoint_url = endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
         self.region = region
         self.anon = anon
         self.credentials = credentials

@@ -35,9 +35,7 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
     name = f"bucket {bucket.name!r}"
 
     if code == "NoSuchBucket":
-        return FileNotFoundError(
-            f"there is no {name} {where}: check {bucket.setting}=... and data.endpoint_url=..."
-        )
+        return FileNotFoundError(f"there is no {name} {where}: check {bucket.setting}=... and data.endpoint_url=...")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"there is no object s3://{bucket.name}/{key} {where}")
     if any(request in text for request in _ROLE_REQUESTS):  # the last place where the client looks
@@ -49,8 +47,7 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
     if "without LOCATION" in text or code in _OTHER_REGION:
         region = repr(bucket.region) if bucket.region else "the default one"
         return ValueError(
-            f"{name} is in another region than {region}: type data.region=..., for example "
-            "data.region=us-east-2"
+            f"{name} is in another region than {region}: type data.region=..., for example data.region=us-east-2"
         )
     if code in _DENIED or status in ("401", "403"):
         return PermissionError(
@@ -60,8 +57,7 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         )
     if "HTTP error" in text:
         return ConnectionError(
-            f"the S3 store {where} is not reachable{_cause(full)}: check the network and "
-            "data.endpoint_url=..."
+            f"the S3 store {where} is not reachable{_cause(full)}: check the network and data.endpoint_url=..."
         )
     if status:
         return ConnectionError(
@@ -81,9 +77,7 @@ def _credentials(bucket: Bucket) -> str:
     if bucket.anon:
         return "a reader without credentials (data.anon=true)"
     if bucket.credentials is None and "AWS_ACCESS_KEY_ID" in os.environ:
-        return (
-            f"the credentials of the environment (AWS_ACCESS_KEY_ID={os.environ['AWS_ACCESS_KEY_ID'][:4]}...)"
-        )
+        return f"the credentials of the environment (AWS_ACCESS_KEY_ID={os.environ['AWS_ACCESS_KEY_ID'][:4]}...)"
     return "the credentials that were found"
 
 

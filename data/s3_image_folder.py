@@ -90,8 +90,7 @@ class S3ImageFolder(Dataset):
             raise ValueError(f"threads is {threads}, and must be at least 1: type data.threads=16")
         if not 0 <= max_bad_fraction <= 1:
             raise ValueError(
-                f"max_bad_fraction is {max_bad_fraction}, and is a share from 0 to 1: type "
-                "data.max_bad_fraction=0.01"
+                f"max_bad_fraction is {max_bad_fraction}, and is a share from 0 to 1: type data.max_bad_fraction=0.01"
             )
         self.prefix = prefix.strip("/")
         self.transform = transform
@@ -169,9 +168,7 @@ class S3ImageFolder(Dataset):
         where = f"s3://{self._bucket.name}/{self.prefix}"
         setting = "data.train_prefix=... or data.val_prefix=..."
         if others:
-            kinds = ", ".join(
-                f"{count} {kind or 'without extension'}" for kind, count in others.most_common(5)
-            )
+            kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in others.most_common(5))
             return (
                 f"no images in class folders under {where}, only: {kinds}. Images are "
                 f"{where}/<class>/<file>.jpg or {', '.join(sorted(IMAGE_EXTENSIONS - {'.jpg'}))}: check "
@@ -251,9 +248,7 @@ class S3ImageFolder(Dataset):
                 return self._image(key), found
             except (ValueError, FileNotFoundError) as error:
                 self._note_bad(key, error)
-        raise ValueError(
-            f"no image of s3://{self._bucket.name}/{self.prefix} can be decoded: {self._some_bad()}"
-        )
+        raise ValueError(f"no image of s3://{self._bucket.name}/{self.prefix} can be decoded: {self._some_bad()}")
 
     def _image(self, key: str) -> Tensor:
         cached = self._cache.get(key)
@@ -328,7 +323,7 @@ class S3ImageFolder(Dataset):
 
 
 def _compute_alone() -> None:
-    """Keep each of the many threads from computing with a team of its own, which would fight for the cores."""
+    """Keep each of the many threads from computing with a team of its own: they would fight for the cores."""
     torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
 
 

@@ -68,9 +68,7 @@ def built_once(node: DictConfig) -> bool:
 
 def sampler(cfg: DictConfig, n_samples: int, rank: int, world_size: int) -> Any:
     """Build the training sampler of a rank."""
-    return make(
-        cfg.sampler, n_samples=n_samples, batch_size=cfg.data.batch_size, rank=rank, world_size=world_size
-    )
+    return make(cfg.sampler, n_samples=n_samples, batch_size=cfg.data.batch_size, rank=rank, world_size=world_size)
 
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
@@ -80,8 +78,8 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
         found = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
         if not found:
             raise ConfigError(
-                f"model.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to take it "
-                "from: give model.num_classes=<n>"
+                f"model.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
+                "take it from: give model.num_classes=<n>"
             )
         node = OmegaConf.merge(node, {"num_classes": found})
     return make(node)

@@ -98,8 +98,8 @@ class State:
             self.position = Position(**content["position"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was made "
-                "with (resume=<run dir> brings it along)"
+                f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was "
+                "made with (resume=<run dir> brings it along)"
             ) from error
         self.best = content.get("best")
 

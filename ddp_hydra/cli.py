@@ -59,7 +59,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     if not resumed or not saved.is_file():
         return arguments
     given = {_key(word) for word in arguments} | {"resume", "dry_run"}
-    return [word for word in OmegaConf.load(saved) if _key(word) not in given] + arguments
+    return [word for word in map(str, OmegaConf.load(saved)) if _key(word) not in given] + arguments
 
 
 def _key(override: str) -> str:

@@ -32,7 +32,7 @@ def is_local(cfg: DictConfig) -> bool:
 
 @contextmanager
 def connect(cfg: DictConfig) -> Iterator[Any]:
-    """Bring up a cluster, wait for its workers, and take it down at the end.
+    """Bring up a cluster, wait for its workers, and take it down at the end (inside `kept`: at its end).
 
     Args:
         cfg: `_target_` and its arguments; n_workers, wait_timeout_s.
@@ -43,26 +43,60 @@ def connect(cfg: DictConfig) -> Iterator[Any]:
     Raises:
         ClusterError: it cannot be started, or too few workers came in time.
     """
+    if _kept is None:
+        with ExitStack() as stack:
+            yield _start(cfg, stack)
+        return
+    name = OmegaConf.to_yaml(cfg, resolve=True, sort_keys=True)
+    if name not in _kept.clients:
+        _kept.clients[name] = _start(cfg, _kept.stack)
+    yield _kept.clients[name]
+
+
+class _Kept:
+    """Clusters that outlive a job."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.clients: dict[str, Any] = {}
+
+
+_kept: _Kept | None = None
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Let the jobs inside share clusters of equal config."""
+    global _kept
     with ExitStack() as stack:
-        if is_local(cfg):
-            # Importing torch takes longer than starting workers, so it begins first, beside them.
-            from ddp_hydra.rank_host import warm
-
-            warm.hold()
-            stack.callback(warm.release)
-        # Before the import, which sets up Dask's loggers: it speaks from warnings on.
-        dask.config.set({"logging.distributed": "warning"})
-        from distributed import Client
-        from hydra.utils import instantiate
-
-        native = {key: value for key, value in OmegaConf.to_container(cfg, resolve=True).items() if key not in OURS}
+        _kept = _Kept(stack)
         try:
-            cluster = stack.enter_context(instantiate(native))
-            client = stack.enter_context(Client(cluster))
-        except Exception as error:
-            raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {error}") from error
-        wait_for_workers(client, cfg.get("n_workers") or 1, cfg.get("wait_timeout_s", 60.0))
-        yield client
+            yield
+        finally:
+            _kept = None
+
+
+def _start(cfg: DictConfig, stack: ExitStack) -> Any:
+    """Start a cluster whose end is up to `stack`; returns its client."""
+    if is_local(cfg):
+        # Importing torch takes longer than starting workers, so it begins first, beside them.
+        from ddp_hydra.rank_host import warm
+
+        warm.hold()
+        stack.callback(warm.release)
+    # Before the import, which sets up Dask's loggers: it speaks from warnings on.
+    dask.config.set({"logging.distributed": "warning"})
+    from distributed import Client
+    from hydra.utils import instantiate
+
+    native = OmegaConf.masked_copy(cfg, [key for key in cfg if key not in OURS])
+    try:
+        cluster = stack.enter_context(instantiate(native))
+        client = stack.enter_context(Client(cluster))
+    except Exception as error:
+        raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {error}") from error
+    wait_for_workers(client, cfg.get("n_workers") or 1, cfg.get("wait_timeout_s", 60.0))
+    return client
 
 
 def wait_for_workers(client: Any, n_workers: int, timeout_s: float) -> None:
@@ -77,6 +111,6 @@ def wait_for_workers(client: Any, n_workers: int, timeout_s: float) -> None:
     except TimeoutError:
         came = len(client.scheduler_info(n_workers=-1)["workers"])
         raise ClusterError(
-            f"{came} of {n_workers} workers came in {time.monotonic() - begin:.0f} s: look at the cluster's own logs, ask "
-            f"for fewer with cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s"
+            f"{came} of {n_workers} workers came in {time.monotonic() - begin:.0f} s: look at the cluster's own logs, "
+            f"ask for fewer with cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s"
         ) from None

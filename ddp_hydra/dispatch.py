@@ -153,7 +153,7 @@ class Attempt:
                     self.gang.order(self.name, spec, call),
                     key=f"{self.name}-rank-{spec.rank}",
                     workers=[spec.worker],
-                    # A pinned task whose worker has died waits for ever; elsewhere it says at once that it is misplaced.
+                    # Pinned to a dead worker, a task waits for ever; anywhere else it says at once that it is lost.
                     allow_other_workers=True,
                     pure=False,
                     retries=0,
@@ -297,7 +297,7 @@ class Attempt:
         """Tell all ranks that still run to end."""
         self.tell({spec.rank: {"stop": True} for spec in self.specs if spec.rank not in self.ended})
 
-    def tell(self, letters: dict[int, mailbox.Message]) -> None:
+    def tell(self, letters: Mapping[int, mailbox.Message]) -> None:
         """Leave messages for ranks, on all their workers at once."""
         if letters:
             workers = [self.specs[rank].worker for rank in letters]
@@ -306,9 +306,7 @@ class Attempt:
     def call(self, function: Callable[..., Any], *args: Any, workers: list[str] | None = None) -> None:
         """Run a short function on workers; one that is gone is none of our business here."""
         with contextlib.suppress(OSError, ValueError):
-            self.client.run(
-                function, *args, workers=workers or [spec.worker for spec in self.specs], on_error="ignore"
-            )
+            self.client.run(function, *args, workers=workers or [spec.worker for spec in self.specs], on_error="ignore")
 
     def fetch(self, record: Record, target: Path, file: Mapping[str, Any] | None = None) -> None:
         """Bring a spooled file home; that it is gone there lets the rank know."""

@@ -49,7 +49,8 @@ def evaluate(
     return meter.result(prefix)
 
 
-USAGE = """python -m ddp_hydra.evaluate run=<run directory or checkpoint> [which=best|last] [key=value of the run's config …]"""
+USAGE = """python -m ddp_hydra.evaluate run=<run directory or checkpoint> [which=best|last]
+    [key=value of the run's config …]"""
 
 
 @dataclass

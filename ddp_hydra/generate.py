@@ -14,8 +14,8 @@ from omegaconf import MISSING
 from ddp_hydra import trained
 from ddp_hydra.errors import ConfigError
 
-USAGE = """python -m ddp_hydra.generate run=<run directory or checkpoint> [n=50] [temperature=1.0] [seed=0] [which=best|last]
-    [key=value of the run's config …]"""
+USAGE = """python -m ddp_hydra.generate run=<run directory or checkpoint> [n=50] [temperature=1.0] [seed=0]
+    [which=best|last] [key=value of the run's config …]"""
 
 
 @dataclass
@@ -41,7 +41,9 @@ def main() -> None:
     """Entry of `python -m ddp_hydra.generate`."""
     options, overrides = trained.parse(Options, sys.argv[1:], USAGE)
     if options.n < 1 or options.temperature <= 0:
-        raise ConfigError(f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0")
+        raise ConfigError(
+            f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"
+        )
     run = trained.load(options.run, "last" if options.which == "last" else "best", overrides)
     if not hasattr(run.train_set, "sample"):
         raise ConfigError(

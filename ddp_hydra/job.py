@@ -39,7 +39,8 @@ def run(cfg: DictConfig, run_dir: Path) -> float | None:
     """
     if cfg.dry_run:
         configs.check(cfg)
-        return _dry_run(configs.plain(cfg))
+        _dry_run(configs.plain(cfg))
+        return None
     with summarised(run_dir, cfg) as summary:
         configs.check(cfg)
         plain = configs.plain(cfg)
@@ -47,7 +48,9 @@ def run(cfg: DictConfig, run_dir: Path) -> float | None:
         packed = project.pack(project.find())
         summary["project"] = packed.sha256
         job = Job(run_dir, cfg, summary)
-        value = job.run_inline(plain, files) if cluster.is_inline(cfg.cluster) else job.run_on_dask(plain, files, packed)
+        value = (
+            job.run_inline(plain, files) if cluster.is_inline(cfg.cluster) else job.run_on_dask(plain, files, packed)
+        )
         summary |= {"status": "done", **value, "metrics": finite(value["metrics"])}
     print(_closing_line(summary, run_dir))  # noqa: T201
     return value["metrics"].get(cfg.objective.metric)
@@ -110,7 +113,11 @@ class Job:
 
     def note(self, handler: ResultsHandler) -> None:
         """Keep what is known so far, for the summary of a job that fails."""
-        self.summary |= {"steps": handler.step, "samples": handler.samples, "metrics": finite(handler.metrics)}
+        self.summary |= {
+            "steps": handler.step,
+            "samples": handler.samples,
+            "metrics": finite(handler.metrics),
+        }
 
 
 @contextmanager
@@ -151,7 +158,8 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     metrics = summary["metrics"]
     shown = [f"{name} {metrics[name]:.4g}" for name in ("train/loss", "val/loss", "val/accuracy") if name in metrics]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
-    return f"done: {summary['steps']} steps in {summary['train_s']:.1f} s, {speed}, {', '.join(shown)}  ->  {_short(run_dir)}"
+    steps = f"{summary['steps']} steps in {summary['train_s']:.1f} s"
+    return f"done: {steps}, {speed}, {', '.join(shown)}  ->  {_short(run_dir)}"
 
 
 def _short(path: Path) -> str:

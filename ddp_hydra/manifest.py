@@ -45,9 +45,7 @@ def write_manifest_text(entries: Entries) -> bytes:
     return (json.dumps({"version": 1, "files": entries}, indent=1, allow_nan=False) + "\n").encode()
 
 
-def find_checkpoint(
-    path: str | Path, which: Literal["last", "best"] = "last", *, verify: bool = True
-) -> Path:
+def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last", *, verify: bool = True) -> Path:
     """Return the checkpoint file that a user means.
 
     Args:
@@ -72,8 +70,7 @@ def _of_run(given: Path, which: str) -> Path:
     if not folder.is_dir():
         if (given / ".hydra").is_dir():
             raise CheckpointError(
-                f"run directory {given} has no checkpoints: the run ended before its "
-                f"first one; found {_listing(given)}"
+                f"run directory {given} has no checkpoints: the run ended before its first one; found {_listing(given)}"
             )
         raise CheckpointError(
             f"{given} is not a run directory (it has no {FOLDER}/): found {_listing(given)}; give a run "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def choose(free: Mapping[str, str], n: int) -> dict[str, str]:
     return chosen
 
 
-def natural(text: str) -> Sequence[Any]:
+def natural(text: str) -> list[Any]:
     """Sort key under which `:8786` comes before `:10000`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 

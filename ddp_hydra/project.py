@@ -41,7 +41,7 @@ class Project:
             folder.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(prefix=target.name, dir=folder))
             with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
-                archive.extractall(draft)  # noqa: S202  (from the client, and zipfile drops '..' and '/')
+                archive.extractall(draft)
             try:
                 draft.rename(target)
             except OSError:  # another rank of this worker was quicker
@@ -58,8 +58,8 @@ def find(start: Path | None = None) -> Path:
     folder = Path(os.environ.get("DDP_HYDRA_PROJECT") or start or Path.cwd()).absolute()
     if not (folder / "conf" / "config.yaml").is_file():
         raise ConfigError(
-            f"no project here: {folder} has no conf/config.yaml. Go to the checkout (the folder with conf/, models/ and "
-            "data/), or name it in DDP_HYDRA_PROJECT"
+            f"no project here: {folder} has no conf/config.yaml. Go to the checkout (the folder with conf/, models/ "
+            "and data/), or name it in DDP_HYDRA_PROJECT"
         )
     return folder
 
@@ -81,7 +81,8 @@ def pack(root: Path) -> Project:
         largest = max(files, key=lambda path: path.stat().st_size).relative_to(root)
         raise ConfigError(
             f"the project space {root} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, more than the "
-            f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets elsewhere"
+            f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets "
+            "elsewhere"
         )
     digest = hashlib.sha256()
     buffer = io.BytesIO()

@@ -106,7 +106,7 @@ class PipeSender:
     @property
     def spool(self) -> Path:
         """The spool, once there is room in it."""
-        while len(os.listdir(self._spool)) >= MAX_SPOOLED:
+        while len(list(self._spool.iterdir())) >= MAX_SPOOLED:
             time.sleep(0.01)
         return self._spool
 
@@ -153,9 +153,7 @@ def process_group(
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # each rank sees its own GPU first
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd
-    )
+    store = dist.TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield
     # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.

@@ -73,7 +73,7 @@ class Distributed:
         """The global sequence of indices, shape (epoch_samples,)."""
         if self.shuffle:
             # RandomState, for its stream is frozen for ever; that of default_rng may change with numpy.
-            indices = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch]).permutation(self.n_samples)  # noqa: NPY002
+            indices = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch]).permutation(self.n_samples)
         else:
             indices = np.arange(self.n_samples)
         return np.resize(indices, self.epoch_samples)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.evaluate import evaluate
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, cross_entropy
+from ddp_hydra.stopwatch import Stopwatch
 
 
 def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
     model = build.model(cfg, train_set).to(device)
     channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(model))
     if channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     autocast = build.autocast(cfg, device)
 
@@ -84,12 +83,13 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
 
             # log and save; a save is always logged too, so that a resumed run begins with an empty meter
             last = position.step >= total_steps
-            pause = last or position.offset + sampler.global_batch > sampler.epoch_samples
-            save = due(position.step, cfg.trainer.checkpoint_every_steps) and not pause
-            if due(position.step, cfg.trainer.log_every_steps) or save or pause:
-                metrics |= meter.result("train") | watch.lap(position.samples, loader)
-                metrics["lr"] = scheduler.get_last_lr()[0]
-                log(metrics, position, rank)
+            boundary = last or position.offset + sampler.global_batch > sampler.epoch_samples
+            save = due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary
+            if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
+                training = meter.result("train") | {"lr": scheduler.get_last_lr()[0]}
+                training |= watch.lap(position.samples, loader)
+                metrics |= training
+                log(training, position, rank)
             if save and rank == 0:
                 saver.save(state, metrics, best=False)
             if last:
@@ -107,7 +107,8 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         if rank == 0 and (last or due(position.epoch, cfg.trainer.checkpoint_every_epochs)):
             saver.save(state, metrics, best=is_best(state, metrics, cfg.objective))
     saver.wait()
-    return {"steps": position.step, "samples": position.samples, "metrics": metrics, **watch.total(position.samples)}
+    total = watch.total(position.samples)
+    return {"steps": position.step, "samples": position.samples, "metrics": metrics, **total}
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
@@ -117,40 +118,6 @@ def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
         begun = (sampler.epoch_samples - position.offset) // sampler.global_batch
         left = min(left, begun + (trainer.epochs - position.epoch - 1) * len(sampler))
     return max(0, int(left))
-
-
-class Stopwatch:
-    """Training speed, with the time of validation left out.
-
-    Args:
-        samples: seen so far.
-    """
-
-    def __init__(self, samples: int) -> None:
-        self.begin = self.mark = time.perf_counter()
-        self.first = self.marked = samples
-
-    def lap(self, samples: int, loader: Loader) -> dict[str, float]:
-        """Speed and share of the time spent waiting for data since the last lap."""
-        now = time.perf_counter()
-        spent = max(now - self.mark, 1e-9)
-        lap = {"samples_per_s": (samples - self.marked) / spent, "data_wait": loader.waited_s / spent}
-        self.mark, self.marked, loader.waited_s = now, samples, 0.0
-        return lap
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the laps and the total."""
-        begin = time.perf_counter()
-        yield
-        spent = time.perf_counter() - begin
-        self.begin += spent
-        self.mark += spent
-
-    def total(self, samples: int) -> dict[str, float]:
-        """Time and mean speed since the beginning."""
-        spent = max(time.perf_counter() - self.begin, 1e-9)
-        return {"train_s": spent, "samples_per_s": (samples - self.first) / spent}
 
 
 def due(count: int, every: int) -> bool:

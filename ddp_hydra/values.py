@@ -45,7 +45,8 @@ def _pack(value: Any) -> Any:
     if isinstance(value, complex):
         return msgpack.ExtType(_COMPLEX, encode([value.real, value.imag]))
     if isinstance(value, (float, str, bytes, list)):  # subclasses, such as numpy.float64 or torch.Size
-        return next(base(value) for base in (float, str, bytes, list) if isinstance(value, base))
+        base: Any = next(base for base in (float, str, bytes, list) if isinstance(value, base))
+        return base(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         return _pack_tensor(value)
@@ -80,7 +81,7 @@ def _unpack(code: int, data: bytes) -> Any:
     if code == _SET:
         return set(decode(data))
     if code == _PAIRS:
-        return {key: value for key, value in decode(data)}
+        return dict(decode(data))
     if code == _INT:
         return int(data)
     if code == _COMPLEX:
@@ -94,7 +95,9 @@ def _unpack(code: int, data: bytes) -> Any:
         import torch
 
         dtype, shape, raw = decode(data)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape) if raw else (
-            torch.empty(shape, dtype=getattr(torch, dtype))
+        return (
+            torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
+            if raw
+            else (torch.empty(shape, dtype=getattr(torch, dtype)))
         )
     raise RecordError(f"unknown extension type {code} in a rank's value")

@@ -18,9 +18,7 @@ class CharLSTM(nn.Module):
         ValueError: a size is not positive.
     """
 
-    def __init__(
-        self, num_classes: int, hidden_size: int = 128, num_layers: int = 4, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, num_classes: int, hidden_size: int = 128, num_layers: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         for name, size in (
             ("num_classes", num_classes),
@@ -28,9 +26,7 @@ class CharLSTM(nn.Module):
             ("num_layers", num_layers),
         ):
             if not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"{name} is {size!r}, and must be a positive whole number: type model.{name}=1"
-                )
+                raise ValueError(f"{name} is {size!r}, and must be a positive whole number: type model.{name}=1")
         # nn.LSTM drops only between layers, and warns where there is but one.
         between = dropout if num_layers > 1 else 0.0
         self.lstm = nn.LSTM(num_classes, hidden_size, num_layers, batch_first=True, dropout=between)

@@ -291,4 +291,9 @@ class Relay:
             return {"status": "stopped"}
         status, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = said.rfind("Fatal Python error")
-        return {"status": status, "message": message, "traceback": said[fatal:] if fatal >= 0 else "", "said": said}
+        return {
+            "status": status,
+            "message": message,
+            "traceback": said[fatal:] if fatal >= 0 else "",
+            "said": said,
+        }

@@ -129,7 +129,12 @@ class Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.selector.close()
-            for end in (self.listener, self.wake_r, self.wake_w, *(c.connection for c in self.callers.values())):
+            for end in (
+                self.listener,
+                self.wake_r,
+                self.wake_w,
+                *(c.connection for c in self.callers.values()),
+            ):
                 end.close()
             control, output, *listener = fds
             os.dup2(output, 1)

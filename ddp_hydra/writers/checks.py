@@ -73,14 +73,10 @@ def check_record(record: Record) -> None:
 
 def metric_values(record: Record) -> dict[str, float]:
     """Return a metrics record's values; a null is a NaN that JSON had no word for."""
-    return {
-        name: math.nan if value is None else float(value) for name, value in record.data["metrics"].items()
-    }
+    return {name: math.nan if value is None else float(value) for name, value in record.data["metrics"].items()}
 
 
-def _check_fields(
-    record: Record, data: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
-) -> None:
+def _check_fields(record: Record, data: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]) -> None:
     for name, wanted in fields.items():
         value = data.get(name)
         if value is None:

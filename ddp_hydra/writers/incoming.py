@@ -44,9 +44,7 @@ def _write_inline(record: Record, part: Path, target: Path) -> None:
     try:
         content = base64.b64decode(record.data["inline"], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RecordError(
-            f"{_name(record)} did not arrive whole: its content is not base64 ({error})"
-        ) from None
+        raise RecordError(f"{_name(record)} did not arrive whole: its content is not base64 ({error})") from None
     with writing(target):
         part.write_bytes(content)
 

@@ -77,9 +77,7 @@ class TensorBoardWriter:
     def _take_back(self, record: Record) -> None:
         """A start names the last good step; anything else is itself the first new point."""
         first = (record.step or 0) + (record.kind == "start")
-        self._append(
-            Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START))
-        )
+        self._append(Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START)))
         self._purge = False
 
     def _append(self, event: Event) -> None:
@@ -113,15 +111,9 @@ def _image(record: Record) -> Summary:
     except (binascii.Error, ValueError):
         png = b""
     if len(png) < 33 or png[:8] != b"\x89PNG\r\n\x1a\n" or png[12:16] != b"IHDR":
-        raise RecordError(
-            f"image {record.data['name']!r} of rank {record.rank} is no PNG: pass results.image one"
-        )
+        raise RecordError(f"image {record.data['name']!r} of rank {record.rank} is no PNG: pass results.image one")
     width, height, _, color = struct.unpack(">IIBB", png[16:26])
     if not 0 < width < 2**31 or not 0 < height < 2**31:
-        raise RecordError(
-            f"image {record.data['name']!r} of rank {record.rank} claims {width} x {height} pixels"
-        )
-    image = Summary.Image(
-        height=height, width=width, colorspace=_CHANNELS.get(color, 3), encoded_image_string=png
-    )
+        raise RecordError(f"image {record.data['name']!r} of rank {record.rank} claims {width} x {height} pixels")
+    image = Summary.Image(height=height, width=width, colorspace=_CHANNELS.get(color, 3), encoded_image_string=png)
     return Summary(value=[Summary.Value(tag=record.data["name"], image=image)])

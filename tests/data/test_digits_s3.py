@@ -35,9 +35,7 @@ def children() -> list[psutil.Process]:
 def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
     files = dict(digits_s3.digits())
     assert len(files) == 1797
-    parts = {
-        part: Counter(key.split("/")[1] for key in files if key.startswith(part)) for part in ("train", "val")
-    }
+    parts = {part: Counter(key.split("/")[1] for key in files if key.startswith(part)) for part in ("train", "val")}
     assert sorted(parts["val"]) == [str(digit) for digit in range(10)]
     for digit, count in parts["val"].items():
         assert count == (count + parts["train"][digit]) // 5
@@ -86,9 +84,9 @@ def test_the_server_starts_within_seconds_and_listens_on_loopback_only():
     try:
         assert time.monotonic() - start < 15
         (server,) = children()
-        assert {
-            connection.laddr.ip for connection in server.net_connections() if connection.status == "LISTEN"
-        } == {"127.0.0.1"}
+        assert {connection.laddr.ip for connection in server.net_connections() if connection.status == "LISTEN"} == {
+            "127.0.0.1"
+        }
         assert listens(endpoint)
     finally:
         digits_s3.release()
@@ -105,6 +103,8 @@ def test_a_server_that_was_killed_is_started_again():
         time.sleep(0.05)
     data = S3ImageFolder(prefix="val")
     assert data[0][1] == 0
+    digits_s3.release()  # of the first one: the second is still in use
+    assert data[1][1] == 0
     data.close()
     assert children() == []
 
@@ -150,9 +150,7 @@ def test_ctrl_c_reaches_the_job_and_not_its_server():
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
     find_spec = digits_s3.importlib.util.find_spec
-    monkeypatch.setattr(
-        digits_s3.importlib.util, "find_spec", lambda name: None if name == "moto" else find_spec(name)
-    )
+    monkeypatch.setattr(digits_s3.importlib.util, "find_spec", lambda name: None if name == "moto" else find_spec(name))
     with pytest.raises(ModuleNotFoundError, match=r'moto.*pip install "ddp-hydra\[demo\]".*data\.bucket='):
         S3ImageFolder()
 

@@ -80,9 +80,7 @@ def test_half_a_file_is_damaged(format):  # noqa: A002
         decode(whole[: len(whole) // 2])
 
 
-@pytest.mark.parametrize(
-    ("data", "said"), [(b"I am a text.", "starts with b'I am a text.'"), (b"", "is empty")]
-)
+@pytest.mark.parametrize(("data", "said"), [(b"I am a text.", "starts with b'I am a text.'"), (b"", "is empty")])
 def test_what_is_no_image_says_what_it_is(data, said):
     with pytest.raises(ValueError, match=said):
         decode(data)

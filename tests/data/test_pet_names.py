@@ -216,13 +216,23 @@ def test_an_answer_that_breaks_off_is_a_connection_error(web, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"), [(404, FileNotFoundError), (403, PermissionError), (500, ConnectionError)]
-)
+@pytest.mark.parametrize(("status", "kind"), [(404, FileNotFoundError), (403, PermissionError), (500, ConnectionError)])
 def test_an_answer_that_is_no_success_is_an_error_of_its_kind(web, tmp_path, status, kind):
     web.status = status
     with pytest.raises(kind, match=rf"{status}.*data\.source="):
         PetNames(web.url, cache_dir=str(tmp_path))
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("credentials")
+def test_names_in_a_bucket_are_read_once_and_then_from_the_cache(s3, tmp_path):
+    bucket = s3.fill({"lists/names.json": b'["rex", "fido"]'})
+    source = {"source": f"s3://{bucket}/lists/names.json", "cache_dir": str(tmp_path)}
+    assert PetNames(**source, endpoint_url=s3.endpoint_url).names == ["rex", "fido"]
+    with pytest.raises(FileNotFoundError, match=r"no object s3://bucket-0/other\.json.*data\.source="):
+        PetNames(f"s3://{bucket}/other.json", cache_dir=str(tmp_path), endpoint_url=s3.endpoint_url)
+    s3.close()
+    assert PetNames(**source, endpoint_url=s3.endpoint_url).names == ["rex", "fido"]
 
 
 def test_a_missing_file_is_named_by_its_whole_path():

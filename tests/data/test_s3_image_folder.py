@@ -176,9 +176,7 @@ def test_large_images_are_cached_as_files_within_the_budget(folder, s3, png):
 
 
 def test_it_pickles_small_before_and_after_use_and_reads_again(folder, s3, png):
-    bucket = s3.fill(
-        {f"train/class-{number % 3}/{number:06}.png": png(red=number % 256) for number in range(600)}
-    )
+    bucket = s3.fill({f"train/class-{number % 3}/{number:06}.png": png(red=number % 256) for number in range(600)})
     data = folder(bucket, "train")
     data.set_epoch(3)
     data.__getitems__([0, 1, 2])
@@ -207,6 +205,16 @@ def test_reading_from_many_threads_at_once_gives_each_its_own(folder, s3, png):
     for reader in readers:
         reader.join()
     assert wrong == []
+
+
+def test_reading_leaves_the_reader_its_own_number_of_compute_threads(folder, pets):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        folder(pets, "pets", transform=TrainTransform(16)).__getitems__([0, 1, 2])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_closing_leaves_no_thread_and_reading_after_it_starts_anew(folder, pets):
@@ -292,9 +300,7 @@ def test_a_prefix_without_images_says_what_it_holds_instead(folder, s3):
 def test_an_unreachable_endpoint_is_told_within_seconds(folder, s3):
     s3.close()
     start = time.monotonic()
-    with pytest.raises(
-        ConnectionError, match=r"127\.0\.0\.1.*not reachable \(.*refused.*data\.endpoint_url="
-    ):
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1.*not reachable \(.*refused.*data\.endpoint_url="):
         folder("any-bucket")
     assert time.monotonic() - start < 10
 

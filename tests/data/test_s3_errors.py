@@ -1,0 +1,85 @@
+"""What a store answers, and what the user reads."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+
+import pytest
+
+from data.s3 import Bucket
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
+
+
+@pytest.fixture
+def answering():
+    """Return a bucket whose store gives one answer to everything."""
+    running = []
+
+    def start(status: int, code: str, **arguments) -> Bucket:
+        body = f"<Error><Code>{code}</Code></Error>".encode() if code else b"hello"
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        running.append((server, thread))
+        return Bucket("photos", f"http://127.0.0.1:{server.server_port}", **arguments)
+
+    yield start
+    for server, thread in running:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "said"),
+    [
+        (403, "AccessDenied", PermissionError, r"AccessDenied.*AWS_PROFILE.*data\.anon=true"),
+        (403, "SignatureDoesNotMatch", PermissionError, r"SignatureDoesNotMatch.*AWS_SECRET_ACCESS_KEY"),
+        (400, "ExpiredToken", PermissionError, r"ExpiredToken.*AWS_SESSION_TOKEN"),
+        (401, "", PermissionError, r"refused.*401"),
+        (301, "PermanentRedirect", ValueError, r"another region than 'eu-west-1'.*data\.region="),
+        (400, "AuthorizationHeaderMalformed", ValueError, r"another region.*data\.region="),
+        (404, "NoSuchBucket", FileNotFoundError, r"no bucket 'photos'.*data\.bucket="),
+        (404, "", ConnectionError, r"answered .* 404.*data\.endpoint_url="),
+        (503, "SlowDown", ConnectionError, r"answered .* SlowDown.*try again later"),
+    ],
+)
+def test_an_answer_to_a_listing_becomes_a_builtin_error_that_says_what_to_type(answering, status, code, kind, said):
+    with pytest.raises(kind, match=said):
+        list(answering(status, code, region="eu-west-1").objects("train"))
+
+
+def test_a_refused_read_is_a_permission_error(answering):
+    with pytest.raises(PermissionError, match=r"AccessDenied"):
+        answering(403, "AccessDenied").get("train/a/1.png")
+
+
+def test_a_read_that_finds_nothing_names_the_object(answering):
+    with pytest.raises(FileNotFoundError, match=r"s3://photos/train/a/1\.png"):
+        answering(404, "NoSuchKey").get("train/a/1.png")
+
+
+def test_a_key_with_an_empty_folder_is_named(s3):
+    bucket = Bucket(s3.fill({"train//a/1.png": b"x"}), s3.endpoint_url)
+    with pytest.raises(ValueError, match=r"object 'train//a/1\.png'.*rename"):
+        list(bucket.objects("train"))
+
+
+def test_no_message_shows_the_secret(answering):
+    with pytest.raises(PermissionError) as error:
+        list(answering(403, "InvalidAccessKeyId").objects())
+    assert "testing-secret" not in str(error.value)
+    assert error.value.__suppress_context__
