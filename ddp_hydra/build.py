@@ -9,12 +9,16 @@ The framework knows no model and no data set; it asks of a data set
     classes or num_classes            optional: fills model.num_classes
     set_epoch(epoch)                  optional: for augmentation
     built_once = True                 optional: built on rank 0, pickled to the others
+    bad                               optional: {name: reason} of samples that were replaced
+    close()                           optional: at the end
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +60,18 @@ def dataset(node: DictConfig | None) -> Any:
     box = [make(node) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+@contextmanager
+def datasets(cfg: DictConfig) -> Iterator[tuple[Any, Any]]:
+    """The training and the validation set (None where there is none), closed at the end."""
+    with ExitStack() as stack:
+        built = []
+        for node in (cfg.data.train, cfg.data.get("val")):
+            built.append(dataset(node))
+            if hasattr(built[-1], "close"):
+                stack.callback(built[-1].close)
+        yield built[0], built[1]
 
 
 def built_once(node: DictConfig) -> bool:

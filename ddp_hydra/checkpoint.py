@@ -96,6 +96,9 @@ class State:
             self.optimizer.load_state_dict(content["optimizer"])
             self.scheduler.load_state_dict(content["scheduler"])
             self.position = Position(**content["position"])
+            for group in self.optimizer.param_groups:
+                if missing := self.optimizer.defaults.keys() - group.keys():
+                    raise ValueError(f"it has no {', '.join(sorted(missing))}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was "
@@ -112,7 +115,7 @@ def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
     """
     try:
         model.load_state_dict(content["model"])
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, TypeError, RuntimeError) as error:
         lines = str(error).splitlines()
         raise CheckpointError(
             f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
@@ -130,8 +133,9 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
-            f"{path} can't be read as a checkpoint ({type(error).__name__}: {str(error).splitlines()[0]:.120}): it is "
+            f"{path} can't be read as a checkpoint ({reason:.140}): it is "
             "damaged or something else; take an earlier step file of the same run"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -139,18 +143,16 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_on_all_ranks(path: Path | None) -> dict[str, Any]:
+def read_on_all_ranks(path: Path) -> dict[str, Any]:
     """Read on rank 0 and send to the others. A collective.
 
     Args:
-        path: the file, on rank 0's host; the others may give None.
+        path: the file, on rank 0's host.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        assert path is not None
         return read(path)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        assert path is not None
         box[0] = read(path)
     dist.broadcast_object_list(box, src=0)
     return box[0]

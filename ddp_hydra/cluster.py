@@ -89,7 +89,7 @@ def _start(cfg: DictConfig, stack: ExitStack) -> Any:
     from distributed import Client
     from hydra.utils import instantiate
 
-    native = OmegaConf.masked_copy(cfg, [key for key in cfg if key not in OURS])
+    native = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OURS])
     try:
         cluster = stack.enter_context(instantiate(native))
         client = stack.enter_context(Client(cluster))

@@ -35,10 +35,12 @@ SETTLE_S = 0.4
 """How long a mere symptom waits for its cause to be heard."""
 END_S = 5.0
 """How long ranks that were told to end are waited for."""
+CALL_S = 2.0
+"""How long a worker may take to answer a call."""
 ACKNOWLEDGE_BYTES = relay.WINDOW_BYTES // 4
 
 
-def run(client: Client, fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[Any]:
+def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
     """Run a function on every worker, each call one rank of a process group.
 
     Args:
@@ -90,7 +92,7 @@ class Gang:
     files: Mapping[str, Path] = field(default_factory=dict)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
 
-    def run(self, fn: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
         name = f"{self.name}-{secrets.token_hex(4)}"
         with reserved(self.client, name, self.ranks, self.queue_timeout_s) as workers:
@@ -136,6 +138,7 @@ class Attempt:
         self.values: dict[int, Any] = {}
         self.failures: list[Failure] = []
         self.ended: set[int] = set()
+        self.lost: set[str] = set()
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
         self.stop_sent = False
 
@@ -285,6 +288,7 @@ class Attempt:
 
     def on_worker_lost(self, address: str) -> None:
         """A worker has left the cluster; the rank that it hosted is gone with it."""
+        self.lost.add(address)
         for spec in self.specs:
             if spec.worker == address and spec.rank not in self.ended:
                 message = f"its worker {address} left the cluster (killed, out of memory, or its host is gone)"
@@ -304,9 +308,12 @@ class Attempt:
             self.call(mailbox.deliver, self.name, letters, workers=workers)
 
     def call(self, function: Callable[..., Any], *args: Any, workers: list[str] | None = None) -> None:
-        """Run a short function on workers; one that is gone is none of our business here."""
-        with contextlib.suppress(OSError, ValueError):
-            self.client.run(function, *args, workers=workers or [spec.worker for spec in self.specs], on_error="ignore")
+        """Run a short function on workers. One that is gone is not waited for: Dask would try for half a minute."""
+        reachable = [address for address in workers or [spec.worker for spec in self.specs] if address not in self.lost]
+        if reachable:
+            run = {"workers": reachable, "on_error": "ignore", "callback_timeout": CALL_S}
+            with contextlib.suppress(OSError, ValueError, TimeoutError):
+                self.client.sync(self.client._run, function, *args, **run)
 
     def fetch(self, record: Record, target: Path, file: Mapping[str, Any] | None = None) -> None:
         """Bring a spooled file home; that it is gone there lets the rank know."""

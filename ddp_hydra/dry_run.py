@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import build, results
 from ddp_hydra.loader import Loader
@@ -20,8 +20,13 @@ def dry_run(config: Mapping[str, Any]) -> None:
         config: the resolved config, plain.
     """
     cfg = OmegaConf.create(dict(config))
+    with build.datasets(cfg) as (train_set, val_set):
+        results.emit("start", {"lines": first_batch(cfg, train_set, val_set)})
+
+
+def first_batch(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
+    """Build the rest, run the model over one batch, and describe it all."""
     device = build.device(cfg)
-    train_set, val_set = build.dataset(cfg.data.train), build.dataset(cfg.data.get("val"))
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build.sampler(cfg, len(train_set), 0, world_size)
     model = build.model(cfg, train_set).to(device)
@@ -30,7 +35,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
     x, y = next(iter(Loader(train_set, device, look_ahead=0).load(sampler.batches(0))))
     with torch.no_grad():
         loss = cross_entropy(model(x), y)
-    lines = [
+    return [
         f"data      {len(train_set):,} samples" + (f", {len(val_set):,} for validation" if val_set else ""),
         f"batch     x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}",
         f"model     {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
@@ -38,4 +43,3 @@ def dry_run(config: Mapping[str, Any]) -> None:
         f"loss      {loss.item():.4f} before training",
         "dry run: all of it works",
     ]
-    results.emit("start", {"lines": lines})

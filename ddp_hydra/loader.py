@@ -78,7 +78,8 @@ class Loader:
         if isinstance(batch, torch.Tensor):
             return batch.to(self.device, non_blocking=True)
         if isinstance(batch, (list, tuple)):
-            return type(batch)(self.to_device(part) for part in batch)
+            parts = [self.to_device(part) for part in batch]
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a named tuple
         if isinstance(batch, dict):
             return {name: self.to_device(part) for name, part in batch.items()}
         return batch

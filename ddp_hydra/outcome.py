@@ -60,7 +60,9 @@ class Failure:
         if status in ("ok", "stopped"):
             return None
         text = {key: str(end.get(key, "")) for key in ("message", "traceback", "said")}
-        time_s = float(end.get("time_s") or 0.0)
+        time_s = end.get("time_s")
+        if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not 0 <= time_s < 1e11:
+            time_s = 0.0
         return cls(str(status), rank, host, **text, time_s=time_s, attempt=attempt, mistake=bool(end.get("mistake")))
 
 
@@ -106,7 +108,7 @@ def explain(failure: Failure, symptoms: Sequence[Failure] = (), log: str | None 
         lines += ["", "its last words:", *(f"  {line}" for line in failure.said.rstrip().splitlines()[-20:])]
     if symptoms:
         lines += ["", "the other ranks followed:"]
-        lines += [f"  rank {other.rank}: {other.message.splitlines()[0]:.160}" for other in symptoms]
+        lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in symptoms]
     if log:
         lines += ["", f"full logs: {log}"]
     return "\n".join(lines)

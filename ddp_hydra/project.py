@@ -90,5 +90,5 @@ def pack(root: Path) -> Project:
         for path in files:
             name, content = path.relative_to(root).as_posix(), path.read_bytes()
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
-            archive.writestr(zipfile.ZipInfo(name), content)
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return Project(digest.hexdigest(), buffer.getvalue())

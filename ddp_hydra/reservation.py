@@ -18,6 +18,7 @@ from ddp_hydra import placement
 from ddp_hydra.errors import ClusterError
 
 POLL_S = 0.2
+LATE_S = 2.0
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def take(gang: str, holder: str, ranks: int | None, dask_scheduler: Any = None) 
     book = _book(dask_scheduler)
     for other, (client, _) in list(book.items()):
         if client not in dask_scheduler.clients:
-            del book[other]
+            give_back(other, dask_scheduler)
     held = {address for _, addresses in book.values() for address in addresses}
     running = {
         address: worker.host for address, worker in dask_scheduler.workers.items() if worker.status.name == "running"
@@ -83,6 +84,8 @@ def give_back(gang: str, dask_scheduler: Any = None) -> None:
     broker = getattr(dask_scheduler, "_broker", None)
     if broker is not None:
         broker._topics.pop(gang, None)
+        # A last word of the client's, which goes another way than this call, may make the topic once more.
+        dask_scheduler.loop.call_later(LATE_S, broker._topics.pop, gang, None)
 
 
 def _book(scheduler: Any) -> dict[str, tuple[str, list[str]]]:

@@ -8,6 +8,7 @@ full pipe blocks the caller, so a slow reader slows the rank down instead of fil
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import math
@@ -70,11 +71,24 @@ class Record:
         try:
             fields = json.loads(line)
             record = cls(**fields)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"not a record: {line[:200]!r} ({error})") from None
-        if record.kind not in KINDS or not isinstance(record.data, dict) or not isinstance(record.rank, int):
-            raise RecordError(f"not a record: kind {record.kind!r}; the kinds are {', '.join(KINDS)}")
+        if record.kind not in KINDS:
+            raise RecordError(f"not a record: kind {record.kind!r:.80}; the kinds are {', '.join(KINDS)}")
+        for name, types in _TYPES.items():
+            value = getattr(record, name)
+            if not isinstance(value, types) or isinstance(value, bool):
+                raise RecordError(f"not a record: {name}={value!r:.80} in {line[:200]!r}")
         return record
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "data": (dict,),
+    "rank": (int,),
+    "step": (int, type(None)),
+    "time_s": (int, float),
+    "attempt": (int,),
+}
 
 
 class Sender(Protocol):
@@ -111,13 +125,17 @@ def emit(kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
     Raises:
         RecordError: this process is no rank.
     """
+    record = Record(kind, data, _here.rank, step, time.time(), _here.attempt)
+    _sender().send(record)
+
+
+def _sender() -> Sender:
     if _here.sender is None:
         raise RecordError(
             "results.* was called outside a rank, where nobody listens; call it in the function that "
             "dispatch.run or a job runs"
         )
-    record = Record(kind, data, _here.rank, step, time.time(), _here.attempt)
-    _here.sender.send(record)
+    return _here.sender
 
 
 def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
@@ -128,8 +146,17 @@ def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
         step: optimizer steps done.
         context: epoch and samples, for the x-axis.
     """
-    numbers = {name: float(value) for name, value in metrics.items()}
+    numbers = {name: _number(name, value) for name, value in metrics.items()}
     emit("metrics", {"metrics": numbers, **context}, step)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise RecordError(
+            f"metric {name!r} is {value!r:.80}; give a number: Python's, numpy's or a tensor of one element"
+        ) from None
 
 
 def text(name: str, text: str, step: int | None = None) -> None:
@@ -160,6 +187,8 @@ def submit(path: str, data: bytes | str) -> None:
     Raises:
         RecordError: `path` is not a relative path inside the run directory.
     """
+    if not isinstance(data, (str, bytes, bytearray, memoryview)):
+        raise RecordError(f"submit({path!r}, …) takes bytes or str, got {type(data).__name__}")
     content = data.encode() if isinstance(data, str) else bytes(data)
     if len(content) > INLINE_BYTES:
         submit_file(path, lambda target: target.write_bytes(content))
@@ -190,9 +219,12 @@ def submit_file(
 
 def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
     """Let `write` make a file in the spool, and describe it: source, size, sha256."""
-    assert _here.sender is not None, "spool_file outside a rank"
-    source = _here.sender.spool / f"{threading.get_ident()}-{time.monotonic_ns()}"
-    write(source)
+    source = _sender().spool / f"{threading.get_ident()}-{time.monotonic_ns()}"
+    try:
+        write(source)
+    except BaseException:
+        source.unlink(missing_ok=True)  # a full disk, say: nobody would take it away
+        raise
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}
@@ -207,12 +239,12 @@ def check_path(path: str) -> PurePosixPath:
     Raises:
         RecordError: it is absolute, climbs out with `..`, is hidden, or is not a plain name.
     """
-    pure = PurePosixPath(path)
-    bad = not path or pure.is_absolute() or any(part == ".." or part.startswith(".") for part in pure.parts)
-    if bad or any(char in path for char in "\0\\=,\n"):
+    pure = PurePosixPath(path if isinstance(path, str) else "")
+    plain = bool(pure.parts) and not pure.is_absolute() and not any(part.startswith(".") for part in pure.parts)
+    if not plain or not path.isprintable() or any(char in path for char in "\\=,"):
         raise RecordError(
-            f"path {path!r} is not allowed: give a relative path inside the run directory, without '..', "
-            "hidden parts, '=', ',' or backslashes, for example 'samples/epoch-3.txt'"
+            f"path {path!r} is not allowed: give a relative path inside the run directory as a string, without "
+            "'..', hidden parts, '=', ',', backslashes or unprintable characters, for example 'samples/epoch-3.txt'"
         )
     return pure
 
@@ -225,7 +257,8 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 def _plain(value: Any) -> Any:
     """Numbers of numpy and torch, as JSON knows them."""
     if hasattr(value, "item"):
-        return value.item()
+        with contextlib.suppress(ValueError, RuntimeError):  # more than one element
+            return value.item()
     if isinstance(value, Path):
         return str(value)
     raise RecordError(f"a record takes plain values, got {type(value).__name__}: {value!r:.80}")

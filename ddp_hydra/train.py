@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra import build, results
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
+from ddp_hydra.config import plain
 from ddp_hydra.evaluate import evaluate
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, cross_entropy
@@ -31,15 +32,26 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         On each rank: steps, samples, train_s and the last metrics by name.
     """
     cfg = OmegaConf.create(dict(config))
+    with build.datasets(cfg) as (train_set, val_set):
+        value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None)
+        return value | {"bad_samples": report_bad(train_set, val_set)}
+
+
+def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None) -> dict[str, Any]:
+    """Train on a data set.
+
+    Args:
+        cfg: the resolved config.
+        train_set: the training data.
+        val_set: the validation data, or None.
+        resume: the checkpoint to go on from; only rank 0 reads it.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
-    seed_step(cfg.seed, 0, 0)  # all ranks build the same model
-
-    # data
-    train_set, val_set = build.dataset(cfg.data.train), build.dataset(cfg.data.get("val"))
     sampler = build.sampler(cfg, len(train_set), rank, world_size)
 
     # model
+    seed_step(cfg.seed, 0, 0)  # all ranks build the same
     model = build.model(cfg, train_set).to(device)
     channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(model))
     if channels_last:
@@ -51,9 +63,9 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
     optimizer = build.optimizer(cfg, model.parameters())
     position = Position()
     scheduler = build.schedule(cfg, optimizer, steps_left(cfg.trainer, sampler, position))
-    state = State(model, optimizer, scheduler, position, dict(config))
-    if files and "resume" in files:
-        state.restore(read_on_all_ranks(Path(files["resume"]) if rank == 0 else None))
+    state = State(model, optimizer, scheduler, position, plain(cfg))
+    if resume:
+        state.restore(read_on_all_ranks(resume))
     position = state.position
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
@@ -131,6 +143,16 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.default_generator.manual_seed(mixed % 2**63)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed % 2**63)
+
+
+def report_bad(*datasets: Any) -> int:
+    """Name the samples that were replaced in this rank's log, and count those of all ranks. A collective."""
+    bad = {name: reason for data in datasets for name, reason in getattr(data, "bad", {}).items()}
+    for name, reason in bad.items():
+        print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
+    count = torch.tensor(len(bad))
+    dist.all_reduce(count)
+    return int(count)
 
 
 def log(metrics: Mapping[str, float], position: Position, rank: int) -> None:

@@ -7,13 +7,16 @@ data; tuples, sets, large integers, complex numbers, arrays and tensors ride as 
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import msgpack
 
 from ddp_hydra.errors import RecordError
 
-_TUPLE, _SET, _INT, _COMPLEX, _ARRAY, _TENSOR, _PAIRS = range(1, 8)
+_TUPLE, _SET, _INT, _COMPLEX, _ARRAY, _TENSOR, _PAIRS, _FROZENSET = range(1, 9)
+MAX_DEPTH = 32
+"""Extension types inside one another. Each takes msgpack some 40 KiB of the C stack, which has no guard."""
 
 
 def encode(value: Any) -> bytes:
@@ -23,33 +26,53 @@ def encode(value: Any) -> bytes:
         RecordError: it holds something that is neither plain data nor an array or tensor.
     """
     try:
-        return msgpack.packb(value, default=_pack, strict_types=True)
+        return _encode(value, 0)
     except (TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"a rank's return value cannot travel: {error}") from None
 
 
 def decode(data: bytes) -> Any:
-    """Decode what `encode` made. Tensors need torch, which is imported only then."""
-    return msgpack.unpackb(data, ext_hook=_unpack, strict_map_key=False)
+    """Decode what `encode` made. Tensors need torch, which is imported only then.
+
+    Raises:
+        RecordError: it is not what `encode` makes.
+    """
+    try:
+        return _decode(data, 0)
+    except Exception as error:  # it comes from a rank, so it can be anything
+        raise RecordError(f"what a rank returned cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _pack(value: Any) -> Any:
+def _encode(value: Any, depth: int) -> bytes:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it has tuples, sets or the like more than {MAX_DEPTH} deep inside one another")
+    return msgpack.packb(value, default=partial(_pack, depth=depth + 1), strict_types=True)
+
+
+def _decode(data: bytes, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} extension types inside one another")
+    return msgpack.unpackb(data, ext_hook=partial(_unpack, depth=depth + 1), strict_map_key=False)
+
+
+def _pack(value: Any, depth: int) -> Any:
     if isinstance(value, tuple):
-        return msgpack.ExtType(_TUPLE, encode(list(value)))
+        return msgpack.ExtType(_TUPLE, _encode(list(value), depth))
     if isinstance(value, (set, frozenset)):
-        return msgpack.ExtType(_SET, encode(list(value)))
+        code = _SET if isinstance(value, set) else _FROZENSET
+        return msgpack.ExtType(code, _encode(list(value), depth))
     if isinstance(value, dict):
-        return msgpack.ExtType(_PAIRS, encode([list(pair) for pair in value.items()]))
+        return msgpack.ExtType(_PAIRS, _encode([list(pair) for pair in value.items()], depth))
     if isinstance(value, int):
-        return msgpack.ExtType(_INT, str(int(value)).encode())
+        return msgpack.ExtType(_INT, f"{int(value):x}".encode())  # decimal would stop at 4300 digits
     if isinstance(value, complex):
-        return msgpack.ExtType(_COMPLEX, encode([value.real, value.imag]))
+        return msgpack.ExtType(_COMPLEX, _encode([value.real, value.imag], depth))
     if isinstance(value, (float, str, bytes, list)):  # subclasses, such as numpy.float64 or torch.Size
         base: Any = next(base for base in (float, str, bytes, list) if isinstance(value, base))
         return base(value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        return _pack_tensor(value)
+        return _pack_tensor(value, depth)
     if type(value).__module__ == "numpy":
         return msgpack.ExtType(_ARRAY, _array_bytes(value))
     raise TypeError(
@@ -58,46 +81,54 @@ def _pack(value: Any) -> Any:
     )
 
 
-def _pack_tensor(tensor: Any) -> Any:
+def _pack_tensor(tensor: Any, depth: int) -> Any:
     import torch
 
-    tensor = tensor.detach().cpu().contiguous()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    raw = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return msgpack.ExtType(_TENSOR, encode([dtype, list(tensor.shape), raw]))
+    try:
+        # A clone, for a view of one element calls itself contiguous whatever its stride.
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        raw = whole.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    except RuntimeError:
+        raise TypeError(
+            f"a tensor of layout {tensor.layout} on {tensor.device} has no plain content; return tensor.to_dense()"
+        ) from None
+    return msgpack.ExtType(_TENSOR, _encode([dtype, list(tensor.shape), raw], depth))
 
 
 def _array_bytes(array: Any) -> bytes:
     import numpy as np
 
+    if getattr(array, "dtype", np.dtype(object)).hasobject:
+        raise TypeError("an array of Python objects is not plain data; return a list, or an array of one number type")
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
 
 
-def _unpack(code: int, data: bytes) -> Any:
+def _unpack(code: int, data: bytes, depth: int) -> Any:
     if code == _TUPLE:
-        return tuple(decode(data))
+        return tuple(_decode(data, depth))
     if code == _SET:
-        return set(decode(data))
+        return set(_decode(data, depth))
+    if code == _FROZENSET:
+        return frozenset(_decode(data, depth))
     if code == _PAIRS:
-        return dict(decode(data))
+        return dict(_decode(data, depth))
     if code == _INT:
-        return int(data)
+        return int(data, 16)
     if code == _COMPLEX:
-        return complex(*decode(data))
+        return complex(*_decode(data, depth))
     if code == _ARRAY:
         import numpy as np
 
-        array = np.load(io.BytesIO(data), allow_pickle=False)
+        array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
         return array if array.ndim else array[()]
     if code == _TENSOR:
         import torch
 
-        dtype, shape, raw = decode(data)
-        return (
-            torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
-            if raw
-            else (torch.empty(shape, dtype=getattr(torch, dtype)))
-        )
-    raise RecordError(f"unknown extension type {code} in a rank's value")
+        name, shape, raw = _decode(data, depth)
+        dtype = getattr(torch, name)
+        flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.view(shape)
+    raise ValueError(f"unknown extension type {code}")

@@ -18,6 +18,8 @@ _boxes: OrderedDict[tuple[str, int], Mailbox] = OrderedDict()
 _lock = threading.Lock()
 MAX_BOXES = 1000
 """Letters to ranks that never come are forgotten, the oldest first."""
+_ended: deque[tuple[str, int]] = deque(maxlen=MAX_BOXES)
+"""Ranks that have been here; what still comes for them is thrown away."""
 
 
 class Mailbox:
@@ -62,7 +64,8 @@ def deliver(gang: str, letters: Mapping[int, Message]) -> None:
         letters: rank -> message.
     """
     for rank, message in letters.items():
-        box(gang, rank).put(message)
+        if (gang, rank) not in _ended:
+            box(gang, rank).put(message)
 
 
 def box(gang: str, rank: int) -> Mailbox:
@@ -78,6 +81,7 @@ def box(gang: str, rank: int) -> Mailbox:
 def remove(gang: str, rank: int) -> None:
     """Close the mailbox of a rank that has ended."""
     with _lock:
+        _ended.append((gang, rank))
         gone = _boxes.pop((gang, rank), None)
     if gone is not None:
         gone.close()

@@ -117,6 +117,8 @@ class Relay:
             self.flush()
             self.check_stop()
         self.flush(at_once=True)
+        if self.abandoned():  # nobody will come for what the rank had spooled
+            spool.clear(self.order.gang, self.worker)
         return self.judge()
 
     def start(self) -> None:

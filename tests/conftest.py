@@ -1,0 +1,138 @@
+"""What every test is held to: it leaves this process and this machine as it found them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
+
+settings.register_profile("ddp_hydra", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ddp_hydra")
+set_hypothesis_home_dir(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis")
+
+GRACE_S = 5.0
+"""What is on its way out when a test ends has so long to be gone."""
+LIBRARY_VARIABLES = ("PYTEST_", "KMP_", "TF2_", "TORCHINDUCTOR_")
+"""Set by pytest, scikit-learn, TensorBoard and torch, when they are imported."""
+LIBRARY_THREADS = ("Dask-", "TCP-Executor", "asyncio_", "pytest_timeout")
+"""Pools that live as long as the process that first used them."""
+LIBRARY_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LIBRARY_FILES = ("dask-scratch-space", "torchinductor_", ".tensorboard-info")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """Temporary files and sockets of the tests lie apart, so that what is left there is theirs."""
+    tmp_path_factory.getbasetemp()  # stays where pytest keeps it
+    root = Path(tempfile.mkdtemp(prefix="ddp-"))  # short, for the name of a socket has 107 bytes
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_RUNTIME_DIR")}
+    temporary, runtime = root / "tmp", root / "run"
+    for name, folder in (("TMPDIR", temporary), ("XDG_RUNTIME_DIR", runtime)):
+        folder.mkdir(mode=0o700)
+        os.environ[name] = str(folder)
+    tempfile.tempdir = None  # read TMPDIR again
+    yield temporary, runtime / "ddp_hydra"
+    for name, value in before.items():
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value
+    tempfile.tempdir = None
+    shutil.rmtree(root)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(private_folders: tuple[Path, Path]) -> Iterator[None]:
+    """Fail a test that leaves variables, threads, processes, a process group, sockets or files behind."""
+    before = Snapshot.take(*private_folders)
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (found := before.changes(*private_folders)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if found:
+        before.put_back()
+        pytest.fail("left behind by this test: " + "; ".join(found), pytrace=False)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a test may not change."""
+
+    variables: dict[str, str]
+    threads: set[threading.Thread]
+    processes: set[psutil.Process]
+    files: set[Path]
+
+    @classmethod
+    def take(cls, *folders: Path) -> Snapshot:
+        """Look around."""
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(LIBRARY_VARIABLES)}
+        files = {path for folder in folders if folder.exists() for path in folder.iterdir()}
+        return cls(variables, set(threading.enumerate()), set(psutil.Process().children()), files)
+
+    def changes(self, *folders: Path) -> list[str]:
+        """Say what there is now that was not there before."""
+        now = Snapshot.take(*folders)
+        names = {name for name, _ in self.variables.items() ^ now.variables.items()}
+        threads = [
+            thread.name
+            for thread in now.threads - self.threads
+            if not thread.daemon and not thread.name.startswith(LIBRARY_THREADS)
+        ]
+        processes = [said for process in now.processes - self.processes if (said := describe(process))]
+        files = [path.name for path in now.files - self.files if not path.name.startswith(LIBRARY_FILES)]
+        found = {"variables": names, "threads": threads, "processes": processes, "files": files}
+        return [f"{what} {sorted(which)}" for what, which in found.items() if which] + list(states())
+
+    def put_back(self) -> None:
+        """Spare the tests that follow."""
+        for name in os.environ.keys() - self.variables.keys():
+            if not name.startswith(LIBRARY_VARIABLES):
+                del os.environ[name]
+        os.environ.update(self.variables)
+        for process in set(psutil.Process().children()) - self.processes:
+            if describe(process):
+                process.kill()
+                process.wait()
+        if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+            sys.modules["torch.distributed"].destroy_process_group()
+        if "ddp_hydra.results" in sys.modules:
+            sys.modules["ddp_hydra.results"].connect(None)
+
+
+def describe(process: psutil.Process) -> str:
+    """Name a child process; nothing for one that belongs to Python, or is gone."""
+    try:
+        command = " ".join(process.cmdline()) or process.name()
+    except psutil.NoSuchProcess:
+        return ""
+    return "" if any(ours in command for ours in LIBRARY_PROCESSES) else f"{process.pid} {command:.80}"
+
+
+def states() -> Iterator[str]:
+    """Name what modules keep for the whole process."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        yield "a process group"
+    results = sys.modules.get("ddp_hydra.results")
+    if results is not None and results._here.sender is not None:
+        yield "a connected sender (results.connect)"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ddp_hydra.outcome import Failure, describe_exit, explain, root_cause
+
+GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+
+
+def raised(rank: int, message: str, time_s: float = 0.0) -> Failure:
+    return Failure("raised", rank, "h", message, time_s=time_s)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        GLOO,
+        "RuntimeError: [..] Read error [127.0.0.1]:1: Connection reset by peer",
+        "DistNetworkError: The client socket has failed to connect: Connection refused",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+        "DistStoreError: wait timeout after 300000ms, keys: /default_pg/0//cuda//0",
+        "DistBackendError: [2] is setting up NCCL communicator: recvValue failed on SocketImpl",
+        "DistBackendError: NCCL error: remote process exited or there was a network error",
+        "DistBackendError: NCCL error in: x.cpp:1, unhandled system error",
+    ],
+)
+def test_what_a_collective_says_of_a_dead_partner_is_a_symptom(message):
+    assert raised(0, message).is_symptom
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        raised(0, "ValueError: bad label 12"),
+        raised(0, "RuntimeError: CUDA out of memory"),
+        Failure("killed", 0, "h", "killed by SIGPIPE: broken pipe"),
+        Failure("lost", 0, "h", "its worker tcp://a:1 left the cluster; connection closed"),
+        Failure("exited", 0, "h", "the process exited with code 1"),
+    ],
+)
+def test_a_failure_of_its_own_is_no_symptom(failure):
+    assert not failure.is_symptom
+
+
+@pytest.mark.parametrize(
+    ("failures", "order"),
+    [
+        ([raised(0, "ValueError: x")], [0]),
+        ([raised(0, GLOO, 1.0), raised(1, "ValueError: x", 2.0)], [1, 0]),
+        ([raised(0, GLOO, 1.0), Failure("killed", 1, "h", "killed by SIGKILL", time_s=9.0)], [1, 0]),
+        ([raised(0, "ValueError: late", 2.0), raised(1, "ValueError: early", 1.0)], [1, 0]),
+        ([raised(2, "ValueError", 1.0), raised(1, "ValueError", 1.0)], [1, 2]),
+        ([raised(2, GLOO, 3.0), raised(1, GLOO, 2.0), raised(0, GLOO, 4.0)], [1, 2, 0]),
+    ],
+)
+def test_the_cause_is_what_came_first_and_never_an_echo(failures, order):
+    cause, symptoms = root_cause(failures)
+    assert [failure.rank for failure in (cause, *symptoms)] == order
+
+
+@pytest.mark.parametrize(
+    ("code", "peak", "kind", "words"),
+    [
+        (0, 0, "exited", "code 0 before its work was done"),
+        (3, 0, "exited", "code 3"),
+        (-signal.SIGSEGV, 0, "killed", "killed by SIGSEGV"),
+        (-signal.SIGABRT, 2**30, "killed", "killed by SIGABRT"),
+        (-signal.SIGKILL, 0, "killed", "killed by SIGKILL: by hand, or by the system because memory ran out"),
+        (-signal.SIGKILL, 3 * 2**30, "killed", "its peak memory was 3,072 MiB"),
+        (-99, 0, "killed", "killed by signal 99"),
+    ],
+)
+def test_a_silent_end_is_named(code, peak, kind, words):
+    found, message = describe_exit(code, peak)
+    assert found == kind
+    assert words in message
+    if code != -signal.SIGKILL:
+        assert "memory" not in message
+
+
+@pytest.mark.integration
+def test_a_signal_is_named_as_the_system_reports_it():
+    code = subprocess.run([sys.executable, "-c", "import os; os.abort()"], stderr=subprocess.DEVNULL, check=False)
+    assert describe_exit(code.returncode) == ("killed", "killed by SIGABRT")
+
+
+@pytest.mark.parametrize("status", ["ok", "stopped"])
+def test_a_good_end_is_no_failure(status):
+    assert Failure.from_end({"status": status, "message": "x"}, 0, "h", 0) is None
+
+
+def test_an_end_record_becomes_a_failure():
+    end = {"status": "raised", "message": "ValueError: x", "traceback": "Traceback", "time_s": 5, "said": "last words"}
+    assert Failure.from_end({**end, "mistake": True}, 2, "h", 1) == Failure(
+        "raised", 2, "h", "ValueError: x", "Traceback", 5, 1, "last words", mistake=True
+    )
+
+
+@pytest.mark.parametrize(
+    "end",
+    [{}, {"status": None}, {"status": [1], "message": {}}, {"status": "raised", "traceback": 3, "said": None}]
+    + [{"status": "raised", "time_s": time_s} for time_s in (None, "x", [], True, -1, float("nan"), 10**400)],
+)
+def test_a_malformed_end_is_still_a_failure_that_can_be_told(end):
+    failure = Failure.from_end(end, 0, "h", 0)
+    assert failure is not None
+    assert failure.time_s == 0
+    assert root_cause([failure, raised(1, "ValueError", 1.0)])[0] == failure
+    assert explain(failure, [failure]).startswith("rank 0 on h: ")
+
+
+def test_the_story_has_the_cause_its_traceback_the_followers_and_the_logs():
+    cause = Failure("raised", 1, "node-7", "ValueError: bad", "Traceback:\n  line 3\nValueError: bad\n", said="noise")
+    told = explain(cause, [raised(0, GLOO + "\nmore"), raised(2, "x" * 500)], log="outputs/1/logs")
+    assert told.splitlines() == [
+        "rank 1 on node-7: ValueError: bad",
+        "",
+        "Traceback:",
+        "  line 3",
+        "ValueError: bad",
+        "",
+        "the other ranks followed:",
+        f"  rank 0: {GLOO}",
+        f"  rank 2: {'x' * 160}",
+        "",
+        "full logs: outputs/1/logs",
+    ]
+
+
+def test_without_a_traceback_the_last_words_are_told():
+    said = "".join(f"line {n}\n" for n in range(50))
+    told = explain(Failure("killed", 0, "h", "killed by SIGSEGV", said=said)).splitlines()
+    assert told[:3] == ["rank 0 on h: killed by SIGSEGV", "", "its last words:"]
+    assert told[3:] == [f"  line {n}" for n in range(30, 50)]
+
+
+def test_a_mistake_of_the_user_is_told_in_its_own_words_only():
+    failure = Failure("raised", 0, "h", "no images under s3://b/p", "Traceback …", said="noise", mistake=True)
+    assert explain(failure) == "rank 0 on h: no images under s3://b/p"
+
+
+def test_the_summary_shows_plain_fields():
+    shown = Failure("raised", 1, "h", "m", "t", 5.0, 2, "said", mistake=True).as_dict()
+    assert json.loads(json.dumps(shown)) == {
+        "kind": "raised",
+        "rank": 1,
+        "host": "h",
+        "attempt": 2,
+        "message": "m",
+        "traceback": "t",
+    }

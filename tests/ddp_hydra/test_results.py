@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra import results
+from ddp_hydra.errors import RecordError
+from ddp_hydra.results import INLINE_BYTES, KINDS, RESERVED, Record, check_path, finite
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+records = st.builds(
+    Record,
+    kind=st.sampled_from(KINDS),
+    data=st.dictionaries(st.text(), json_values, max_size=4),
+    rank=st.integers(0, 1000),
+    step=st.none() | st.integers(0, 2**63),
+    time_s=st.floats(0, 1e11),
+    attempt=st.integers(0, 9),
+)
+
+
+@given(records)
+def test_a_record_comes_back_from_one_line_of_json(record):
+    line = record.encode()
+    assert b"\n" not in line
+    assert Record.decode(line) == Record.decode(line.decode()) == record
+
+
+def test_a_record_begins_with_its_kind():
+    """The relay tells the end of a rank from other records by these bytes."""
+    assert Record("end", {"status": "ok"}).encode().startswith(b'{"kind":"end"')
+
+
+def line(**changes):
+    return json.dumps({"kind": "log", "data": {"text": "x"}} | changes)
+
+
+@pytest.mark.parametrize("value", [None, True, 1, 1.5, "x", [], {}, 10**400, "1", -1])
+@pytest.mark.parametrize("field", ["kind", "data", "rank", "step", "time_s", "attempt", "more", "__class__"])
+def test_a_field_of_a_wrong_type_is_refused(field, value):
+    allowed = {
+        "kind": lambda: False,
+        "data": lambda: isinstance(value, dict),
+        "rank": lambda: type(value) is int,
+        "attempt": lambda: type(value) is int,
+        "step": lambda: value is None or type(value) is int,
+        "time_s": lambda: type(value) in (int, float),
+    }
+    if allowed.get(field, lambda: False)():
+        assert getattr(Record.decode(line(**{field: value})), field) == value
+    else:
+        with pytest.raises(RecordError, match="^not a record: "):
+            Record.decode(line(**{field: value}))
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'["log", {}]',
+        b'"log"',
+        b"{}",
+        b'{"data":{}}',
+        b"{'kind': 'log'}",
+        b'{"kind":"log"} {"kind":"log"}',
+        b'{"kind":"log","data":{"text":"x"}',
+        b'{"kind":"log","rank":' + b"9" * 5000 + b"}",
+        b"\xff\xfe",
+        b"\x80\x04K\x01.",
+        b"[" * 100_000,
+        b'{"kind":"log","data":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+    ],
+    ids=lambda hostile: repr(hostile[:24]),
+)
+def test_a_line_that_is_no_record_is_refused_in_a_short_sentence(hostile):
+    with pytest.raises(RecordError, match="^not a record: ") as caught:
+        Record.decode(hostile)
+    assert len(str(caught.value)) < 600
+
+
+@given(st.binary(max_size=40) | json_values.map(json.dumps))
+def test_any_line_is_a_record_or_refused(text):
+    with pytest.raises(RecordError):
+        Record.decode(text)
+
+
+@pytest.mark.parametrize(
+    "path", ["a", "a/b.txt", "samples/epoch-3.txt", "./a", "a//b", "a/", "a b", "Ä/ü.txt", "a..b", "~", "C:/x", "x" * 300]
+)
+def test_a_path_inside_the_run_directory_is_allowed(path):
+    assert not check_path(path).is_absolute()
+    assert set(check_path(path).parts).isdisjoint({"..", "."})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "", ".", "./", "././.", "..", "../a", "a/..", "a/../b", "a/../../b", "/", "/a", "//a", ".hidden", "a/.hidden/b",
+        "a\\b", "a=b", "a,b", "a\0b", "a\nb", "a\rb", "a\x1b[31m", "\ud800", "a\u202eb", None, 3, b"a", ["a"], Path("a"),
+    ],
+)  # fmt: skip
+def test_a_path_that_leads_out_hides_or_confuses_is_refused(path, sent):
+    with pytest.raises(RecordError, match=r"is not allowed: give a relative path .*'samples/epoch-3\.txt'"):
+        check_path(path)
+    with pytest.raises(RecordError, match="is not allowed"):
+        results.submit(path, b"x")
+    with pytest.raises(RecordError, match="is not allowed"):
+        results.submit(path, b"x" * (INLINE_BYTES + 1))
+    assert sent == []
+
+
+def test_reserved_names_are_what_writers_compare_casefolded_names_with():
+    assert [name.casefold() for name in RESERVED] == list(RESERVED)
+
+
+@pytest.mark.parametrize(
+    ("number", "arrives"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (2**70, 2.0**70),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(2.5), 2.5),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor(0.25, dtype=torch.bfloat16), 0.25),
+        (torch.tensor([4]), 4.0),
+        (torch.tensor(0.25, requires_grad=True) * 2, 0.5),
+    ],
+)
+def test_numbers_of_python_numpy_and_torch_are_logged_as_floats(number, arrives, sent):
+    results.log({"train/loss": number}, step=np.int64(7), epoch=torch.tensor(2), samples=np.int32(5))
+    assert sent[0].kind == "metrics"
+    assert sent[0].step == 7
+    assert sent[0].data == {"metrics": {"train/loss": arrives}, "epoch": 2, "samples": 5}
+    assert type(sent[0].data["metrics"]["train/loss"]) is float
+
+
+def test_nan_and_infinities_arrive(sent):
+    results.log({"a": float("nan"), "b": float("inf")}, step=1)
+    assert np.isnan(sent[0].data["metrics"]["a"])
+    assert sent[0].data["metrics"]["b"] == float("inf")
+
+
+@pytest.mark.parametrize("value", [None, "low", [], {}, np.ones(2), torch.ones(2), 1j, object()], ids=repr)
+def test_what_is_no_number_is_refused_with_its_name(value, sent):
+    with pytest.raises(RecordError, match="metric 'train/loss' is .*give a number"):
+        results.log({"train/loss": value}, step=1)
+    assert sent == []
+
+
+def test_context_that_is_not_plain_is_refused(sent):
+    with pytest.raises(RecordError, match="takes plain values, got ndarray"):
+        results.log({"a": 1}, step=1, histogram=np.ones(3))
+    assert sent == []
+
+
+def test_records_say_who_and_when(sent, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1234.5)
+    results.text("note", "**bold**", step=4)
+    results.image("picture", b"\x89PNG")
+    assert sent == [
+        Record("text", {"name": "note", "text": "**bold**"}, 3, 4, 1234.5, 1),
+        Record("image", {"name": "picture", "png": base64.b64encode(b"\x89PNG").decode()}, 3, None, 1234.5, 1),
+    ]
+
+
+def test_an_image_too_large_for_an_event_is_refused(sent):
+    with pytest.raises(RecordError, match=r"'big' has 524289 bytes; at most 512 KiB fit: submit\(\) it"):
+        results.image("big", b"x" * (512 * 1024 + 1))
+    assert sent == []
+
+
+@pytest.mark.parametrize("data", ["é", b"\x00\xff", bytearray(b"x"), memoryview(b"xy"), b"", b"x" * INLINE_BYTES])
+def test_a_small_file_rides_in_its_record(data, sent, tmp_path):
+    results.submit("a/b.txt", data)
+    content = data.encode() if isinstance(data, str) else bytes(data)
+    assert sent[0].data == {
+        "path": "a/b.txt",
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "inline": base64.b64encode(content).decode(),
+    }
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_a_large_file_goes_through_the_spool(sent, tmp_path):
+    content = bytes(range(256)) * (INLINE_BYTES // 256) + b"!"
+    results.submit("a/b.bin", content)
+    results.submit("a/b.bin", content)
+    first, second = (Path(record.data.pop("source")) for record in sent)
+    assert first != second
+    assert first.parent == tmp_path / "spool"
+    assert first.read_bytes() == second.read_bytes() == content
+    assert sent[0].data == {
+        "path": "a/b.bin",
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "checkpoint": None,
+    }
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_in_the_spool(sent, tmp_path):
+    def disk_full(path):
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        results.submit_file("a.bin", disk_full)
+    assert list((tmp_path / "spool").iterdir()) == []
+    assert sent == []
+
+
+@pytest.mark.parametrize("data", [5, None, ["x"], 1.5])
+def test_content_that_is_neither_bytes_nor_text_is_refused(data, sent):
+    with pytest.raises(RecordError, match=r"submit\('a', …\) takes bytes or str, got"):
+        results.submit("a", data)
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    "speak",
+    [
+        lambda: results.log({"a": 1}, step=1),
+        lambda: results.text("a", "b"),
+        lambda: results.image("a", b"b"),
+        lambda: results.submit("a", b"b"),
+        lambda: results.submit("a", b"b" * 100_000),
+        lambda: results.submit_file("a", lambda path: path.touch()),
+    ],
+    ids=["log", "text", "image", "submit", "submit large", "submit_file"],
+)
+def test_outside_a_rank_a_sentence_says_where_to_call_it(speak):
+    with pytest.raises(RecordError, match=r"outside a rank, where nobody listens; call it in the function that"):
+        speak()
+
+
+def test_json_has_no_word_for_nan():
+    assert finite({"a": 1.0, "b": float("nan"), "c": float("inf"), "d": -0.5}) == {
+        "a": 1.0,
+        "b": None,
+        "c": None,
+        "d": -0.5,
+    }

@@ -1,0 +1,246 @@
+"""Real processes for these tests: Dask clusters with gangs of ranks on them, and the command line.
+
+A warm server of their own serves all of them, in the runtime folder of the tests, so that nothing else on the machine
+is touched or counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+from distributed import Client, LocalCluster
+
+from ddp_hydra.dispatch import Gang
+from ddp_hydra.rank_host import warm
+from ddp_hydra.results import Record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Poll until something is true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits for its parent to notice does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(name="wait_for", scope="session")
+def wait_for_function():
+    return wait_for
+
+
+@pytest.fixture(name="alive", scope="session")
+def alive_function():
+    return alive
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_server(private_folders) -> Iterator[psutil.Process]:
+    """The warm server of these tests, in an environment without anybody's settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("AWS_", "DASK_", "HYDRA_", "DDP_HYDRA_")) or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        warm.release()
+        warm.hold()
+        address = str(warm.socket_path())
+        server = wait_for(lambda: _listener_on(address), 30, "a warm server that listens")
+        yield server
+        warm.release()
+        wait_for(lambda: not alive(server.pid), 20, "the end of the warm server, which nobody needs any more")
+        assert not Path(address).exists()
+
+
+def _listener_on(address: str) -> psutil.Process | None:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            named = any("ddp_hydra" in word for word in process.cmdline())
+            if named and any(connection.laddr == address for connection in process.net_connections("unix")):
+                return process
+    return None
+
+
+@pytest.fixture(scope="session")
+def ranks_alive(warm_server) -> Callable[[], list[str]]:
+    """The titles of the ranks that these tests have running."""
+
+    def titles() -> list[str]:
+        found = []
+        for process in warm_server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    return titles
+
+
+@pytest.fixture(autouse=True)
+def no_rank_left(ranks_alive) -> Iterator[None]:
+    """No test leaves a rank behind."""
+    yield
+    wait_for(lambda: not ranks_alive(), 5, "no rank left running")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def functions_travel_by_value(request) -> Iterator[None]:
+    """Test functions are shipped whole, as those of a script or notebook are: ranks import no test module."""
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
+# -- clusters ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def local_client(n_workers: int) -> Iterator[Client]:
+    with (
+        LocalCluster(
+            n_workers=n_workers, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client2(warm_server) -> Iterator[Client]:
+    with local_client(2) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client4(warm_server) -> Iterator[Client]:
+    with local_client(4) as client:
+        yield client
+
+
+@dataclass
+class Heard:
+    """What a gang says, by rank."""
+
+    records: list[Record] = field(default_factory=list)
+
+    def __call__(self, record: Record) -> None:
+        self.records.append(record)
+
+    def texts(self, name: str) -> dict[int, str]:
+        """The text that each rank sent last under a name."""
+        return {r.rank: r.data["text"] for r in self.records if r.kind == "text" and r.data["name"] == name}
+
+    def output(self, rank: int) -> str:
+        """What a rank wrote to stdout and stderr."""
+        return "".join(r.data["text"] for r in self.records if r.kind == "log" and r.rank == rank)
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks, where they told them."""
+        return [int(pid) for pid in self.texts("pid").values()]
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def gang(heard) -> Callable[..., Gang]:
+    """Make a gang whose records are in `heard`."""
+
+    def make(client: Client, **settings: Any) -> Gang:
+        return Gang(client, **{"on_record": heard, **settings})
+
+    return make
+
+
+# -- the project space and the command line ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory) -> Path:
+    """A copy of the project space, with a tiny model and data set beside the real ones."""
+    folder = tmp_path_factory.mktemp("project")
+    for source in (ROOT, Path(__file__).parent / "project"):
+        for part in ("conf", "models", "data"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source / part, folder / part, ignore=ignored, dirs_exist_ok=True)
+    return folder
+
+
+@dataclass
+class CommandLine:
+    """`python -m ddp_hydra`, in a folder of its own."""
+
+    folder: Path
+    project: Path
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        home = {"HOME": str(self.folder / "home"), "DDP_HYDRA_PROJECT": str(self.project), "COLUMNS": "200"}
+        return {**os.environ, **home, **variables}
+
+    def start(self, *arguments: str, module: str = "ddp_hydra", **variables: str) -> subprocess.Popen[str]:
+        """Start it, as the leader of its own process group."""
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=self.folder,
+            env=self.environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self, *arguments: str, module: str = "ddp_hydra", timeout_s: float = 100, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        process = self.start(*arguments, module=module, **variables)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def done(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run it to its end, which has to be a good one."""
+        ended = self.run(*arguments, **options)
+        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+        return ended
+
+
+@pytest.fixture
+def cli(tmp_path, project) -> CommandLine:
+    return CommandLine(tmp_path, project)
+
+
+@pytest.fixture(scope="module")
+def module_cli(tmp_path_factory, project) -> CommandLine:
+    """For runs that several tests look at."""
+    return CommandLine(tmp_path_factory.mktemp("cli"), project)

@@ -1,0 +1,38 @@
+"""A data set in memory."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+FEATURES = 6
+
+
+class Points(Dataset):
+    """Points around the centres of four classes; the first number of each is its index / 1024.
+
+    Args:
+        n: samples.
+        seed: of the points.
+        delay_s: time that reading one sample takes.
+    """
+
+    classes = ("north", "east", "south", "west")
+
+    def __init__(self, n: int, seed: int, delay_s: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.y = torch.arange(n) % 4
+        centres = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(0))
+        self.x = centres[self.y] + 0.5 * torch.randn(n, FEATURES, generator=generator)
+        self.x[:, 0] = torch.arange(n) / 1024  # exact in float32
+        self.delay_s = delay_s
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.delay_s)
+        return self.x[index], self.y[index]

@@ -1,0 +1,326 @@
+"""dispatch.run as a library: what the users of dask-pytorch-ddp had, on real processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import Client, Nanny, Scheduler, SpecCluster
+
+from ddp_hydra import dispatch, results
+from ddp_hydra.errors import ClusterError, RankFailed
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+
+def who_am_i() -> int:
+    return dist.get_rank()
+
+
+def call(a, b="default", *rest, c=0, **others):
+    return dist.get_rank(), a, b, rest, c, others
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "seen"),
+    [
+        (("a",), {}, ("a", "default", (), 0, {})),
+        (("a", "b"), {}, ("a", "b", (), 0, {})),
+        (("a",), {"b": "b"}, ("a", "b", (), 0, {})),
+        ((), {"a": "a", "b": "b", "c": 1}, ("a", "b", (), 1, {})),
+        (("a", "b", 1, 2), {"c": 3, "d": 4}, ("a", "b", (1, 2), 3, {"d": 4})),
+        (("a",), {"fn": 1, "client": 2, "self": 3}, ("a", "default", (), 0, {"fn": 1, "client": 2, "self": 3})),
+    ],
+)
+def test_arguments_arrive_by_position_and_by_name(client2, args, kwargs, seen):
+    assert dispatch.run(client2, call, *args, **kwargs) == [(0, *seen), (1, *seen)]
+
+
+def test_values_come_back_in_the_order_of_the_ranks(client4):
+    def later_ranks_end_first():
+        time.sleep(0.1 * (dist.get_world_size() - dist.get_rank()))
+        return dist.get_rank()
+
+    assert dispatch.run(client4, later_ranks_end_first) == [0, 1, 2, 3]
+
+
+def test_every_rank_finds_the_environment_that_everyone_expects(client2):
+    def environment():
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+        return {name: os.environ[name] for name in names}
+
+    first, second = dispatch.run(client2, environment)
+    port = first["MASTER_PORT"]
+    assert 0 < int(port) < 65536
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    assert first == {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port, **shared}
+    assert second == {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": port, **shared}
+
+
+def sum_of_ranks() -> float:
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_collectives_work(client2, client4):
+    assert dispatch.run(client2, sum_of_ranks) == [3.0, 3.0]
+    assert dispatch.run(client4, sum_of_ranks) == [10.0] * 4
+
+
+def test_a_gang_may_take_fewer_ranks_than_there_are_workers(client4, gang):
+    assert gang(client4, ranks=3).run(sum_of_ranks) == [6.0] * 3
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, value):
+        return self.factor * value + dist.get_rank()
+
+
+def test_closures_lambdas_partials_and_objects_can_be_run(client2):
+    offset = 10
+
+    def outer(value):
+        def inner():
+            return value + offset + dist.get_rank()
+
+        return inner()
+
+    assert dispatch.run(client2, outer, 5) == [15, 16]
+    assert dispatch.run(client2, lambda: offset) == [10, 10]
+    assert dispatch.run(client2, functools.partial(outer, value=7)) == [17, 18]
+    assert dispatch.run(client2, Scaled(100), 2) == [200, 201]
+
+
+def test_a_function_may_be_given_by_name(client2):
+    assert dispatch.run(client2, "os.path:join", "a", "b") == ["a/b", "a/b"]
+
+
+def test_a_second_run_is_run_again(client2):
+    def identity(same):
+        return os.getpid()
+
+    first, second = dispatch.run(client2, identity, 1), dispatch.run(client2, identity, 1)
+    assert len({*first, *second}) == 4
+
+
+def test_ranks_are_processes_of_their_own_that_ps_shows_by_rank(client2):
+    titles = dispatch.run(client2, lambda: (os.getpid(), " ".join(psutil.Process().cmdline())))
+    workers = client2.run(os.getpid).values()
+    assert not {pid for pid, _ in titles} & {*workers, os.getpid()}
+    assert [title.split()[:3] for _, title in titles] == [["ddp_hydra", "rank", "0/2"], ["ddp_hydra", "rank", "1/2"]]
+
+
+def test_large_and_odd_values_come_back(client2):
+    def value():
+        rank = dist.get_rank()
+        return {
+            "tensor": torch.full((2_500_000,), float(rank)),
+            ("a", 1): {1, 2, 2**70},
+            "bf16": torch.tensor([1.5], dtype=torch.bfloat16),
+            "nothing": None,
+        }
+
+    for rank, found in enumerate(dispatch.run(client2, value)):
+        assert torch.equal(found["tensor"], torch.full((2_500_000,), float(rank)))
+        assert found["a", 1] == {1, 2, 2**70}
+        assert found["bf16"].dtype == torch.bfloat16
+        assert found["nothing"] is None
+    assert spooled(client2) == []
+
+
+def test_a_value_that_is_not_plain_data_is_refused_with_what_to_return_instead(client2):
+    with pytest.raises(RankFailed, match=r"rank [01].*object is neither plain data.*state_dict.*results\.submit"):
+        dispatch.run(client2, object)
+
+
+def test_the_rendezvous_keeps_to_a_port_range(client2, gang):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ports = gang(client2, port_range=(port, port)).run(lambda: os.environ["MASTER_PORT"])
+    assert ports == [str(port)] * 2
+
+
+def test_a_port_range_without_a_free_port_says_so(client2, gang):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RankFailed, match=r"can't listen on 127\.0\.0\.1.*port_range"):
+            gang(client2, port_range=(port, port)).run(who_am_i)
+
+
+def test_on_several_hosts_ranks_count_by_host(warm_server):
+    """Two loopback addresses stand for two hosts."""
+
+    def place():
+        names = ("RANK", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return tuple(int(os.environ[name]) for name in names), sum_of_ranks()
+
+    hosts = ["127.0.0.2", "127.0.0.1", "127.0.0.2"]
+    workers = {
+        number: {"cls": Nanny, "options": {"host": host, "nthreads": 1, "dashboard": False}}
+        for number, host in enumerate(hosts)
+    }
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}}
+    with SpecCluster(workers=workers, scheduler=scheduler) as cluster, Client(cluster) as client:
+        client.wait_for_workers(3, timeout=30)
+        places = [place for place, total in dispatch.run(client, place) if total == 6.0]
+    # Ports decide which host comes first.
+    two_then_one = [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
+    one_then_two = [(0, 0, 0, 1), (1, 1, 0, 2), (2, 1, 1, 2)]
+    assert places in (two_then_one, one_then_two)
+
+
+# -- several jobs on one cluster ---------------------------------------------------------------------------
+
+
+def hold(folder: str, name: str) -> int:
+    """Say that this rank runs, and go on until told."""
+    Path(folder, f"{name}-{dist.get_rank()}").touch()
+    while not Path(folder, f"{name}-go").exists():
+        time.sleep(0.01)
+    return dist.get_rank()
+
+
+def ranks_by_worker(client: Client) -> list[list[str]]:
+    def busy(dask_scheduler):
+        return [[str(task.key) for task in worker.processing] for worker in dask_scheduler.workers.values()]
+
+    return client.run_on_scheduler(busy)
+
+
+def test_two_jobs_run_beside_each_other_on_workers_of_their_own_and_a_third_waits(client4, gang, tmp_path, wait_for):
+    folder = str(tmp_path)
+    with ThreadPoolExecutor(3) as pool, Client(client4.scheduler.address) as other:
+        jobs = {}
+        for name, client in (("a", client4), ("b", other), ("c", other)):
+            jobs[name] = pool.submit(gang(client, ranks=2, name=name).run, hold, folder, name)
+            if name != "c":
+                wait_for(lambda name=name: len(list(tmp_path.glob(f"{name}-?"))) == 2, 20, f"job {name} on two ranks")
+        try:
+            time.sleep(1)
+            assert sorted(len(keys) for keys in ranks_by_worker(client4)) == [1, 1, 1, 1]
+            assert list(tmp_path.glob("c-?")) == []
+            (tmp_path / "a-go").touch()
+            wait_for(lambda: len(list(tmp_path.glob("c-?"))) == 2, 10, "job c on the workers of job a")
+        finally:
+            for name in "abc":
+                (tmp_path / f"{name}-go").touch()
+        assert [job.result(timeout=20) for job in jobs.values()] == [[0, 1]] * 3
+
+
+def test_a_job_that_waited_too_long_says_who_holds_the_workers(client2, gang, tmp_path, wait_for):
+    with ThreadPoolExecutor(1) as pool, Client(client2.scheduler.address) as other:
+        holder = pool.submit(gang(other, ranks=1).run, hold, str(tmp_path), "a")
+        wait_for((tmp_path / "a-0").exists, 20, "a job on one worker")
+        try:
+            with pytest.raises(ClusterError, match=r"2 workers were wanted, 1 of 2 are free.*other jobs.*ranks=1"):
+                gang(client2, ranks=2, queue_timeout_s=0.3).run(who_am_i)
+        finally:
+            (tmp_path / "a-go").touch()
+        assert holder.result(timeout=20) == [0]
+
+
+def test_more_ranks_than_workers_are_refused_with_what_to_give(client2, gang):
+    with pytest.raises(ClusterError, match=r"dispatch\.ranks=9, but the cluster has 2 workers.*n_workers=9"):
+        gang(client2, ranks=9, queue_timeout_s=0.3).run(who_am_i)
+
+
+HOLDER = """
+import sys, time
+from distributed import Client
+from ddp_hydra import dispatch, results
+
+def hold():
+    import os, time
+    from ddp_hydra import results
+    results.text("pid", str(os.getpid()))
+    results.submit("left.bin", bytes(100_000))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    said = lambda record: record.kind == "text" and print(record.data["text"], flush=True)
+    with Client(sys.argv[1]) as client:
+        dispatch.Gang(client, on_record=said).run(hold)
+"""
+
+
+def test_a_client_that_dies_leaves_its_workers_free_and_nothing_running(client2, tmp_path, wait_for, alive):
+    before = client2.run(os.getpid)
+    script = tmp_path / "holder.py"
+    script.write_text(HOLDER)
+    with subprocess.Popen(
+        [sys.executable, str(script), client2.scheduler.address], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            pids = [int(holder.stdout.readline()) for _ in range(2)]
+        finally:
+            holder.kill()
+    wait_for(lambda: not any(alive(pid) for pid in pids), 2, "the ranks of a dead client are gone")
+    assert dispatch.run(client2, who_am_i) == [0, 1]
+    assert client2.run(os.getpid) == before
+    wait_for(lambda: spooled(client2) == [], 2, "what the ranks had spooled is gone")
+    wait_for(lambda: left_on_scheduler(client2) == ([], [], []), 5, "no task, topic or reservation is left")
+
+
+# -- nothing is left ---------------------------------------------------------------------------------------
+
+
+def spooled(client: Client) -> list[str]:
+    """Files that wait on the workers."""
+
+    def find(dask_worker):
+        from pathlib import Path
+
+        return [str(path) for path in (Path(dask_worker.local_directory) / "ddp_hydra").rglob("*") if path.is_file()]
+
+    return sorted(path for paths in client.run(find).values() for path in paths)
+
+
+def left_on_scheduler(client: Client) -> tuple[list[str], list[str], list[str]]:
+    """Tasks, topics with records, and held workers."""
+
+    def look(dask_scheduler):
+        topics = [name for name in dask_scheduler._broker._topics if name.startswith("gang-")]
+        return [str(key) for key in dask_scheduler.tasks], topics, list(dask_scheduler._ddp_hydra_book)
+
+    return client.run_on_scheduler(look)
+
+
+def chatty(fail: bool) -> int:
+    for _ in range(3):
+        results.submit(f"file-{dist.get_rank()}.bin", bytes(100_000))
+    print("x" * 3_000_000)  # more than the client acknowledges at a time
+    if fail and dist.get_rank() == 1:
+        os._exit(1)
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_many_jobs_leave_no_task_record_file_or_descriptor_behind(client2, gang, wait_for):
+    def descriptors():
+        return sum(client2.run(lambda: psutil.Process().num_fds()).values())
+
+    gang(client2).run(chatty, fail=False)
+    before, threads = descriptors(), threading.active_count()
+    for _ in range(3):
+        assert gang(client2).run(chatty, fail=False) == [0, 1]
+        with pytest.raises(RankFailed):
+            gang(client2).run(chatty, fail=True)
+    assert spooled(client2) == []
+    wait_for(lambda: left_on_scheduler(client2) == ([], [], []), 5, "no task, topic or reservation left")
+    wait_for(lambda: descriptors() <= before, 5, "no more open descriptors on the workers than before")
+    assert threading.active_count() <= threads
