@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ddp_hydra.errors import RecordError
 
-KINDS = ("start", "metrics", "text", "image", "file", "log", "end")
+KINDS = ("up", "start", "metrics", "text", "image", "file", "log", "end")
 INLINE_BYTES = 32 * 1024
 """Larger data goes as a file beside the records: events stay in the scheduler's memory for a while."""
 
@@ -33,6 +33,7 @@ class Record:
     Args:
         kind: one of `KINDS`; it says what `data` holds.
 
+            up       the relay is there; from rank 0, rendezvous: the address where the ranks meet
             start    title, lines (list[str]), total_steps, epochs, steps_per_epoch
             metrics  metrics ({name: float}), epoch, samples
             text     name, text

@@ -56,7 +56,16 @@ def test_whatever_a_test_leaves_behind_fails_it(tmp_path):
     )
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {here.parents[1]}\nmarkers = gpu: x\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base"), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--basetemp",
+        str(tmp_path / "base"),
+        str(tmp_path),
+    ]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
     for test, what in {
         "variable": "variables ['MASTER_ADDR']",

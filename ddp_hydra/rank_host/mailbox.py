@@ -56,16 +56,16 @@ class Mailbox:
         self.writer.close()
 
 
-def deliver(gang: str, letters: Mapping[int, Message]) -> None:
-    """Leave messages for ranks of this worker. Runs on the worker, called by the client.
+def deliver(gang: str, letters: Mapping[str, tuple[int, Message]], dask_worker: Any = None) -> None:
+    """Leave the message that is for a rank of this worker. Runs on the worker, called by the client.
 
     Args:
         gang: the gang's name, with its attempt.
-        letters: rank -> message.
+        letters: worker address -> rank and message.
+        dask_worker: given by Dask.
     """
-    for rank, message in letters.items():
-        if (gang, rank) not in _ended:
-            box(gang, rank).put(message)
+    rank, message = letters[dask_worker.address]
+    box(gang, rank).put(message)
 
 
 def box(gang: str, rank: int) -> Mailbox:

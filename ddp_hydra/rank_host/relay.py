@@ -128,12 +128,13 @@ class Relay:
         self.output, their_output = os.pipe()
         self.stack.callback(os.close, self.output)
         fds = [theirs.fileno(), their_output]
+        up: dict[str, Any] = {}
         if spec.rank == 0:
             listener = self.stack.enter_context(rendezvous.bind(spec.host, self.order.ports))
             fds.append(listener.fileno())
-            address = [spec.host, listener.getsockname()[1]]
-            publish(self.worker, self.order, "start", {"rendezvous": address})
-            self.send({"rendezvous": address})
+            up["rendezvous"] = [spec.host, listener.getsockname()[1]]
+            self.send(up)
+        publish(self.worker, self.order, "up", up)
         warm.hold()
         self.server = self.stack.enter_context(warm.connect())
         local = Path(self.worker.local_directory)

@@ -99,7 +99,8 @@ def test_any_line_is_a_record_or_refused(text):
 
 
 @pytest.mark.parametrize(
-    "path", ["a", "a/b.txt", "samples/epoch-3.txt", "./a", "a//b", "a/", "a b", "Ä/ü.txt", "a..b", "~", "C:/x", "x" * 300]
+    "path",
+    ["a", "a/b.txt", "samples/epoch-3.txt", "./a", "a//b", "a/", "a b", "Ä/ü.txt", "a..b", "~", "C:/x", "x" * 300],
 )
 def test_a_path_inside_the_run_directory_is_allowed(path):
     assert not check_path(path).is_absolute()

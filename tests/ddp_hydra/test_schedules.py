@@ -48,9 +48,7 @@ def test_cosine_ends_at_its_least_factor_and_stays_there(min_factor):
     assert rates(schedules.cosine, 10, 15, min_factor=min_factor)[10:] == pytest.approx([min_factor] * 5)
 
 
-@given(
-    st.sampled_from([schedules.constant, schedules.cosine, schedules.step]), st.integers(1, 20), st.integers(0, 30)
-)
+@given(st.sampled_from([schedules.constant, schedules.cosine, schedules.step]), st.integers(1, 20), st.integers(0, 30))
 def test_a_rate_rises_during_warm_up_then_never(schedule, total_steps, warmup_steps):
     taken = rates(schedule, total_steps, total_steps + warmup_steps + 2, warmup_steps=warmup_steps)
     rise, rest = taken[:warmup_steps], taken[warmup_steps:]

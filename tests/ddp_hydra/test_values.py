@@ -69,7 +69,14 @@ def test_plain_data_comes_back_with_its_types(value):
 
 @pytest.mark.parametrize(
     "value",
-    [2**64, -(2**63) - 1, 10**5000, {(1, 2): {3}}, {None: 1, True: 2, 1.5: 3, b"x": 4}, {frozenset({1}): {frozenset()}}],
+    [
+        2**64,
+        -(2**63) - 1,
+        10**5000,
+        {(1, 2): {3}},
+        {None: 1, True: 2, 1.5: 3, b"x": 4},
+        {frozenset({1}): {frozenset()}},
+    ],
     ids=lambda value: str(type(value).__name__),
 )
 def test_what_json_and_msgpack_have_no_word_for(value):
@@ -131,7 +138,9 @@ def test_arrays_of_every_layout(array):
     assert np.array_equal(found, array)
 
 
-@pytest.mark.parametrize("scalar", [np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2024-02-29")], ids=str)
+@pytest.mark.parametrize(
+    "scalar", [np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2024-02-29")], ids=str
+)
 def test_numpy_scalars_keep_their_type(scalar):
     found = again(scalar)
     assert (type(found), found) == (type(scalar), scalar)
@@ -275,7 +284,8 @@ HOSTILE = {
     "npy with a pickle": extension(5, file_of(np.save, np.array([Bomb()]), allow_pickle=True)),
     "npz with a pickle": extension(5, file_of(np.savez, np.array([Bomb()]), allow_pickle=True)),
     "npy larger than memory": extension(
-        5, b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<f8', 'fortran_order': False, 'shape': (2**50,), }".ljust(117) + b"\n"
+        5,
+        b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<f8', 'fortran_order': False, 'shape': (2**50,), }".ljust(117) + b"\n",
     ),
     "function as dtype": extension(6, ["load", [1], b"1234"]),
     "attribute as dtype": extension(6, ["__class__", [0], b""]),

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ddp_hydra.rank_host import mailbox
+
+
+@pytest.fixture
+def gang() -> Iterator[str]:
+    yield "gang-1"
+    for name, rank in list(mailbox._boxes):
+        mailbox.remove(name, rank)
+
+
+def is_ready(box):
+    return bool(select.select([box], [], [], 0)[0])
+
+
+def test_messages_are_taken_once_in_order(gang):
+    box = mailbox.box(gang, 0)
+    mailbox.deliver(gang, {0: {"n": 1}})
+    mailbox.deliver(gang, {0: {"n": 2}, 1: {"n": 3}})
+    assert box.take() == [{"n": 1}, {"n": 2}]
+    assert box.take() == []
+    assert mailbox.box(gang, 1).take() == [{"n": 3}]
+
+
+def test_a_message_waits_for_a_rank_that_comes_later(gang):
+    mailbox.deliver(gang, {5: {"rendezvous": ["h", 1]}})
+    assert mailbox.box(gang, 5).take() == [{"rendezvous": ["h", 1]}]
+
+
+def test_a_box_can_be_waited_on(gang):
+    box = mailbox.box(gang, 0)
+    assert not is_ready(box)
+    timer = threading.Timer(0.02, mailbox.deliver, (gang, {0: {"stop": True}}))
+    timer.start()
+    assert select.select([box], [], [], 5)[0] == [box]
+    timer.join()
+    assert box.take() == [{"stop": True}]
+    assert not is_ready(box)
+
+
+def test_a_reader_that_is_behind_blocks_nobody_and_misses_nothing(gang):
+    box = mailbox.box(gang, 0)
+    for n in range(5000):  # more wake-ups than the socket holds
+        box.put({"n": n})
+    taken = []
+    while is_ready(box):
+        taken += box.take()
+    assert [message["n"] for message in taken] == list(range(5000))
+
+
+def test_no_message_is_lost_between_threads(gang):
+    box, taken = mailbox.box(gang, 0), []
+    writers = [
+        threading.Thread(target=lambda w=w: [box.put({"from": w, "n": n}) for n in range(500)]) for w in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    while len(taken) < 2000:
+        assert select.select([box], [], [], 5)[0], f"only {len(taken)} of 2000 woke the reader"
+        taken += box.take()
+    for writer in writers:
+        writer.join()
+    for w in range(4):
+        assert [message["n"] for message in taken if message["from"] == w] == list(range(500))
+
+
+def test_gangs_and_ranks_have_their_own_boxes(gang):
+    boxes = {mailbox.box(name, rank) for name in (gang, "gang-2") for rank in (0, 1)}
+    assert len(boxes) == 4
+    assert mailbox.box(gang, 0) in boxes
+
+
+def test_a_removed_box_is_closed_and_its_letters_forgotten(gang):
+    box = mailbox.box(gang, 0)
+    box.put({"n": 1})
+    mailbox.remove(gang, 0)
+    mailbox.remove(gang, 0)
+    assert box.reader.fileno() == box.writer.fileno() == -1
+    assert mailbox.box(gang, 0).take() == []
+
+
+def test_letters_to_ranks_that_never_come_are_forgotten_the_oldest_first(gang, monkeypatch):
+    monkeypatch.setattr(mailbox, "MAX_BOXES", 3)
+    first = mailbox.box(gang, 0)
+    mailbox.deliver(gang, {rank: {"n": rank} for rank in range(4)})
+    assert [rank for _, rank in mailbox._boxes] == [1, 2, 3]
+    assert first.reader.fileno() == -1

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra import schedules
+from ddp_hydra.checkpoint import Position, Saver, State, load_weights, read, read_on_all_ranks
+from ddp_hydra.errors import CheckpointError
+
+SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
+
+
+def state(seed=0, width=3, optimizer=SGD, build=nn.Linear, norm=True):
+    torch.manual_seed(seed)
+    model = nn.Sequential(build(2, width), *([nn.BatchNorm1d(width)] if norm else []))
+    options = dict(optimizer)
+    optimizer = options.pop("cls")(model.parameters(), **options)
+    return State(model, optimizer, schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]})
+
+
+def train(run, steps):
+    for _ in range(steps):
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(run.position.step))
+        run.optimizer.zero_grad()
+        run.model(x).pow(2).sum().backward()
+        run.optimizer.step()
+        run.scheduler.step()
+        run.position.advance(4)
+    return run
+
+
+def flat(value):
+    if isinstance(value, torch.Tensor):
+        return [value.tolist()]
+    if isinstance(value, dict):
+        return [part for key in value for part in [key, *flat(value[key])]]
+    if isinstance(value, (list, tuple)):
+        return [part for item in value for part in flat(item)]
+    return [value]
+
+
+def test_a_position_counts_steps_samples_and_epochs():
+    position = Position()
+    for _ in range(3):
+        position.advance(8)
+    position.end_epoch()
+    position.advance(8)
+    assert position == Position(step=4, epoch=1, samples=32, offset=8)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+def test_a_capture_is_a_copy_that_later_steps_do_not_change(optimizer):
+    run = train(state(optimizer=optimizer), 2)
+    run.best = 0.5
+    content = run.capture()
+    before = copy.deepcopy(content)
+    train(run, 2)
+    run.config["tags"].append("later")
+    assert flat(content) == flat(before)
+    assert flat(run.capture()) != flat(before)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+def test_a_restored_run_goes_on_bit_for_bit(optimizer, tmp_path):
+    run = train(state(optimizer=optimizer), 3)
+    run.best = 0.25
+    run.position.end_epoch()
+    torch.save(run.capture(), tmp_path / "a.pt")
+    other = state(seed=1, optimizer=optimizer)
+    other.restore(read(tmp_path / "a.pt"))
+    assert (other.position, other.best) == (Position(3, 1, 12, 0), 0.25)
+    wanted, found = train(run, 3).capture(), train(other, 3).capture()
+    assert found["scheduler"] == wanted["scheduler"]
+    for part in ("model", "optimizer", "position"):
+        assert flat(found[part]) == flat(wanted[part])
+
+
+def test_a_checkpoint_says_what_it_is_of(tmp_path):
+    torch.save(train(state(), 1).capture(), tmp_path / "a.pt")
+    content = read(tmp_path / "a.pt")
+    assert content["config"] == {"seed": 0, "tags": ["a"]}
+    assert (content["world_size"], content["format"], content["torch"]) == (1, 1, str(torch.__version__))
+    assert not any(key.startswith("module.") for key in content["model"])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"width": 4}, "not of this model: .*size mismatch for 0.weight"),
+        ({"norm": False}, "not of this model: .*Unexpected key"),
+        ({"build": lambda a, b: nn.Linear(a, b, bias=False)}, "not of this model: .*Unexpected key.*0.bias"),
+    ],
+    ids=["another width", "fewer layers", "no bias"],
+)
+def test_weights_of_another_model_are_refused(other, words):
+    content = state().capture()
+    with pytest.raises(CheckpointError, match=words):
+        load_weights(state(**other).model, content)
+    with pytest.raises(CheckpointError, match=words):
+        state(**other).restore(content)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("saved", "wanted"), [(SGD, ADAM), (ADAM, SGD)], ids=["sgd to adam", "adam to sgd"])
+def test_the_state_of_another_optimizer_is_refused_and_not_at_its_first_step(saved, wanted, steps):
+    content = train(state(optimizer=saved), steps).capture()
+    with pytest.raises(CheckpointError, match="does not fit this optimizer and schedule .*resume with the config"):
+        state(optimizer=wanted).restore(content)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": None},
+        {"optimizer": {}},
+        {"position": None},
+        {"position": {"steps": 1}},
+        {"model": None},
+        {"model": 3},
+    ],
+    ids=str,
+)
+def test_a_content_that_is_not_of_ours_is_refused(change):
+    content = {key: value for key, value in (state().capture() | change).items() if value is not None}
+    with pytest.raises(CheckpointError):
+        state().restore(content)
+
+
+class Bomb:
+    def __reduce__(self):
+        return Path("exploded").touch, ()
+
+
+def saved(value, **options):
+    def write(path):
+        torch.save(value, path, **options)
+
+    return write
+
+
+def truncated(share):
+    def write(path):
+        torch.save(state().capture(), path)
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+    return write
+
+
+BAD = {
+    "missing": (lambda path: None, "^no checkpoint at "),
+    "empty": (Path.touch, "can't be read as a checkpoint"),
+    "text": (lambda path: path.write_text("hello"), "can't be read as a checkpoint"),
+    "folder": (Path.mkdir, "can't be read as a checkpoint"),
+    "cut at the half": (truncated(0.5), "can't be read as a checkpoint"),
+    "cut at the end": (truncated(0.999), "can't be read as a checkpoint"),
+    "cut at the beginning": (truncated(0.01), "can't be read as a checkpoint"),
+    "a pickle that runs code": (
+        lambda path: path.write_bytes(pickle.dumps(Bomb(), 2)),
+        "can't be read as a checkpoint",
+    ),
+    "code in a checkpoint": (saved({"format": 1, "model": Bomb()}), "can't be read as a checkpoint"),
+    "a list": (saved([1, 2]), "no checkpoint of ddp_hydra: it has no format=1"),
+    "a state dict": (saved(nn.Linear(1, 1).state_dict()), "no checkpoint of ddp_hydra"),
+    "of the future": (saved({"format": 2}), "no checkpoint of ddp_hydra"),
+}
+
+
+@pytest.mark.parametrize(("write", "words"), BAD.values(), ids=BAD.keys())
+def test_what_is_no_checkpoint_is_refused_and_never_run(write, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.pt"
+    write(path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_alone_a_rank_reads_for_itself(tmp_path):
+    torch.save(state().capture(), tmp_path / "a.pt")
+    assert flat(read_on_all_ranks(tmp_path / "a.pt")) == flat(read(tmp_path / "a.pt"))
+
+
+def test_a_saver_writes_what_the_run_was_when_asked(sent):
+    run, saver = train(state(), 2), Saver()
+    saver.save(run, {"val/loss": 0.5}, best=True)
+    train(run, 2)
+    saver.save(run, {}, best=False)
+    saver.wait()
+    first, second = (record.data for record in sent)
+    assert [record.step for record in sent] == [2, 4]
+    assert (first["path"], second["path"]) == ("checkpoints/step-000002.pt", "checkpoints/step-000004.pt")
+    assert first["checkpoint"] == {
+        "step": 2,
+        "epoch": 0,
+        "samples": 8,
+        "offset": 8,
+        "metrics": {"val/loss": 0.5},
+        "best": True,
+    }
+    assert read(Path(first["source"]))["position"]["step"] == 2
+    assert flat(read(Path(second["source"]))["model"]) == flat(run.model.state_dict())
+    assert first["sha256"] == hashlib.sha256(Path(first["source"]).read_bytes()).hexdigest()
+
+
+def test_a_checkpoint_that_could_not_be_written_is_heard_of_once(sent, tmp_path):
+    (tmp_path / "spool").rmdir()
+    saver = Saver()
+    saver.save(state(), {}, best=False)
+    with pytest.raises((OSError, RuntimeError), match="spool"):
+        saver.wait()
+    saver.wait()
+    assert sent == []

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra.loader import Loader
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", "x y")  # noqa: PYI024
+
+
+class Squares:
+    """Sample i is (i, i * i); it may take its time, or fail."""
+
+    def __init__(self, delays: Iterable[float] = (), bad: int | None = None) -> None:
+        self.delays = dict(enumerate(delays))
+        self.bad = bad
+        self.read: list[int] = []
+        self.lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        time.sleep(self.delays.get(index, 0))
+        with self.lock:
+            self.read.append(index)
+        if index == self.bad:
+            raise ValueError(f"sample {index} is bad")
+        return index, index * index
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def pairs(batches):
+    return [(x.tolist(), y.tolist()) for x, y in batches]
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=6), st.integers(0, 4))
+def test_batches_come_in_the_order_asked_for(batches, look_ahead):
+    loaded = pairs(Loader(Squares(), CPU, look_ahead=look_ahead).load(batches))
+    assert loaded == [(batch, [index * index for index in batch]) for batch in batches]
+
+
+def test_a_slow_batch_is_not_overtaken():
+    loaded = Loader(Squares(delays=[0.05, 0, 0.02, 0]), CPU).load([[0], [1], [2], [3]])
+    assert [x.item() for x, _ in loaded] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 3])
+def test_so_many_batches_are_made_ahead_and_no_more(look_ahead):
+    data = Squares()
+    loaded = Loader(data, CPU, look_ahead=look_ahead).load([[index] for index in range(50)])
+    next(loaded)
+    deadline = time.monotonic() + 5
+    while len(data.read) < look_ahead + 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert sorted(data.read) == list(range(look_ahead + 1))
+    loaded.close()
+
+
+def test_the_time_waited_for_data_is_counted():
+    loader = Loader(Squares(delays=[0.05]), CPU, look_ahead=1)
+    next(loaded := loader.load([[0], [1]]))
+    assert loader.waited_s >= 0.04
+    loaded.close()
+
+
+@pytest.mark.parametrize("look_ahead", [0, 2])
+def test_an_error_of_the_data_set_surfaces_where_its_batch_would_be(look_ahead):
+    loaded = Loader(Squares(bad=2), CPU, look_ahead=look_ahead).load([[0], [1], [2], [3]])
+    assert [next(loaded)[0].item() for _ in range(2)] == [0, 1]
+    with pytest.raises(ValueError, match="sample 2 is bad"):
+        next(loaded)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("look_ahead", [0, 2])
+def test_an_error_of_the_sampler_surfaces(look_ahead):
+    def batches():
+        yield [0]
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError, match="no more"):
+        pairs(Loader(Squares(), CPU, look_ahead=look_ahead).load(batches()))
+    assert threads() == []
+
+
+def test_closing_early_leaves_no_thread_and_reads_no_further():
+    data = Squares(delays=[0.01] * 50)
+    loaded = Loader(data, CPU).load([[index] for index in range(50)])
+    next(loaded)
+    assert threads()
+    loaded.close()
+    assert threads() == []
+    assert len(data.read) <= 5
+
+
+def test_leaving_the_loop_leaves_no_thread():
+    for _ in Loader(Squares(), CPU).load([[index] for index in range(50)]):
+        break
+    assert threads() == []
+
+
+def test_a_whole_batch_is_asked_for_at_once_where_the_data_set_can():
+    class Whole(Squares):
+        def __getitems__(self, indices):
+            return [(-index, 0) for index in indices]
+
+    assert pairs(Loader(Whole(), CPU).load([[1, 2]])) == [([-1, -2], [0, 0])]
+
+
+def test_a_data_set_may_collate_and_prepare_its_own_way():
+    class Own(Squares):
+        def collate(self, samples):
+            return {"x": torch.tensor([float(x) for x, _ in samples]), "note": "kept", "y": [torch.tensor(1)]}
+
+        def prepare(self, batch):
+            assert batch["note"] == "kept"
+            return batch["x"] / 2, batch["y"][0]
+
+    assert pairs(Loader(Own(), CPU).load([[1, 2]])) == [([0.5, 1.0], 1)]
+
+
+def test_a_data_set_of_named_tuples_keeps_them():
+    class Named(Squares):
+        def __getitem__(self, index):
+            return Pair(index, 0)
+
+        def prepare(self, batch):
+            assert isinstance(batch, Pair)
+            return batch.y, batch.x
+
+    assert pairs(Loader(Named(), CPU).load([[1, 2]])) == [([0, 0], [1, 2])]
+
+
+def test_batches_go_to_the_device():
+    x, y = next(Loader(Squares(), torch.device("meta"), look_ahead=0).load([[1, 2]]))
+    assert (x.device.type, y.device.type) == ("meta", "meta")
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_only_images_take_the_layout_of_images(channels_last):
+    class Images:
+        def __getitem__(self, index):
+            return torch.zeros(3, 4, 5), torch.zeros(2, 3)
+
+    x, y = next(Loader(Images(), CPU, channels_last, look_ahead=0).load([[0, 1]]))
+    assert x.is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert x.is_contiguous() != channels_last
+    assert y.is_contiguous()
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_gpu_by_way_of_pinned_memory():
+    pinned = []
+
+    class Watched(Squares):
+        def prepare(self, batch):
+            pinned.append(batch[0].is_cuda)
+            return batch
+
+    device = torch.device("cuda")
+    assert pairs(Loader(Watched(), device).load([[1, 2], [3]])) == [([1, 2], [1, 4]), ([3], [9])]
+    assert Loader(Watched(), device).make([1])[0].is_pinned()
+    assert pinned == [True, True]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import io
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra import project
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.project import Project, find, pack
+
+
+def make(root, **files):
+    for name, text in {"conf/config.yaml": "seed: 0\n", "models/net.py": "WIDTH = 3\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def names(packed):
+    return sorted(zipfile.ZipFile(io.BytesIO(packed.archive)).namelist())
+
+
+def test_equal_content_packs_equally_wherever_and_whenever(tmp_path):
+    here, there = pack(make(tmp_path / "here")), make(tmp_path / "there")
+    for path in there.rglob("*"):
+        os.utime(path, (1, 1))
+        path.chmod(0o700)
+    assert pack(there) == here
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "models/net.py").write_text("WIDTH = 4\n"),
+        lambda root: (root / "models/net.py").rename(root / "models/nets.py"),
+        lambda root: (root / "models/other.py").touch(),
+        lambda root: (root / "conf/config.yaml").unlink(),
+    ],
+    ids=["edited", "renamed", "added", "removed"],
+)
+def test_another_content_has_another_hash(change, tmp_path):
+    before = pack(make(tmp_path))
+    change(tmp_path)
+    assert pack(tmp_path).sha256 != before.sha256
+
+
+def test_the_border_between_files_counts(tmp_path):
+    one = pack(make(tmp_path / "1", **{"data/a.txt": "xy", "data/b.txt": ""}))
+    other = pack(make(tmp_path / "2", **{"data/a.txt": "x", "data/b.txt": "y"}))
+    assert one.sha256 != other.sha256
+
+
+def test_code_and_configuration_are_packed_and_nothing_else(tmp_path):
+    make(
+        tmp_path,
+        **{
+            "data/names.json": "[]",
+            "data/deep/er/er.toml": "",
+            "data/photo.jpg": "x",
+            "models/__pycache__/net.py": "x",
+            "models/net.pyc": "x",
+            "outputs/run/config.yaml": "x",
+            "secret.py": "x",
+        },
+    )
+    assert names(pack(tmp_path)) == ["conf/config.yaml", "data/deep/er/er.toml", "data/names.json", "models/net.py"]
+
+
+def test_the_archive_is_compressed(tmp_path):
+    packed = pack(make(tmp_path, **{"data/names.json": '"rex",' * 100_000}))
+    assert len(packed.archive) < 10_000
+
+
+def test_too_much_to_be_code_is_refused_with_the_largest_file(tmp_path, monkeypatch):
+    make(tmp_path, **{"data/small.txt": "x", "data/huge.json": "x" * 3 * 2**20})
+    pack(tmp_path)
+    monkeypatch.setattr(project, "MAX_BYTES", 2 * 2**20)
+    with pytest.raises(ConfigError, match=r"3 MiB of .* more than the 2 MiB .* largest is data/huge\.json"):
+        pack(tmp_path)
+
+
+def test_unpacking_gives_the_files_and_again_the_same_folder(tmp_path):
+    packed = pack(make(tmp_path / "space"))
+    target = packed.unpack(tmp_path / "worker" / "spool")
+    assert (target / "models/net.py").read_text() == "WIDTH = 3\n"
+    assert pack(target) == packed
+    (target / "kept").touch()
+    assert packed.unpack(tmp_path / "worker" / "spool") == target
+    assert (target / "kept").exists()
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_edit_unpacks_beside_the_old(tmp_path):
+    root = make(tmp_path / "space")
+    old = pack(root).unpack(tmp_path / "w")
+    (root / "models/net.py").write_text("WIDTH = 4\n")
+    new = pack(root).unpack(tmp_path / "w")
+    assert ((old / "models/net.py").read_text(), (new / "models/net.py").read_text()) == ("WIDTH = 3\n", "WIDTH = 4\n")
+
+
+def test_many_ranks_unpack_at_once(tmp_path):
+    packed = pack(make(tmp_path / "space", **{f"data/{n}.json": "[]" for n in range(50)}))
+    together, found = threading.Barrier(8), []
+
+    def unpack():
+        together.wait()
+        target = packed.unpack(tmp_path / "worker")
+        found.append((target, pack(target).sha256))
+
+    threads = [threading.Thread(target=unpack) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {(found[0][0], packed.sha256)}
+    assert len(found) == 8
+    assert list((tmp_path / "worker").iterdir()) == [found[0][0]]
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil.py", "/evil.py", "models/../../../evil.py", "../../outer/worker-evil/evil.py"]
+)
+def test_names_that_climb_stay_inside(name, tmp_path):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(zipfile.ZipInfo(name), "x")
+    worker = tmp_path / "outer" / "worker"
+    target = Project("0" * 64, file.getvalue()).unpack(worker)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in written] == ["evil.py"]
+    assert target in written[0].parents
+    assert not Path("/evil.py").exists()
+
+
+def test_the_project_is_here_or_where_the_variable_says(tmp_path, monkeypatch):
+    here, there = make(tmp_path / "here"), make(tmp_path / "there")
+    monkeypatch.delenv("DDP_HYDRA_PROJECT", raising=False)
+    assert find(here) == here
+    monkeypatch.chdir(there)
+    assert find() == there
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", "../here")
+    assert find().samefile(here)
+
+
+def test_elsewhere_a_sentence_says_where_to_go(tmp_path, monkeypatch):
+    monkeypatch.delenv("DDP_HYDRA_PROJECT", raising=False)
+    with pytest.raises(ConfigError, match=rf"no project here: {tmp_path} has no conf/config.yaml.*DDP_HYDRA_PROJECT"):
+        find(tmp_path)

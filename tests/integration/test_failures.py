@@ -1,0 +1,272 @@
+"""A rank, a worker or the client goes wrong: the cause is named, the rest is stopped, the cluster stays usable."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_hydra import dispatch, results
+from ddp_hydra.errors import RankFailed
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+STOP_S = 2.0
+"""How soon after the failure the other ranks are gone."""
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+# -- how a rank can fail -----------------------------------------------------------------------------------
+
+
+def raise_value_error():
+    raise ValueError("boom 42")
+
+
+def raise_chained():
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise RuntimeError("outer") from error
+
+
+def leave_at_once():
+    os._exit(3)
+
+
+def leave_politely():
+    sys.exit(5)
+
+
+def leave_with_a_word():
+    sys.exit("no more disks")
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def abort():
+    os.abort()
+
+
+FAILURES = [
+    pytest.param(raise_value_error, "raised", "ValueError: boom 42", "in raise_value_error", id="raises"),
+    pytest.param(raise_chained, "raised", "RuntimeError: outer", "KeyError: 'inner'", id="raises-from"),
+    pytest.param(leave_at_once, "exited", "code 3", "", id="os-exit"),
+    pytest.param(leave_politely, "exited", "code 5", "", id="sys-exit"),
+    pytest.param(leave_with_a_word, "exited", "no more disks", "", id="sys-exit-with-text"),
+    pytest.param(be_killed, "killed", "SIGKILL", "", id="sigkill"),
+    pytest.param(segfault, "killed", "SIGSEGV", "in segfault", id="segfault"),
+    pytest.param(abort, "killed", "SIGABRT", "in abort", id="abort"),
+]
+
+# -- what the others do meanwhile --------------------------------------------------------------------------
+
+
+def in_a_collective():
+    dist.all_reduce(torch.ones(1))
+
+
+def asleep():
+    time.sleep(60)
+
+
+def deaf_to_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
+
+
+def the_last_one_fails(fail, others):
+    results.text("pid", str(os.getpid()))
+    dist.barrier()
+    if rank() == dist.get_world_size() - 1:
+        fail()
+    others()
+
+
+def assert_clean_stop(client, error, heard, alive, ranks=2):
+    """The failure was just now, no rank is left, no worker was lost, and the next job runs."""
+    assert len(heard.pids()) == ranks
+    assert not [pid for pid in heard.pids() if alive(pid)]
+    assert time.time() - error.failure.time_s < STOP_S
+    assert dispatch.run(client, rank) == list(range(len(client.run(os.getpid))))
+
+
+@pytest.mark.parametrize(("fail", "kind", "message", "trace"), FAILURES)
+def test_a_failing_rank_is_the_root_cause_while_others_sit_in_a_collective(
+    client2, gang, heard, alive, fail, kind, message, trace
+):
+    workers = client2.run(os.getpid)
+    with pytest.raises(RankFailed, match=rf"rank 1 on 127\.0\.0\.1: .*{message}") as caught:
+        gang(client2).run(the_last_one_fails, fail, in_a_collective)
+    failure = caught.value.failure
+    assert (failure.rank, failure.kind, failure.host) == (1, kind, "127.0.0.1")
+    assert trace in failure.traceback
+    assert [symptom.rank for symptom in caught.value.symptoms] in ([], [0])
+    assert_clean_stop(client2, caught.value, heard, alive)
+    assert client2.run(os.getpid) == workers
+
+
+@pytest.mark.parametrize("others", [asleep, deaf_to_sigterm])
+def test_ranks_that_do_not_talk_to_the_failed_one_are_stopped_all_the_same(client4, gang, heard, alive, others):
+    with pytest.raises(RankFailed, match=r"rank 3 .*ValueError: boom 42") as caught:
+        gang(client4).run(the_last_one_fails, raise_value_error, others)
+    assert caught.value.symptoms == ()
+    assert_clean_stop(client4, caught.value, heard, alive, ranks=4)
+
+
+def test_what_a_rank_has_started_itself_goes_with_it(client2, gang, heard, alive, wait_for):
+    def with_a_child():
+        import subprocess
+
+        child = subprocess.Popen(["sleep", "60"])
+        results.text("child", str(child.pid))
+        the_last_one_fails(raise_value_error, asleep)
+
+    with pytest.raises(RankFailed):
+        gang(client2).run(with_a_child)
+    children = [int(pid) for pid in heard.texts("child").values()]
+    assert len(children) == 2
+    wait_for(lambda: not any(alive(child) for child in children), STOP_S, "the ranks' children are gone")
+
+
+def test_all_ranks_failing_at_once_is_one_error_with_the_others_as_symptoms(client4):
+    def all_fail():
+        dist.barrier()
+        raise ValueError(f"boom {rank()}")
+
+    with pytest.raises(RankFailed, match=r"rank \d on .*boom \d") as caught:
+        dispatch.run(client4, all_fail)
+    failures = [caught.value.failure, *caught.value.symptoms]
+    assert {failure.message for failure in failures} <= {f"ValueError: boom {n}" for n in range(4)}
+
+
+def test_a_crash_is_the_cause_even_where_its_echo_is_heard_first(client2, gang, heard):
+    """The echo: rank 0 raises "connection closed" as soon as rank 1 is dead."""
+    with pytest.raises(RankFailed) as caught:
+        gang(client2).run(the_last_one_fails, be_killed, in_a_collective)
+    assert (caught.value.failure.rank, caught.value.failure.kind) == (1, "killed")
+    assert all(symptom.is_symptom for symptom in caught.value.symptoms)
+
+
+def test_a_function_that_does_not_exist_is_named(client2):
+    with pytest.raises(RankFailed, match="ModuleNotFoundError: No module named 'no_such_module'"):
+        dispatch.run(client2, "no_such_module:function")
+    with pytest.raises(RankFailed, match="AttributeError: .*no_such_function"):
+        dispatch.run(client2, "os:no_such_function")
+
+
+def test_a_collective_that_waits_too_long_is_an_error(client2, gang, heard, alive):
+    def rank_1_never_comes():
+        results.text("pid", str(os.getpid()))
+        if rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        time.sleep(60)
+
+    with pytest.raises(RankFailed, match=r"(?i)rank 0 on .*time") as caught:
+        gang(client2, timeout_s=2).run(rank_1_never_comes)
+    assert_clean_stop(client2, caught.value, heard, alive)
+
+
+# -- workers and clients -----------------------------------------------------------------------------------
+
+
+def everyone_told_its_pid(heard, ranks: int) -> bool:
+    return len(heard.pids()) == ranks
+
+
+def tell_pid_and_wait():
+    results.text("pid", str(os.getpid()))
+    dist.barrier()
+    in_a_collective() if rank() == 0 else asleep()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(client2, gang, heard, alive, lost):
+    workers = client2.run(os.getpid)
+
+    def kill_when_all_run(record):
+        heard(record)
+        if everyone_told_its_pid(heard, 2) and not killed:
+            killed.append(time.time())
+            os.kill(workers[job.attempt.specs[lost].worker], signal.SIGKILL)
+
+    killed = []
+    job = gang(client2, on_record=kill_when_all_run)
+    with pytest.raises(RankFailed, match=rf"rank {lost} on .*its worker tcp://.* left the cluster") as caught:
+        job.run(tell_pid_and_wait)
+    assert time.time() - killed[0] < STOP_S
+    assert (caught.value.failure.rank, caught.value.failure.kind) == (lost, "lost")
+    client2.wait_for_workers(2, timeout=30)
+    assert_clean_stop(client2, caught.value, heard, alive)
+
+
+def test_a_killed_worker_is_noticed_by_each_of_two_gangs_of_one_client(client4, heard, gang, alive):
+    from concurrent.futures import ThreadPoolExecutor
+
+    workers = client4.run(os.getpid)
+    heards = [type(heard)(), type(heard)()]
+    jobs = [gang(client4, ranks=2, on_record=heard) for heard in heards]
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(job.run, tell_pid_and_wait) for job in jobs]
+        try:
+            deadline = time.monotonic() + 20
+            while not all(everyone_told_its_pid(heard, 2) for heard in heards):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            for job in jobs:
+                os.kill(workers[job.attempt.specs[1].worker], signal.SIGKILL)
+            for run in runs:
+                with pytest.raises(RankFailed, match=r"rank 1 on .*left the cluster"):
+                    run.result(timeout=10)
+        finally:
+            for pid in [*heards[0].pids(), *heards[1].pids()]:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+    client4.wait_for_workers(4, timeout=30)
+
+
+class DiskFull(Exception):
+    pass
+
+
+def test_an_error_of_the_reader_stops_the_ranks_and_comes_out(client2, gang, heard, alive):
+    def refuse(record):
+        heard(record)
+        if everyone_told_its_pid(heard, 2):
+            raise DiskFull
+
+    begin = time.monotonic()
+    with pytest.raises(DiskFull):
+        gang(client2, on_record=refuse).run(tell_pid_and_wait)
+    assert time.monotonic() - begin < 10
+    assert not [pid for pid in heard.pids() if alive(pid)]
+    assert dispatch.run(client2, rank) == [0, 1]
+
+
+def test_an_interrupt_of_the_client_stops_the_ranks_and_comes_out(client2, gang, heard, alive):
+    def interrupt(record):
+        heard(record)
+        if everyone_told_its_pid(heard, 2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        gang(client2, on_record=interrupt).run(tell_pid_and_wait)
+    assert not [pid for pid in heard.pids() if alive(pid)]
+    assert dispatch.run(client2, rank) == [0, 1]
