@@ -38,6 +38,8 @@ class Attempt:
     def __init__(self, gang: Gang, name: str, specs: list[RankSpec]) -> None:
         self.gang, self.name, self.specs = gang, name, specs
         self.client = gang.client
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in specs}
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: list[Future] = []
         self.values: dict[int, Any] = {}
@@ -124,7 +126,7 @@ class Attempt:
         return RankFailed(explain(cause, symptoms), cause, symptoms)
 
     def check_tasks(self, deadline: float) -> None:
-        """In a quiet moment, look for what no record tells: a task that failed or never began, a scheduler that is gone.
+        """In a quiet moment, look for what no record tells: a task that failed or never began, a lost scheduler.
 
         Raises:
             ClusterError: the scheduler is gone.
@@ -200,8 +202,9 @@ class Attempt:
         if "value" in record.data:
             return values.decode(base64.b64decode(record.data["value"]))
         with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-            path = Path(folder) / "value"
-            self.fetch(record, path, record.data["value_file"])
+            path, file = Path(folder) / "value", record.data["value_file"]
+            self.fetch(record, path, file)
+            transfer.verify(path, file["size"], file["sha256"])
             return values.decode(path.read_bytes())
 
     def on_worker_lost(self, address: str) -> None:
@@ -236,7 +239,8 @@ class Attempt:
     def fetch(self, record: Record, target: Path, file: Mapping[str, Any] | None = None) -> None:
         """Bring a spooled file home; that it is gone there lets the rank know."""
         spec = self.specs[record.rank]
-        transfer.fetch(self.client, spec.worker, self.name, spec.rank, file or record.data, target)
+        folder = self.folders[spec.worker]
+        transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target)
 
     def send(self, files: Mapping[str, Path]) -> dict[str, str]:
         """Make files of the client readable for rank 0; returns their paths there."""

@@ -192,7 +192,8 @@ def describe(error: BaseException) -> dict[str, Any]:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code == 0:
             return {"status": "exited", "message": "the process exited with code 0 before its work was done"}
-        return {"status": "exited", "message": f"the process exited with code {code} (sys.exit)"}
+        said = "" if isinstance(error.code, int) else f": {error.code}"
+        return {"status": "exited", "message": f"the process exited with code {code} (sys.exit){said}"}
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

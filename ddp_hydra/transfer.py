@@ -15,42 +15,36 @@ from ddp_hydra.errors import RecordError
 from ddp_hydra.rank_host import spool
 
 
-def fetch(client: Client, worker: str, gang: str, rank: int, file: Mapping[str, Any], target: Path) -> None:
-    """Put a spooled file at `target`, complete and verified, and remove it from the spool.
+def fetch(
+    client: Client, worker: str, local_directory: str, gang: str, rank: int, file: Mapping[str, Any], target: Path
+) -> None:
+    """Put a spooled file at `target` and remove it from the spool. The caller verifies it, and gives it its name.
 
     Args:
         client: of the cluster.
         worker: address of the rank's worker.
+        local_directory: of that worker.
         gang: the gang's name.
         rank: whose spool.
         file: source (its path there), size and sha256.
-        target: where to put it; the caller moves it to its final name.
-
-    Raises:
-        RecordError: what arrived is not what was announced.
+        target: where to put it.
     """
     name = Path(file["source"]).name
-    if not _take_local(Path(file["source"]), gang, file["size"], target):
+    if not _take_local(spool.path(local_directory, gang, rank) / name, file["size"], target):
         with target.open("wb") as out:
             while out.tell() < file["size"]:
                 piece = client.run(spool.read, gang, rank, name, out.tell(), workers=[worker])[worker]
                 if not piece:
                     break
                 out.write(piece)
-    try:
-        verify(target, file["size"], file["sha256"])
-    except RecordError:
-        target.unlink()
-        raise
-    finally:
         client.run(spool.remove, gang, rank, name, workers=[worker], on_error="ignore")
 
 
-def _take_local(source: Path, gang: str, size: int, target: Path) -> bool:
-    """Copy within this host, where the spool is visible from here and holds the file."""
-    if gang not in source.parts or source.is_symlink() or not source.is_file() or source.stat().st_size != size:
+def _take_local(source: Path, size: int, target: Path) -> bool:
+    """Move within this host, where the spool is visible from here and holds the file itself, not a link."""
+    if not source.is_file() or source.resolve() != source.absolute() or source.stat().st_size != size:
         return False
-    shutil.copyfile(source, target)
+    shutil.move(source, target)
     return True
 
 

@@ -21,7 +21,7 @@ FLOORS = [
     # 3: on the worker
     ("rank_host", "rank", "build", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
-    ("cluster", "reservation", "transfer", "dispatch", "inline", "writers"),
+    ("cluster", "reservation", "transfer", "attempt", "dispatch", "inline", "writers"),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "cli", "__main__"),
 ]  # fmt: skip
@@ -62,7 +62,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def part(module: str) -> str:
     """`ddp_hydra.rank_host.relay` -> `rank_host`."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def test_imports_are_seen(tmp_path):

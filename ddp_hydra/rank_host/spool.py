@@ -22,9 +22,14 @@ def folder(worker: Any, gang: str, rank: int, way: str = "out") -> Path:
         rank: which rank.
         way: out for files of the rank, in for files that it is given.
     """
-    path = Path(worker.local_directory) / "ddp_hydra" / gang / f"rank-{rank}" / way
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    folder = path(worker.local_directory, gang, rank, way)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def path(local_directory: str, gang: str, rank: int, way: str = "out") -> Path:
+    """Where the spool of a rank is, below its worker's folder."""
+    return Path(local_directory) / "ddp_hydra" / gang / f"rank-{rank}" / way
 
 
 def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) -> bytes:
@@ -36,10 +41,10 @@ def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) 
 
 def write(gang: str, rank: int, name: str, data: bytes, first: bool, dask_worker: Any = None) -> str:
     """Append a piece of a file for a rank; returns its path. Runs on the worker, called by the client."""
-    path = folder(dask_worker, gang, rank, "in") / Path(name).name
-    with path.open("wb" if first else "ab") as file:
+    target = folder(dask_worker, gang, rank, "in") / Path(name).name
+    with target.open("wb" if first else "ab") as file:
         file.write(data)
-    return str(path)
+    return str(target)
 
 
 def is_same_file(path: str, size: int, mtime_ns: int) -> bool:

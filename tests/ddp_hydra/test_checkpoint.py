@@ -111,7 +111,7 @@ def test_weights_of_another_model_are_refused(other, words):
 @pytest.mark.parametrize(("saved", "wanted"), [(SGD, ADAM), (ADAM, SGD)], ids=["sgd to adam", "adam to sgd"])
 def test_the_state_of_another_optimizer_is_refused_and_not_at_its_first_step(saved, wanted, steps):
     content = train(state(optimizer=saved), steps).capture()
-    with pytest.raises(CheckpointError, match="does not fit this optimizer and schedule .*resume with the config"):
+    with pytest.raises(CheckpointError, match=r"does not fit this optimizer and schedule .*resume with the config"):
         state(optimizer=wanted).restore(content)
 
 

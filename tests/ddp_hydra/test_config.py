@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,7 +169,7 @@ def test_unknown_words_and_wrong_types_are_refused_by_name(override, words):
     with pytest.raises(HydraException) as caught:
         composed(override)
     told = f"{caught.value}\n{caught.value.__cause__}"
-    assert __import__("re").search(words, told), told
+    assert re.search(words, told), told
 
 
 @pytest.mark.integration

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddp_hydra.loader import Loader
 
 CPU = torch.device("cpu")
-Pair = namedtuple("Pair", "x y")  # noqa: PYI024
+Pair = namedtuple("Pair", "x y")
 
 
 class Squares:

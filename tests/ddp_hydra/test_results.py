@@ -61,7 +61,7 @@ def test_a_field_of_a_wrong_type_is_refused(field, value):
     if allowed.get(field, lambda: False)():
         assert getattr(Record.decode(line(**{field: value})), field) == value
     else:
-        with pytest.raises(RecordError, match="^not a record: "):
+        with pytest.raises(RecordError, match=r"^not a record: "):
             Record.decode(line(**{field: value}))
 
 
@@ -87,7 +87,7 @@ def test_a_field_of_a_wrong_type_is_refused(field, value):
     ids=lambda hostile: repr(hostile[:24]),
 )
 def test_a_line_that_is_no_record_is_refused_in_a_short_sentence(hostile):
-    with pytest.raises(RecordError, match="^not a record: ") as caught:
+    with pytest.raises(RecordError, match=r"^not a record: ") as caught:
         Record.decode(hostile)
     assert len(str(caught.value)) < 600
 
@@ -110,8 +110,9 @@ def test_a_path_inside_the_run_directory_is_allowed(path):
 @pytest.mark.parametrize(
     "path",
     [
-        "", ".", "./", "././.", "..", "../a", "a/..", "a/../b", "a/../../b", "/", "/a", "//a", ".hidden", "a/.hidden/b",
-        "a\\b", "a=b", "a,b", "a\0b", "a\nb", "a\rb", "a\x1b[31m", "\ud800", "a\u202eb", None, 3, b"a", ["a"], Path("a"),
+        "", ".", "./", "././.", "..", "../a", "a/..", "a/../b", "a/../../b", "/", "/a", "//a", ".hidden",
+        "a/.hidden/b", "a\\b", "a=b", "a,b", "a\0b", "a\nb", "a\rb", "a\x1b[31m", "\ud800", "a\u202eb", None, 3, b"a", ["a"],
+        Path("a"),
     ],
 )  # fmt: skip
 def test_a_path_that_leads_out_hides_or_confuses_is_refused(path, sent):
@@ -158,9 +159,9 @@ def test_nan_and_infinities_arrive(sent):
     assert sent[0].data["metrics"]["b"] == float("inf")
 
 
-@pytest.mark.parametrize("value", [None, "low", [], {}, np.ones(2), torch.ones(2), 1j, object()], ids=repr)
+@pytest.mark.parametrize("value", [None, "low", [], {}, np.ones(2), torch.ones(2), 1j, object], ids=repr)
 def test_what_is_no_number_is_refused_with_its_name(value, sent):
-    with pytest.raises(RecordError, match="metric 'train/loss' is .*give a number"):
+    with pytest.raises(RecordError, match=r"metric 'train/loss' is .*give a number"):
         results.log({"train/loss": value}, step=1)
     assert sent == []
 

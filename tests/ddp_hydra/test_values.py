@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import pickle
@@ -91,7 +92,7 @@ def test_nan_and_infinities():
 @pytest.mark.parametrize(
     ("value", "arrives_as"),
     [
-        (namedtuple("Point", "x y")(1, 2), (1, 2)),  # noqa: PYI024
+        (namedtuple("Point", "x y")(1, 2), (1, 2)),
         (torch.Size([2, 3]), (2, 3)),
         (OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
         (IntEnum("Colour", "RED")(1), 1),
@@ -311,8 +312,6 @@ def test_the_bomb_is_live(tmp_path, monkeypatch):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_a_value_or_refused(data):
-    try:
+def test_any_bytes_are_a_value_or_refused_as_a_record_error(data):
+    with contextlib.suppress(RecordError):
         values.decode(data)
-    except RecordError as error:
-        assert str(error)

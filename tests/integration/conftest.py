@@ -140,6 +140,13 @@ def client4(warm_server) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture
+def fresh_client(warm_server) -> Iterator[Client]:
+    """Two workers that a test may kill."""
+    with local_client(2) as client:
+        yield client
+
+
 @dataclass
 class Heard:
     """What a gang says, by rank."""
@@ -160,6 +167,11 @@ class Heard:
     def pids(self) -> list[int]:
         """The processes of the ranks, where they told them."""
         return [int(pid) for pid in self.texts("pid").values()]
+
+
+@pytest.fixture(scope="session")
+def new_heard() -> type[Heard]:
+    return Heard
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -168,7 +170,7 @@ def test_a_crash_is_the_cause_even_where_its_echo_is_heard_first(client2, gang, 
 def test_a_function_that_does_not_exist_is_named(client2):
     with pytest.raises(RankFailed, match="ModuleNotFoundError: No module named 'no_such_module'"):
         dispatch.run(client2, "no_such_module:function")
-    with pytest.raises(RankFailed, match="AttributeError: .*no_such_function"):
+    with pytest.raises(RankFailed, match=r"AttributeError: .*no_such_function"):
         dispatch.run(client2, "os:no_such_function")
 
 
@@ -198,8 +200,8 @@ def tell_pid_and_wait():
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(client2, gang, heard, alive, lost):
-    workers = client2.run(os.getpid)
+def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client, gang, heard, alive, lost):
+    workers = fresh_client.run(os.getpid)
 
     def kill_when_all_run(record):
         heard(record)
@@ -208,38 +210,37 @@ def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(client2, gan
             os.kill(workers[job.attempt.specs[lost].worker], signal.SIGKILL)
 
     killed = []
-    job = gang(client2, on_record=kill_when_all_run)
+    job = gang(fresh_client, on_record=kill_when_all_run)
     with pytest.raises(RankFailed, match=rf"rank {lost} on .*its worker tcp://.* left the cluster") as caught:
         job.run(tell_pid_and_wait)
     assert time.time() - killed[0] < STOP_S
+    assert not [pid for pid in heard.pids() if alive(pid)]
     assert (caught.value.failure.rank, caught.value.failure.kind) == (lost, "lost")
-    client2.wait_for_workers(2, timeout=30)
-    assert_clean_stop(client2, caught.value, heard, alive)
+    fresh_client.wait_for_workers(2, timeout=30)
+    assert dispatch.run(fresh_client, rank) == [0, 1]
 
 
-def test_a_killed_worker_is_noticed_by_each_of_two_gangs_of_one_client(client4, heard, gang, alive):
-    from concurrent.futures import ThreadPoolExecutor
-
-    workers = client4.run(os.getpid)
-    heards = [type(heard)(), type(heard)()]
-    jobs = [gang(client4, ranks=2, on_record=heard) for heard in heards]
+def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_client, gang, new_heard, wait_for):
+    """The later gang listens to the same client; the earlier one must not go deaf."""
+    workers = fresh_client.run(os.getpid)
+    heards = [new_heard(), new_heard()]
+    jobs = [gang(fresh_client, ranks=1, on_record=heard) for heard in heards]
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(job.run, tell_pid_and_wait) for job in jobs]
+        runs = []
+        for job, heard in zip(jobs, heards, strict=True):
+            runs.append(pool.submit(job.run, tell_pid_and_wait))
+            wait_for(heard.pids, 20, "the rank of the job runs")
+        os.kill(workers[jobs[0].attempt.specs[0].worker], signal.SIGKILL)
         try:
-            deadline = time.monotonic() + 20
-            while not all(everyone_told_its_pid(heard, 2) for heard in heards):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            for job in jobs:
-                os.kill(workers[job.attempt.specs[1].worker], signal.SIGKILL)
-            for run in runs:
-                with pytest.raises(RankFailed, match=r"rank 1 on .*left the cluster"):
-                    run.result(timeout=10)
+            with pytest.raises(RankFailed, match=r"rank 0 on .*its worker tcp://.* left the cluster"):
+                runs[0].result(timeout=STOP_S)
+            assert not runs[1].done()
         finally:
             for pid in [*heards[0].pids(), *heards[1].pids()]:
-                if alive(pid):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    client4.wait_for_workers(4, timeout=30)
+        with pytest.raises(RankFailed, match=r"rank 0 on .*SIGKILL"):
+            runs[1].result(timeout=10)
 
 
 class DiskFull(Exception):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import select
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,28 +17,35 @@ def gang() -> Iterator[str]:
         mailbox.remove(name, rank)
 
 
+def post(gang, rank, message):
+    """As the client does: letters to all workers, of which each takes its own."""
+    letters = {f"tcp://host:{rank}": (rank, message), "tcp://elsewhere:1": (99, {"n": "for another"})}
+    mailbox.deliver(gang, letters, dask_worker=SimpleNamespace(address=f"tcp://host:{rank}"))
+
+
 def is_ready(box):
     return bool(select.select([box], [], [], 0)[0])
 
 
 def test_messages_are_taken_once_in_order(gang):
     box = mailbox.box(gang, 0)
-    mailbox.deliver(gang, {0: {"n": 1}})
-    mailbox.deliver(gang, {0: {"n": 2}, 1: {"n": 3}})
+    for rank, n in ((0, 1), (1, 3), (0, 2)):
+        post(gang, rank, {"n": n})
     assert box.take() == [{"n": 1}, {"n": 2}]
     assert box.take() == []
     assert mailbox.box(gang, 1).take() == [{"n": 3}]
+    assert set(mailbox._boxes) == {(gang, 0), (gang, 1)}
 
 
 def test_a_message_waits_for_a_rank_that_comes_later(gang):
-    mailbox.deliver(gang, {5: {"rendezvous": ["h", 1]}})
+    post(gang, 5, {"rendezvous": ["h", 1]})
     assert mailbox.box(gang, 5).take() == [{"rendezvous": ["h", 1]}]
 
 
 def test_a_box_can_be_waited_on(gang):
     box = mailbox.box(gang, 0)
     assert not is_ready(box)
-    timer = threading.Timer(0.02, mailbox.deliver, (gang, {0: {"stop": True}}))
+    timer = threading.Timer(0.02, post, (gang, 0, {"stop": True}))
     timer.start()
     assert select.select([box], [], [], 5)[0] == [box]
     timer.join()
@@ -89,6 +97,7 @@ def test_a_removed_box_is_closed_and_its_letters_forgotten(gang):
 def test_letters_to_ranks_that_never_come_are_forgotten_the_oldest_first(gang, monkeypatch):
     monkeypatch.setattr(mailbox, "MAX_BOXES", 3)
     first = mailbox.box(gang, 0)
-    mailbox.deliver(gang, {rank: {"n": rank} for rank in range(4)})
+    for rank in range(4):
+        post(gang, rank, {"n": rank})
     assert [rank for _, rank in mailbox._boxes] == [1, 2, 3]
     assert first.reader.fileno() == -1
