@@ -30,9 +30,7 @@ def measure(repeats: int) -> Iterator[Figure]:
             for turn in range(repeats):
                 ours.append(cold(ranks, Path(folder) / f"{ranks}-{turn}"))
                 theirs.append(torchrun(ranks, Path(folder) / "stamp"))
-                report.progress(
-                    f"{ranks} ranks, cold: ddp_hydra {ours[-1]:.2f} s, torchrun {theirs[-1]:.2f} s"
-                )
+                report.progress(f"{ranks} ranks, cold: ddp_hydra {ours[-1]:.2f} s, torchrun {theirs[-1]:.2f} s")
             gangs = list(warm(ranks, repeats * WARM, Path(folder) / "stamp"))
             report.progress(f"{ranks} ranks, warm: {', '.join(f'{one:.3f}' for one in gangs)} s")
             yield from compare(ranks, ours, theirs, gangs)

@@ -53,9 +53,8 @@ class Attempt:
     def submitted(self, call: bytes) -> Iterator[None]:
         """Submit one task per rank; at the end, however it comes, leave nothing of them behind."""
         with contextlib.ExitStack() as stack:
-            for topic in (self.name, "all"):
-                self.client.subscribe_topic(topic, self.events.put)
-                stack.callback(self.unsubscribe, topic)
+            self.client.subscribe_topic(self.name, self.events.put)
+            stack.callback(self.unsubscribe)
             stack.callback(self.end_all)
             for spec in self.specs:
                 future = self.client.submit(
@@ -71,10 +70,10 @@ class Attempt:
                 self.futures.append(future)
             yield
 
-    def unsubscribe(self, topic: str) -> None:
+    def unsubscribe(self) -> None:
         """Stop listening."""
         if self.client.status == "running":
-            self.client.unsubscribe_topic(topic)
+            self.client.unsubscribe_topic(self.name)
 
     def end_all(self) -> None:
         """Stop what still runs, wait for it, and let go of the tasks."""

@@ -194,6 +194,9 @@ def check(cfg: DictConfig) -> None:
     for key in ("validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs", "threads"):
         if cfg.trainer[key] < 0:
             raise ConfigError(f"trainer.{key}={cfg.trainer[key]}: give 0 or more")
+    for key in ("timeout_s", "queue_timeout_s", "start_timeout_s"):
+        if cfg.dispatch[key] <= 0:
+            raise ConfigError(f"dispatch.{key}={cfg.dispatch[key]:g}: give seconds, more than 0")
     if cfg.trainer.epochs is None and cfg.trainer.max_steps is None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:

@@ -155,8 +155,11 @@ def process_group(
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.add("ddp_hydra/joined", 1)
     yield
     # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.
+    while store.add("ddp_hydra/joined", 0) < world_size:
+        time.sleep(0.005)  # to those who are still connecting, leaving would look like a crash
     store.add("ddp_hydra/done", 1)
     while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
         time.sleep(0.005)  # rank 0 serves the store, so it leaves last

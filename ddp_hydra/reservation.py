@@ -2,7 +2,7 @@
 
 The book is kept on the scheduler, whose event loop runs one function at a time: checking and taking is one
 step. A holder is a client; the scheduler knows which clients are connected, so a dead one holds nothing. No lease
-has to be renewed and no lock is left behind.
+has to be renewed and no lock is left behind. The scheduler also tells a gang which of its workers are lost.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distributed import Client
+from distributed.diagnostics.plugin import SchedulerPlugin
 
 from ddp_hydra import placement
 from ddp_hydra.errors import ClusterError
@@ -88,7 +89,36 @@ def give_back(gang: str, dask_scheduler: Any = None) -> None:
         dask_scheduler.loop.call_later(LATE_S, broker._topics.pop, gang, None)
 
 
+class Guard(SchedulerPlugin):
+    """Tells a gang, in its own topic, that a worker of its is lost, and takes back what a lost client held.
+
+    Args:
+        scheduler: of the cluster.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Called by Dask when the client has been sent a record: the last thousand would stay in its memory."""
+        if topic in _book(self.scheduler):
+            self.scheduler._broker.truncate(topic)
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        """Called by Dask."""
+        for gang, (_holder, addresses) in _book(scheduler).items():
+            if worker in addresses:
+                scheduler.log_event(gang, {"action": "remove-worker", "worker": worker})
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """Called by Dask."""
+        for gang, (holder, _) in list(_book(scheduler).items()):
+            if holder == client:
+                give_back(gang, scheduler)
+
+
 def _book(scheduler: Any) -> dict[str, tuple[str, list[str]]]:
     if not hasattr(scheduler, "_ddp_hydra_book"):
         scheduler._ddp_hydra_book = {}
+        scheduler.add_plugin(Guard(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_book

@@ -127,7 +127,7 @@ def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
     """Steps from a position to the end of the run: all epochs, or max_steps where that is less."""
     left = (trainer.max_steps - position.step) if trainer.max_steps else float("inf")
     if trainer.epochs:
-        begun = (sampler.epoch_samples - position.offset) // sampler.global_batch
+        begun = max(0, sampler.epoch_samples - position.offset) // sampler.global_batch
         left = min(left, begun + (trainer.epochs - position.epoch - 1) * len(sampler))
     return max(0, int(left))
 

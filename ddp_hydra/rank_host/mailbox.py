@@ -16,7 +16,7 @@ from typing import Any
 Message = Mapping[str, Any]
 _boxes: OrderedDict[tuple[str, int], Mailbox] = OrderedDict()
 _lock = threading.Lock()
-MAX_BOXES = 1000
+MAX_BOXES = 256
 """Letters to ranks that never come are forgotten, the oldest first."""
 _ended: deque[tuple[str, int]] = deque(maxlen=MAX_BOXES)
 """Ranks that have been here; what still comes for them is thrown away."""
@@ -65,7 +65,8 @@ def deliver(gang: str, letters: Mapping[str, tuple[int, Message]], dask_worker: 
         dask_worker: given by Dask.
     """
     rank, message = letters[dask_worker.address]
-    box(gang, rank).put(message)
+    if (gang, rank) not in _ended:
+        box(gang, rank).put(message)
 
 
 def box(gang: str, rank: int) -> Mailbox:

@@ -29,7 +29,7 @@ def test_s3_images_is_the_embedded_digits():
     data = read("data/s3_images").data
     train, val = instantiate(data.train), instantiate(data.val)
     try:
-        assert (data.batch_size, train.seed, len(train) + len(val)) == (64, 5, 1797)
+        assert (data.batch_size, train.seed, len(train) + len(val)) == (32, 5, 1797)
         assert train[0][0].shape == val[0][0].shape == (3, 32, 32)
     finally:
         train.close()

@@ -50,7 +50,7 @@ def test_another_content_has_another_hash(change, tmp_path):
 
 
 def test_the_border_between_files_counts(tmp_path):
-    one = pack(make(tmp_path / "1", **{"data/a.txt": "xy", "data/b.txt": ""}))
+    one = pack(make(tmp_path / "1", **{"data/a.txt": "xdata/b.txty"}))
     other = pack(make(tmp_path / "2", **{"data/a.txt": "x", "data/b.txt": "y"}))
     assert one.sha256 != other.sha256
 

@@ -111,7 +111,8 @@ def test_a_path_inside_the_run_directory_is_allowed(path):
     "path",
     [
         "", ".", "./", "././.", "..", "../a", "a/..", "a/../b", "a/../../b", "/", "/a", "//a", ".hidden",
-        "a/.hidden/b", "a\\b", "a=b", "a,b", "a\0b", "a\nb", "a\rb", "a\x1b[31m", "\ud800", "a\u202eb", None, 3, b"a", ["a"],
+        "a/.hidden/b", "a\\b", "a=b", "a,b", "a\0b", "a\nb", "a\rb", "a\x1b[31m", "\ud800",
+        "a\u202eb", None, 3, b"a", ["a"],
         Path("a"),
     ],
 )  # fmt: skip

@@ -199,6 +199,11 @@ def tell_pid_and_wait():
     in_a_collective() if rank() == 0 else asleep()
 
 
+def tell_pid_and_sleep():
+    results.text("pid", str(os.getpid()))
+    asleep()
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client, gang, heard, alive, lost):
     workers = fresh_client.run(os.getpid)
@@ -228,7 +233,7 @@ def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_cl
     with ThreadPoolExecutor(2) as pool:
         runs = []
         for job, heard in zip(jobs, heards, strict=True):
-            runs.append(pool.submit(job.run, tell_pid_and_wait))
+            runs.append(pool.submit(job.run, tell_pid_and_sleep))
             wait_for(heard.pids, 20, "the rank of the job runs")
         os.kill(workers[jobs[0].attempt.specs[0].worker], signal.SIGKILL)
         try:

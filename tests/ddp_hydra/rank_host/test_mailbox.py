@@ -15,6 +15,7 @@ def gang() -> Iterator[str]:
     yield "gang-1"
     for name, rank in list(mailbox._boxes):
         mailbox.remove(name, rank)
+    mailbox._ended.clear()
 
 
 def post(gang, rank, message):
@@ -92,6 +93,13 @@ def test_a_removed_box_is_closed_and_its_letters_forgotten(gang):
     mailbox.remove(gang, 0)
     assert box.reader.fileno() == box.writer.fileno() == -1
     assert mailbox.box(gang, 0).take() == []
+
+
+def test_a_letter_that_comes_too_late_opens_no_new_box(gang):
+    mailbox.box(gang, 0)
+    mailbox.remove(gang, 0)
+    post(gang, 0, {"acknowledged": 1})
+    assert not mailbox._boxes
 
 
 def test_letters_to_ranks_that_never_come_are_forgotten_the_oldest_first(gang, monkeypatch):

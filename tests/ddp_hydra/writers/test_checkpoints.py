@@ -6,9 +6,9 @@ import os
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.manifest import find_checkpoint, read_manifest
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.disk import write_atomic
-from ddp_hydra.manifest import find_checkpoint, read_manifest
 
 
 @pytest.fixture
@@ -195,9 +195,7 @@ def test_find_says_what_was_found_instead(tmp_path):
         find_checkpoint(tmp_path / "outputs")
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "images").mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"is not a run directory .*: found images/, notes.txt; give a run"
-    ):
+    with pytest.raises(CheckpointError, match=r"is not a run directory .*: found images/, notes.txt; give a run"):
         find_checkpoint(tmp_path)
     (tmp_path / ".hydra").mkdir()
     with pytest.raises(CheckpointError, match=r"run directory .* has no checkpoints: the run ended before"):
@@ -233,9 +231,7 @@ def test_the_one_to_use_is_never_later_and_content_belongs_to_its_step(tmp_path,
     for step in (1, 2, 3):
         writer.write(checkpoint_record(step))
     (folder / "step-000002.pt").write_bytes(b"weights 1")
-    with pytest.raises(
-        CheckpointError, match=r"step-000002.pt is damaged.*use the one before it, .*step-000001.pt"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-000002.pt is damaged.*use the one before it, .*step-000001.pt"):
         find_checkpoint(folder / "step-000002.pt")
 
 

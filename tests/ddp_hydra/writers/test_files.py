@@ -84,9 +84,7 @@ def test_links_inside_the_run_directory_lead_nowhere(tmp_path, file_record):
         ({"inline": None, "source": "s"}, "without content"),
     ],
 )
-def test_a_file_that_is_not_what_was_announced_leaves_the_old_one(
-    tmp_path, file_record, changes, sentence, tree
-):
+def test_a_file_that_is_not_what_was_announced_leaves_the_old_one(tmp_path, file_record, changes, sentence, tree):
     writer = FileWriter(tmp_path)
     writer.write(file_record("a.txt", b"old"))
     with pytest.raises(RecordError, match=sentence) as caught:
@@ -128,9 +126,7 @@ def test_a_path_through_a_file_or_onto_a_folder_is_a_sentence(tmp_path, file_rec
     writer = FileWriter(tmp_path)
     writer.write(file_record("a/b", b"kept"))
     for path in ("a/b/c", "a", "n" * 300):
-        with pytest.raises(
-            RecordError, match=r"cannot write .*: (File exists|Not a dir|Is a dir|File name too)"
-        ):
+        with pytest.raises(RecordError, match=r"cannot write .*: (File exists|Not a dir|Is a dir|File name too)"):
             writer.write(file_record(path))
     assert tree(tmp_path) == {"a/b"}
 

@@ -53,9 +53,7 @@ def test_remembers_what_the_summary_needs(metrics_record):
 def test_full_disk_is_one_sentence_with_the_file_and_keeps_no_record_from_the_others(metrics_record):
     full, other = Memory(OSError(errno.ENOSPC, "No space left on device", "runs/metrics.jsonl")), Memory()
     handler = ResultsHandler([full, other])
-    with pytest.raises(
-        RecordError, match=r"cannot write runs/metrics.jsonl: No space left .*free some space"
-    ):
+    with pytest.raises(RecordError, match=r"cannot write runs/metrics.jsonl: No space left .*free some space"):
         handler.handle(metrics_record(1, loss=1.0))
     assert len(other.records) == 1
     with pytest.raises(RecordError, match="No space left"):
@@ -121,9 +119,7 @@ def test_default_writers_make_the_designed_run_directory(
     events = {name for name in files if name.startswith("tensorboard/events.out.tfevents.")}
     assert len(events) == 1
     names = {"step-000010.pt", "last.pt", "best.pt", "manifest.json"}
-    expected = {"metrics.jsonl", "logs/rank-1.log", "samples/names.txt"} | {
-        f"checkpoints/{name}" for name in names
-    }
+    expected = {"metrics.jsonl", "logs/rank-1.log", "samples/names.txt"} | {f"checkpoints/{name}" for name in names}
     assert files - events == expected
 
 
@@ -152,8 +148,6 @@ with package.ResultsHandler(package.default_writers({str(tmp_path)!r})) as handl
     handler.handle(Record("image", {{"name": "i", "png": png}}))
 print(json.dumps([name for name in ("torch", "tensorflow", "tensorboardX") if name in sys.modules]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []

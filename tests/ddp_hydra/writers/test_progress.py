@@ -59,9 +59,7 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
     plain_writer.write(start)
     for step in range(1, 31):
         clock.now += 3
-        plain_writer.write(
-            metrics_record(step, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4)
-        )
+        plain_writer.write(metrics_record(step, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4))
         if step % 10 == 0:
             plain_writer.write(metrics_record(step, val__loss=0.1, val__accuracy=0.972))
     plain_writer.close()
@@ -76,9 +74,7 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
         for epoch in (1, 2, 3)
     ]
     between = lines[3:]
-    assert between[0] == (
-        "epoch 1/5  step 4/50  train/loss 0.25  train/accuracy 0.9  1234 samples/s  ETA 0:02:18"
-    )
+    assert between[0] == ("epoch 1/5  step 4/50  train/loss 0.25  train/accuracy 0.9  1234 samples/s  ETA 0:02:18")
     # 30 steps of 3 s: every 10 s at most, so each 4th step, and each lasting line counts too.
     assert len(between) == 9
 
@@ -165,9 +161,7 @@ os._exit(0)
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, timeout=60
-        )
+        done = subprocess.run([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, timeout=60)
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (0, b"goes on\n")

@@ -1,0 +1,175 @@
+"""DDP is right: neither the number of ranks nor a stop and resume changes the data order or the losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from ddp_hydra import config
+from ddp_hydra.dispatch import Gang
+from ddp_hydra.project import pack
+from ddp_hydra.results import Record
+from ddp_hydra.writers import ResultsHandler, default_writers
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+
+TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "results.keep_checkpoints=null")
+TIMES = ("time", "samples_per_s", "data_wait")
+
+
+@dataclass
+class Trained:
+    """One run of the training loop on a gang."""
+
+    folder: Path
+    records: list[Record]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what is measured by a clock."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+    def samples(self) -> list[list[int]]:
+        """The global batches, as the model saw them, the ranks' parts one after the other."""
+        told = [r for r in self.records if r.kind == "text" and r.data["name"] == "samples"]
+        by_rank: dict[int, list[list[int]]] = {}
+        for record in told:
+            by_rank.setdefault(record.rank, []).append(json.loads(record.data["text"]))
+        return [list(chain(*parts)) for parts in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
+
+    def checkpoint(self, name: str) -> dict[str, Any]:
+        return torch.load(self.folder / "checkpoints" / name, weights_only=True)
+
+
+@pytest.fixture
+def train(project, tmp_path) -> Callable[..., Trained]:
+    """Run the training loop on some ranks of a cluster."""
+
+    def run(client: Any, name: str, *overrides: str, ranks: int = 2, resume: Path | None = None) -> Trained:
+        config.register()
+        with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+            plain = config.plain(compose("config", [*TINY, *overrides]))
+        files = {"resume": resume} if resume else {}
+        gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files=files)
+        records: list[Record] = []
+        with ResultsHandler(default_writers(tmp_path / name, gang.fetch, keep=None, progress=False)) as handler:
+
+            def take(record: Record) -> None:
+                records.append(record)
+                handler.handle(record)
+
+            gang.on_record = take
+            gang.run("ddp_hydra.train:train", plain)
+        return Trained(tmp_path / name, records)
+
+    return run
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """Bit for bit, all the way down."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_equal(one, other)
+    else:
+        assert a == b
+
+
+def test_one_two_and_four_ranks_see_the_same_samples_and_have_the_same_losses(client4, train):
+    runs = {
+        ranks: train(
+            client4, f"{ranks}", f"data.batch_size={24 // ranks}", "model.tell=true", "trainer.epochs=3", ranks=ranks
+        )
+        for ranks in (1, 2, 4)
+    }
+    reference = runs[1]
+    steps = [line for line in reference.metrics() if "train/loss" in line]
+    assert len(steps) == len(reference.samples()) == 3 * 96 // 24
+    assert sorted(chain(*reference.samples()[:4])) == list(range(96))  # an epoch is every sample once
+    assert reference.samples()[:4] != reference.samples()[4:8]
+    for run in (runs[2], runs[4]):
+        assert run.samples() == reference.samples()
+        assert len(run.metrics()) == len(reference.metrics())
+        for line, expected in zip(run.metrics(), reference.metrics(), strict=True):
+            assert line == pytest.approx(expected, rel=1e-5)
+
+
+DROPOUT = (
+    "model.dropout=0.5",
+    "optimizer=adam",
+    "scheduler=cosine",
+    "trainer.epochs=3",
+    "trainer.checkpoint_every_steps=4",
+)
+
+
+@pytest.mark.parametrize("step", [4, 6, 12], ids=["mid-epoch", "epoch's end", "mid-epoch of the third"])
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train, step):
+    """With dropout, momentum and a schedule; 6 steps an epoch."""
+    whole = train(client2, "whole", *DROPOUT)
+    resumed = train(client2, "resumed", *DROPOUT, resume=whole.folder / "checkpoints" / f"step-{step:06d}.pt")
+    rest = [line for line in whole.metrics() if line["step"] > step]
+    assert {line["step"] for line in rest} == set(range(step + 1, 19))
+    assert [line for line in resumed.metrics() if line["step"] > step] == rest
+    assert_equal(resumed.checkpoint("last.pt"), whole.checkpoint("last.pt"))
+    assert_equal(resumed.checkpoint("step-000016.pt"), whole.checkpoint("step-000016.pt"))
+
+
+def test_a_run_resumed_with_another_number_of_ranks_reads_on_where_it_stopped(client4, train):
+    settings = ("model.tell=true", "trainer.epochs=2", "trainer.checkpoint_every_steps=2")
+    whole = train(client4, "whole", *settings, "data.batch_size=12", ranks=2)
+    first_steps = whole.folder / "checkpoints" / "step-000002.pt"
+    resumed = train(client4, "resumed", *settings, "data.batch_size=6", ranks=4, resume=first_steps)
+    assert resumed.samples() == whole.samples()[2:]
+    losses = [line["train/loss"] for line in whole.metrics() if line["step"] > 2 and "train/loss" in line]
+    assert [line["train/loss"] for line in resumed.metrics() if "train/loss" in line] == pytest.approx(losses, rel=1e-5)
+
+
+def test_two_runs_with_the_same_seed_are_the_same_and_with_another_are_not(client2, train):
+    first, second, other = (
+        train(client2, name, "model.dropout=0.2", f"seed={seed}", "trainer.max_steps=4")
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    assert first.metrics() == second.metrics()
+    assert_equal(first.checkpoint("last.pt"), second.checkpoint("last.pt"))
+    assert first.metrics() != other.metrics()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_validation_counts_every_sample_once_whatever_the_number_of_ranks(client4, train, ranks):
+    """37 samples do not divide by 3."""
+    run = train(client4, "run", "trainer.max_steps=2", "data.batch_size=4", ranks=ranks)
+    (validation,) = [line for line in run.metrics() if "val/accuracy" in line]
+    correct = validation["val/accuracy"] * 37
+    assert correct == pytest.approx(round(correct), abs=1e-9)
+    again = evaluate_by_hand(run)
+    assert validation["val/accuracy"] == again["accuracy"]
+    assert validation["val/loss"] == pytest.approx(again["loss"], rel=1e-6)
+
+
+def evaluate_by_hand(run: Trained) -> dict[str, float]:
+    """The same numbers in plain torch: the model of tests/integration/project over all of its validation data."""
+    generator = torch.Generator().manual_seed(2)
+    y = torch.arange(37) % 4
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))[y] + 0.5 * torch.randn(37, 6, generator=generator)
+    x[:, 0] = torch.arange(37) / 1024
+    weights = run.checkpoint("last.pt")["model"]
+    hidden = torch.tanh(x @ weights["layers.0.weight"].T + weights["layers.0.bias"])
+    logits = hidden @ weights["layers.3.weight"].T + weights["layers.3.bias"]
+    loss = torch.nn.functional.cross_entropy(logits, y)
+    return {"accuracy": (logits.argmax(1) == y).double().mean().item(), "loss": loss.item()}

@@ -1,0 +1,303 @@
+"""The command line, from a config to a finished run directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1")
+ENDLESS = (*TINY, "trainer.epochs=100000", "data.delay_s=0.001", "trainer.checkpoint_every_steps=5")
+
+
+def lines_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary_of(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+# -- a whole run, of the real data and model ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(module_cli) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A short run of `make demo`, on two ranks."""
+    run = module_cli.folder / "run"
+    ended = module_cli.done(
+        "experiment=digits",
+        "data.batch_size=16",
+        "trainer.epochs=1",
+        "trainer.max_steps=4",
+        "trainer.log_every_steps=1",
+        "trainer.checkpoint_every_steps=3",
+        "tags=[short,test]",
+        f"hydra.run.dir={run}",
+    )
+    return run, ended
+
+
+def test_the_run_directory_is_as_designed(digits):
+    run, _ = digits
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    (events,) = [name for name in files if name.startswith("tensorboard/events.out.tfevents.")]
+    assert files - {events} == {
+        ".hydra/config.yaml",
+        ".hydra/hydra.yaml",
+        ".hydra/overrides.yaml",
+        "metrics.jsonl",
+        "checkpoints/step-000003.pt",
+        "checkpoints/step-000004.pt",
+        "checkpoints/last.pt",
+        "checkpoints/best.pt",
+        "checkpoints/manifest.json",
+        "logs/rank-0.log",
+        "logs/rank-1.log",
+        "summary.json",
+    }
+
+
+def test_the_metrics_have_a_line_per_step_and_one_of_the_validation(digits):
+    lines = lines_of(digits[0])
+    training = [line for line in lines if "train/loss" in line]
+    (validation,) = [line for line in lines if "val/accuracy" in line]
+    assert [line["step"] for line in training] == [1, 2, 3, 4]
+    assert [line["samples"] for line in training] == [32, 64, 96, 128]
+    assert {"time", "attempt", "step", "epoch", "samples", "train/accuracy", "lr", "samples_per_s"} <= training[
+        0
+    ].keys()
+    assert (validation["step"], validation["attempt"]) == (4, 0)
+    assert {"val/loss", "val/accuracy"} <= validation.keys()
+
+
+def test_tensorboard_shows_the_same_scalars(digits):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    run, _ = digits
+    (events,) = (run / "tensorboard").iterdir()
+    points = {
+        (value.tag, event.step): value.tensor.float_val[0]
+        for event in EventFileLoader(str(events)).Load()
+        for value in event.summary.value
+    }
+    fields = ("time", "attempt", "step", "epoch", "samples")
+    expected = {
+        (name, line["step"]): value for line in lines_of(run) for name, value in line.items() if name not in fields
+    }
+    assert points.keys() == expected.keys()
+    assert points == pytest.approx(expected, rel=1e-6)
+
+
+def test_checkpoints_are_plain_and_as_the_manifest_says(digits):
+    folder = digits[0] / "checkpoints"
+    entries = json.loads((folder / "manifest.json").read_text())["files"]
+    assert set(entries) == {"step-000003.pt", "step-000004.pt", "last.pt", "best.pt"}
+    for name, entry in entries.items():
+        content = (folder / name).read_bytes()
+        assert entry["size"] == len(content)
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+    last = torch.load(folder / "last.pt", weights_only=True)
+    assert last["position"] == {"step": 4, "epoch": 0, "samples": 128, "offset": 128}
+    assert last["config"]["data"]["batch_size"] == 16
+    assert {"model", "optimizer", "scheduler"} <= last.keys()
+    assert not [name for name in last["model"] if name.startswith("module.")]
+    assert entries["last.pt"]["step"] == 4
+
+
+def test_the_summary_says_how_it_went(digits):
+    summary = summary_of(digits[0])
+    assert summary["status"] == "done"
+    assert (summary["steps"], summary["samples"], summary["world_size"], summary["restarts"]) == (4, 128, 2, 0)
+    assert summary["failure"] is None
+    assert summary["tags"] == ["short", "test"]
+    assert summary["samples_per_s"] > 0
+    assert {"train/loss", "val/accuracy"} <= summary["metrics"].keys()
+
+
+def test_the_logs_name_each_rank_and_the_terminal_shows_plain_lines(digits):
+    run, ended = digits
+    for rank in range(2):
+        assert f"rank {rank} of 2: host" in (run / "logs" / f"rank-{rank}.log").read_text()
+    assert "batch     16 x 2 ranks = 32 effective" in ended.stdout
+    assert "done: 4 steps" in ended.stdout
+    assert "\x1b" not in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "Warning" not in ended.stderr
+
+
+def test_evaluate_gives_the_same_numbers_as_the_training_did(digits, module_cli):
+    run, _ = digits
+    ended = module_cli.done(f"run={run}", "which=last", module="ddp_hydra.evaluate")
+    first, *rest = ended.stdout.splitlines()
+    assert first == f"{run}/checkpoints/last.pt (step 4), 359 samples"
+    (validation,) = [line for line in lines_of(run) if "val/accuracy" in line]
+    assert dict(line.split() for line in rest) == {
+        "val/loss": pytest.approx(validation["val/loss"], rel=1e-4),
+        "val/accuracy": f"{validation['val/accuracy']:.6f}",
+    }
+
+
+# -- other ways to run it ----------------------------------------------------------------------------------
+
+
+def test_the_cards_command_runs_as_typed(cli):
+    run = cli.folder / "run"
+    cli.done("model=resnet18", "data=s3_images", "cluster.n_workers=4", "trainer.max_steps=2", f"hydra.run.dir={run}")
+    summary = summary_of(run)
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("done", 2, 4)
+    assert summary["samples"] == 2 * 4 * 64
+
+
+def test_one_batch_and_inline_run_in_the_process_itself(cli):
+    run = cli.folder / "run"
+    cli.done(*TINY, "debug=one_batch", f"hydra.run.dir={run}")
+    summary = summary_of(run)
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("done", 1, 1)
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"step-000001.pt", "last.pt", "best.pt", "manifest.json"}
+    assert "val/accuracy" in summary["metrics"]
+
+
+def test_a_dry_run_builds_everything_and_starts_no_cluster(cli):
+    ended = cli.done(*TINY, "dry_run=true", "cluster.n_workers=4", PYTHONPROFILEIMPORTTIME="1")
+    assert "dry run: all of it works" in ended.stdout
+    assert "data      96 samples, 37 for validation" in ended.stdout
+    assert "3 in an epoch with 4 ranks of 8" in ended.stdout
+    assert not imported(ended.stderr) & {"distributed", "dask"}
+    assert not list(cli.folder.rglob("metrics.jsonl"))
+
+
+def test_two_runs_get_two_run_directories(cli):
+    for _ in range(2):
+        cli.done(*TINY, "cluster=inline", "trainer.max_steps=1")
+    runs = list((cli.folder / "outputs").glob("*/*"))
+    assert len(runs) == 2
+    assert all((run / "summary.json").is_file() for run in runs)
+
+
+def test_what_was_composed_is_what_runs_even_without_the_source_on_the_workers_path(cli):
+    """The model exists only in the project space, which is neither installed nor the current folder."""
+    run = cli.folder / "run"
+    cli.done(*TINY, "trainer.max_steps=2", "cluster.n_workers=1", f"hydra.run.dir={run}")
+    assert summary_of(run)["status"] == "done"
+
+
+# -- stopped -----------------------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("whom", [os.kill, os.killpg], ids=["client", "terminal"])
+def test_an_interrupt_ends_the_job_with_130_and_leaves_nothing_running(cli, wait_for, alive, ranks_alive, whom):
+    """A terminal's Ctrl-C goes to the workers, too."""
+    run = cli.folder / "run"
+    process = cli.start(*ENDLESS, f"hydra.run.dir={run}")
+    try:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(lines_of(run)) > 3, 40, "the job trains")
+        children = descendants(process.pid)
+        assert len(ranks_alive()) == 2
+        whom(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert summary_of(run)["status"] == "interrupted"
+    assert "Traceback" not in err
+    assert not ranks_alive()
+    assert not [child for child in children if alive(child.pid)]
+    assert all("step" in line for line in lines_of(run))
+
+
+def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait_for, ranks_alive):
+    """Killed at any moment, and resumed by its run directory: the same numbers as never stopped."""
+    settings = (
+        *TINY,
+        "trainer.epochs=4",
+        "trainer.checkpoint_every_steps=2",
+        "data.delay_s=0.005",
+        "model.dropout=0.3",
+    )
+    whole, killed, resumed = (cli.folder / name for name in ("whole", "killed", "resumed"))
+    cli.done(*settings, "data.delay_s=0", f"hydra.run.dir={whole}")
+    process = cli.start(*settings, f"hydra.run.dir={killed}")
+    try:
+        wait_for((killed / "checkpoints" / "step-000004.pt").exists, 40, "the job has trained 4 steps")
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not ranks_alive(), 5, "the ranks of a killed client are gone")
+    cli.done(f"resume={killed}", "data.delay_s=0", f"hydra.run.dir={resumed}")
+
+    def numbers(run):
+        clocks = ("time", "samples_per_s", "data_wait")
+        return [{name: value for name, value in line.items() if name not in clocks} for line in lines_of(run)]
+
+    again = numbers(resumed)
+    assert again[0]["step"] > 2  # the names may not have moved to the last step file yet
+    assert again == numbers(whole)[-len(again) :]
+    states = [torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"] for run in (whole, resumed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# -- answers at once ---------------------------------------------------------------------------------------
+
+
+def imported(importtime: str) -> set[str]:
+    """Modules in the output of `python -X importtime`."""
+    return {line.rpartition("|")[2].strip() for line in importtime.splitlines() if line.startswith("import time:")}
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--help"], "python -m ddp_hydra experiment=pet_names"),
+        (["--cfg", "job"], "n_workers: 2"),
+        (["--info", "defaults"], "base_config"),
+        (["--info", "plugins"], "ddp_hydra_launcher"),
+        (["model=resnet19"], "resnet18"),
+        (["cluster.n_workers=0"], "n_workers"),
+    ],
+    ids=["help", "cfg", "defaults", "plugins", "unknown", "impossible"],
+)
+def test_questions_and_mistakes_are_answered_at_once_and_without_torch(cli, arguments, said):
+    before = cpu_s()
+    ended = cli.run(*arguments, PYTHONPROFILEIMPORTTIME="1")
+    assert cpu_s() - before < 3
+    assert said in ended.stdout + ended.stderr
+    assert not imported(ended.stderr) & {"torch", "distributed", "tensorboard"}
+    assert "hydra" in imported(ended.stderr)
+
+
+def test_the_console_script_completes_groups_and_options(cli):
+    """What the shell asks after `ddp-hydra -sc install=bash`."""
+    script = "import sys; sys.argv[0] = 'ddp-hydra'; from ddp_hydra.cli import entry; entry()"
+    line = "ddp-hydra model=res"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "-sc", "query=bash"],
+        env=cli.environment(COMP_LINE=line, COMP_POINT=str(len(line))),
+        cwd=cli.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["model=resnet18", "model=resnet50"], done.stderr
