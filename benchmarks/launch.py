@@ -56,6 +56,7 @@ def overrides(ranks: int, stamp: Path) -> list[str]:
         f"optimizer.stamp={stamp}",
         "scheduler=none",
         "trainer.max_steps=1",
+        "trainer.threads=1",
         "objective.metric=train/loss",
         "objective.direction=minimize",
     ]
@@ -82,7 +83,7 @@ def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
     with cluster.connect(cfg.cluster) as client:
         for turn in range(n + 1):
             begin = time.time()
-            Gang(client, name="bench", project=packed).run(TRAIN, plain)
+            Gang(client, name="bench", project=packed, threads=1).run(TRAIN, plain)
             if turn:
                 yield since(begin, stamp)
 

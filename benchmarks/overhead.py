@@ -33,7 +33,7 @@ class Work:
     skip: int
 
 
-WORK = (Work("lstm", "Windows", 64, 1500, 200), Work("resnet18", "Images", 32, 240, 40))
+WORK = (Work("lstm", "Windows", 64, 600, 100), Work("resnet18", "Images", 32, 120, 20))
 
 
 def measure(repeats: int) -> Iterator[Figure]:

@@ -26,6 +26,7 @@ from distributed import Client, LocalCluster
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank_host import warm
 from ddp_hydra.results import Record
+from tests.data.conftest import png, s3  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parents[2]
 

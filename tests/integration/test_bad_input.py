@@ -1,0 +1,214 @@
+"""What a user can get wrong: a sentence that says what was given, what there is, and what to type."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+
+TINY = ("data=tiny", "model=tiny", "trainer.max_steps=1")
+INLINE = (*TINY, "cluster=inline")
+KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret"}
+
+
+def refused(cli, *arguments: str, said: str, **variables: str) -> str:
+    """Run what can't be done; it has to fail in a readable way."""
+    ended = cli.run(*arguments, **variables)
+    assert ended.returncode == 1, ended.stdout
+    assert re.search(said, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model=resnet19"], r"(?s)model/resnet19.*resnet18"),
+        (["models=resnet18"], r"'models'"),
+        (["optimizer.learning_rate=1"], r"learning_rate"),
+        (["trainer.epoch=1"], r"(?s)epoch.*TrainerConfig|epoch.*not in"),
+        (["trainer.epochs=many"], r"(?s)many.*(?i:integer).*trainer\.epochs"),
+        (["trainer.precision=fp8"], r"(?s)fp8.*fp32.*bf16"),
+        (["cluster.n_workers=0"], r"cluster\.n_workers=0: give a whole number of at least 1"),
+        (["data.batch_size=-4"], r"data\.batch_size=-4: give a whole number of at least 1"),
+        (["data.batch_size=two"], r"data\.batch_size=two: give a whole number"),
+        (["trainer.epochs=null", "trainer.max_steps=null"], r"never end: give one"),
+        (["dispatch.port_range=[5]"], r"dispatch\.port_range=\[5\]: give the first and the last"),
+        (["resume=no-such-run"], r"no-such-run does not exist"),
+        (["this is no override"], r"this is no override"),
+    ],
+)
+def test_a_config_that_cannot_be_a_job(cli, arguments, said):
+    refused(cli, *TINY, *arguments, said=said)
+
+
+def test_the_project_space_is_missing(cli):
+    said = refused(cli, *TINY, said="no conf/config.yaml", DDP_HYDRA_PROJECT=str(cli.folder))
+    assert "DDP_HYDRA_PROJECT" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["model._target_=models.tiny.Huge", "cluster=inline"], r"models\.tiny\.Huge"),
+        (["model._target_=no_such_package.Model", "cluster.n_workers=2"], r"no_such_package"),
+    ],
+    ids=["class-inline", "module-on-workers"],
+)
+def test_a_target_that_does_not_exist(cli, arguments, said):
+    refused(cli, *TINY, *arguments, "hydra.run.dir=run", said=said)
+    summary = json.loads((cli.folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert re.search(said, summary["failure"]["message"])
+
+
+def test_a_target_that_does_not_take_an_argument(cli):
+    refused(cli, *INLINE, "+model.colour=red", said=r"models\.tiny\.Tiny.*colour")
+
+
+def test_a_data_set_smaller_than_a_global_batch(cli):
+    refused(cli, *TINY, "cluster.n_workers=1", "data.batch_size=97", said=r"96 samples, fewer.*data\.batch_size=96")
+
+
+# -- where results go and come from ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(cli):
+    """A run with two checkpoints."""
+    run = cli.folder / "finished"
+    cli.done(
+        *TINY, "trainer.max_steps=4", "trainer.checkpoint_every_steps=2", "cluster.n_workers=1", f"hydra.run.dir={run}"
+    )
+    return run
+
+
+def test_an_output_directory_below_a_file(cli):
+    (cli.folder / "file").write_text("I was here first")
+    refused(cli, *INLINE, "hydra.run.dir=file/run", said=r"(?s)file/run.*hydra\.run\.dir=<folder>")
+    assert (cli.folder / "file").read_text() == "I was here first"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unwritable for root")
+def test_an_output_directory_without_permission(cli):
+    (cli.folder / "mine").mkdir(mode=0o500)
+    refused(cli, *INLINE, "hydra.run.dir=mine/run", said=r"(?s)mine/run.*hydra\.run\.dir=<folder>")
+
+
+def test_a_resume_of_something_that_is_no_run(cli):
+    (cli.folder / "elsewhere").mkdir()
+    (cli.folder / "elsewhere" / "notes.txt").write_text("no run")
+    refused(cli, *INLINE, "resume=elsewhere", said=r"elsewhere is not a run directory.*notes\.txt.*run")
+    refused(
+        cli,
+        *TINY,
+        "cluster.n_workers=1",
+        "resume=elsewhere/notes.txt",
+        said=r"notes\.txt can't be read as a checkpoint",
+    )
+
+
+def test_a_truncated_checkpoint_names_the_one_before_it(cli, finished):
+    last = finished / "checkpoints" / "last.pt"
+    content = last.read_bytes()
+    last.unlink()  # it shares its content with the step file
+    last.write_bytes(content[: len(content) // 2])
+    (finished / "checkpoints" / "step-000004.pt").write_bytes(content[:100])
+    said = refused(cli, f"resume={finished}", said=r"last\.pt is damaged.*bytes.*use the one before it")
+    earlier = re.search(r"the one before it, (\S+)", said)[1]
+    assert earlier.endswith("step-000002.pt")
+    cli.done(f"resume={earlier}", "hydra.run.dir=again")
+
+
+def test_a_truncated_checkpoint_without_a_manifest(cli, finished):
+    stray = cli.folder / "stray.pt"
+    stray.write_bytes((finished / "checkpoints" / "step-000002.pt").read_bytes()[:2000])
+    refused(cli, *TINY, "cluster.n_workers=1", f"resume={stray}", said=r"stray\.pt can't be read as a checkpoint")
+
+
+def test_a_checkpoint_of_another_model_or_optimizer(cli, finished):
+    path = finished / "checkpoints" / "step-000004.pt"
+    again = (f"resume={path}", "trainer.max_steps=6")
+    refused(cli, *again, "optimizer=adam", said=r"does not fit this optimizer")
+    refused(cli, *again, "model.num_classes=7", said=r"not of this model.*7")
+
+
+# -- objects in a bucket -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(s3, png):
+    """A bucket of images, one of which is a text, and the arguments to read of its server."""
+    objects = {f"{part}/{label}/{n}.png": png(red=n) for part in ("train", "val") for label in "ab" for n in range(8)}
+    objects["train/a/3.png"] = b"I am a text"
+    bucket = s3.fill(objects)
+    return bucket, ("data.batch_size=4", f"data.endpoint_url={s3.endpoint_url}", "trainer.max_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["data.bucket=no-such-bucket"], r"no bucket 'no-such-bucket' at http://127\.0\.0\.1.*data\.bucket="),
+        (
+            ["data.bucket={bucket}", "data.train_prefix=training"],
+            r"(?s)/training.*are: train, val.*data\.train_prefix=",
+        ),
+        (["data.bucket={bucket}", "data.endpoint_url=http://127.0.0.1:9"], r"not reachable.*data\.endpoint_url="),
+        (["data.bucket=any", "data.endpoint_url=localhost:9000"], r"localhost:9000.*data\.endpoint_url=http://"),
+    ],
+    ids=["missing-bucket", "empty-prefix", "unreachable", "endpoint-without-scheme"],
+)
+def test_data_that_cannot_be_read(cli, images, arguments, said):
+    bucket, settings = images
+    given = [argument.format(bucket=bucket) for argument in arguments]
+    refused(cli, *settings, "cluster.n_workers=1", *given, said=said, **KEYS)
+
+
+def test_a_text_among_the_images(cli, images):
+    bucket, settings = images
+    ended = cli.run(*settings, "cluster.n_workers=1", f"data.bucket={bucket}", **KEYS)
+    assert ended.returncode == 1
+    first = next(line for line in ended.stderr.splitlines() if line.startswith("ddp_hydra: "))
+    said = r"rank 0 on 127\.0\.0\.1: .*1 of 16 images.*allows 0.*train/a/3\.png.*I am a text.*max_bad_fraction="
+    assert re.search(said, first), ended.stderr
+
+
+def test_one_text_among_many_images_is_allowed_and_named_in_the_log(cli, images):
+    bucket, settings = images
+    allowed = ("data.max_bad_fraction=0.1", "trainer.max_steps=4", "hydra.run.dir=run")
+    cli.done(*settings, "cluster.n_workers=1", f"data.bucket={bucket}", *allowed, **KEYS)
+    assert "train/a/3.png" in (cli.folder / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_wrong_credentials_are_named_and_not_shown(cli, images, monkeypatch):
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    bucket, settings = images
+    told = refused(
+        cli,
+        *settings,
+        "cluster.n_workers=1",
+        f"data.bucket={bucket}",
+        "hydra.run.dir=run",
+        said=r"refused the credentials of the environment.*data\.anon=true",
+        **KEYS,
+    )
+    secret = KEYS["AWS_SECRET_ACCESS_KEY"]
+    assert secret not in told
+    written = [path for path in cli.folder.rglob("*") if path.is_file()]
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
+    assert written
+
+
+def test_names_without_a_network(cli):
+    said = refused(
+        cli,
+        "experiment=pet_names",
+        "cluster.n_workers=1",
+        "data.source=http://127.0.0.1:9/names.json",
+        said=r"http://127\.0\.0\.1:9/names\.json is not reachable",
+    )
+    assert "data.source=" in said
