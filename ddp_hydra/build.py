@@ -28,7 +28,7 @@ from hydra.utils import get_class, get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, DdpHydraError
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -40,6 +40,8 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
             return instantiate(node, *args, **kwargs)
         except InstantiationException as error:
             cause = error.__cause__
+            if isinstance(cause, DdpHydraError):
+                raise cause from None
             if cause is None or isinstance(cause, (ImportError, AttributeError)):
                 raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
             if isinstance(cause, (OSError, ValueError, TypeError, LookupError)):

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import hydra
@@ -59,7 +60,9 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     if not resumed or not saved.is_file():
         return arguments
     given = {_key(word) for word in arguments} | {"resume", "dry_run"}
-    return [word for word in map(str, OmegaConf.load(saved)) if _key(word) not in given] + arguments
+    # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
+    kept = [word for word in map(str, OmegaConf.load(saved)) if not {_key(word), _key(word).split(".")[0]} & given]
+    return kept + arguments
 
 
 def _key(override: str) -> str:
@@ -88,7 +91,10 @@ def sentence(error: Exception) -> str:
     if isinstance(error, DdpHydraError):
         return str(error)
     if isinstance(error, CompactHydraException):
-        return "\n".join(str(part) for part in (error, error.__cause__) if part)
+        lines = [str(part) for part in (error, error.__cause__) if part]
+        if "not in 'Config'" in lines[-1]:  # Hydra would have it appended, which is no help for a misspelt name
+            lines.append(f"the groups and keys are {', '.join(field.name for field in fields(config.Config))}")
+        return "\n".join(lines)
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError) and not any(frame.filename == __file__ and frame.name == "main" for frame in frames):
         return (

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
 
-FOLDERS = ("models", "data", "conf")
+PACKAGES = ("models", "data")
+FOLDERS = (*PACKAGES, "conf")
 SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml", ".txt")
 MAX_BYTES = 10 * 2**20
 
@@ -84,11 +85,14 @@ def pack(root: Path) -> Project:
             f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets "
             "elsewhere"
         )
+    contents = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+    for name in PACKAGES:
+        # Without it, a regular package of that name anywhere on a worker's path would win over the project's.
+        contents.setdefault(f"{name}/__init__.py", b"")
     digest = hashlib.sha256()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in files:
-            name, content = path.relative_to(root).as_posix(), path.read_bytes()
+        for name, content in sorted(contents.items()):
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return Project(digest.hexdigest(), buffer.getvalue())

@@ -7,6 +7,7 @@ has to be renewed and no lock is left behind. The scheduler also tells a gang wh
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,10 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from ddp_hydra import placement
 from ddp_hydra.errors import ClusterError
 
+log = logging.getLogger(__name__)
 POLL_S = 0.2
+GROW_S = 10.0
+"""How long a cluster that is too small may take to grow."""
 LATE_S = 2.0
 
 
@@ -38,26 +42,34 @@ def reserved(client: Client, gang: str, ranks: int | None, timeout_s: float) -> 
     Raises:
         ClusterError: not enough workers came free in time.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        answer = client.run_on_scheduler(take, gang, client.id, ranks)
-        if "workers" in answer:
-            break
-        if time.monotonic() > deadline:
-            raise ClusterError(
-                f"{answer['wanted']} workers were wanted, {answer['free']} of {answer['total']} are free after "
-                f"{timeout_s:g} s: the rest are held by other jobs. Give dispatch.ranks={max(1, answer['free'])} or "
-                "less, add workers, or wait longer with dispatch.queue_timeout_s"
-                if answer["total"] >= answer["wanted"]
-                else f"dispatch.ranks={answer['wanted']}, but the cluster has {answer['total']} workers: give "
-                f"cluster.n_workers={answer['wanted']} or dispatch.ranks={answer['total']}"
-            )
+    begin = time.monotonic()
+    told = False
+    while "workers" not in (answer := client.run_on_scheduler(take, gang, client.id, ranks)):
+        waited_s = time.monotonic() - begin
+        enough = answer["total"] >= answer["wanted"]
+        if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
+            raise ClusterError(_too_few(enough=enough, waited_s=waited_s, **answer))
+        if waited_s > 1 and not told:
+            log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
+            told = True
         time.sleep(POLL_S)
     try:
         yield answer["workers"]
     finally:
         if client.status == "running":
             client.run_on_scheduler(give_back, gang)
+
+
+def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float) -> str:
+    if not enough:
+        return (
+            f"dispatch.ranks={wanted}, but the cluster has {total} workers: give cluster.n_workers={wanted} or "
+            f"dispatch.ranks={total}"
+        )
+    return (
+        f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s: the rest are held by other "
+        f"jobs. Give dispatch.ranks={max(1, free)} or less, add workers, or wait longer with dispatch.queue_timeout_s"
+    )
 
 
 def take(gang: str, holder: str, ranks: int | None, dask_scheduler: Any = None) -> dict[str, Any]:

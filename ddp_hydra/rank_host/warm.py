@@ -66,6 +66,7 @@ def release() -> None:
 def socket_path() -> Path:
     """Where the server of this user and this Python environment listens."""
     versions = [importlib.metadata.version(name) for name in ("torch", "distributed")]
+    versions += [str(max(file.stat().st_mtime_ns for file in Path(ddp_hydra.__file__).parent.rglob("*.py")))]
     identity = "\0".join([sys.executable, sys.prefix, *ddp_hydra.__path__, *versions, *_import_time_variables()])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return runtime_folder() / f"{name}.sock"

@@ -68,7 +68,15 @@ def test_code_and_configuration_are_packed_and_nothing_else(tmp_path):
             "secret.py": "x",
         },
     )
-    assert names(pack(tmp_path)) == ["conf/config.yaml", "data/deep/er/er.toml", "data/names.json", "models/net.py"]
+    code = ["conf/config.yaml", "data/deep/er/er.toml", "data/names.json", "models/net.py"]
+    assert names(pack(tmp_path)) == sorted([*code, "data/__init__.py", "models/__init__.py"])
+
+
+def test_a_package_without_init_is_shipped_as_a_regular_one(tmp_path):
+    make(tmp_path, **{"models/net.py": "x = 1", "data/__init__.py": "y = 2"})
+    folder = pack(tmp_path).unpack(tmp_path / "there")
+    assert (folder / "models" / "__init__.py").read_text() == ""
+    assert (folder / "data" / "__init__.py").read_text() == "y = 2"
 
 
 def test_the_archive_is_compressed(tmp_path):
