@@ -8,21 +8,19 @@ DdpHydraError
 └── JobFailed              the gang failed; carries the root cause
     └── RankFailed         a rank raised, exited or was killed
 
-Each message says what was given, what is allowed or was found, and what to type. They derive from Hydra's
-compact exception, so that the command line shows the sentence and not a traceback.
+Each message says what was given, what is allowed or was found, and what to type; the command line shows it without
+a traceback. Nothing is imported here: workers and ranks load this module, too.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hydra.errors import CompactHydraException
-
 if TYPE_CHECKING:
     from ddp_hydra.outcome import Failure
 
 
-class DdpHydraError(CompactHydraException):
+class DdpHydraError(Exception):
     """Base of all errors raised on purpose."""
 
 

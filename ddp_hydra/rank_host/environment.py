@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 
 from ddp_hydra.placement import RankSpec
-from ddp_hydra.rank_host.warm import THREAD_LIMITS
+from ddp_hydra.rank_host.warm import without_dasks_limits
 
 
 def of_rank(spec: RankSpec) -> dict[str, str]:
     """The worker's environment, plus what everyone expects to find in a rank's."""
-    variables = {name: value for name, value in os.environ.items() if name not in THREAD_LIMITS}
-    variables |= {
+    variables = without_dasks_limits(os.environ) | {
         "RANK": str(spec.rank),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_RANK": str(spec.local_rank),

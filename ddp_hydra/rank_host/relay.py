@@ -6,6 +6,7 @@ collective that hangs) leaves the worker whole. This task never raises for what 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -107,6 +108,7 @@ class Relay:
         self.exit: dict[str, Any] | None = None
         self.stopping_since: float | None = None
         self.said = b""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
 
     def run(self) -> dict[str, Any]:
         """Start the rank, relay until it has ended, and return the data of its end record."""
@@ -196,7 +198,7 @@ class Relay:
             self.close(self.output)
             return
         self.said = (self.said + chunk)[-8192:]
-        text = chunk.decode(errors="replace")
+        text = self.decoder.decode(chunk)
         self.forward(Record("log", {"text": text}, self.rank, None, time.time(), self.order.attempt).encode())
 
     def on_server(self) -> None:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def _start(address: Path) -> None:
         address.chmod(0o600)
         listener.listen(128)
         command = [sys.executable, "-m", "ddp_hydra.rank_host.server", str(listener.fileno()), str(address)]
-        environment = {name: value for name, value in os.environ.items() if name not in THREAD_LIMITS}
+        environment = ALLOCATOR | without_dasks_limits(os.environ)
         path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         # The intermediate parent ends at once: a server outlives whoever happened to start it.
@@ -143,7 +143,23 @@ def _start(address: Path) -> None:
         listener.close()
 
 
-THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Dask's nanny sets these to 1 for its workers; each rank is given its own number."""
+DASKS_LIMITS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+"""What Dask's nanny sets for its workers, and what would slow a rank down: each has its own number of threads, and
+takes its large buffers again and again."""
+
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
+"""Lets glibc keep the buffers that each step frees instead of fetching them from the kernel again. It reads them when
+a process starts, so they are the server's; setting only one of the two switches off its own adaptation."""
+
+
+def without_dasks_limits(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are not just Dask's defaults for its workers."""
+    return {name: value for name, value in variables.items() if DASKS_LIMITS.get(name) != value}
+
 
 _DETACH = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"

@@ -215,6 +215,16 @@ def test_what_a_rank_writes_to_its_terminal_is_in_its_log(client2, run_into, tmp
         assert lines[1:] == [f"{what} {number}" for what in ("out", "err", "raw", "child")]
 
 
+def test_a_character_that_falls_between_two_reads_stays_one(client2, run_into, tmp_path):
+    def talk():
+        sys.stdout.write("x" + "\N{SNOWMAN}" * 200_000 + "\n")
+
+    run_into(client2, talk)
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert log.count("\N{SNOWMAN}") == 200_000
+    assert "\N{REPLACEMENT CHARACTER}" not in log
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV])
 def test_the_last_words_before_a_crash_are_heard(client2, gang, heard, end):
     def die():

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from ddp_hydra.errors import ClusterError
+from ddp_hydra.placement import INLINE
+from ddp_hydra.rank_host import environment, warm
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "HOME": "/root"}, {"HOME": "/root"}),
+        (
+            {"OMP_NUM_THREADS": "8", "MALLOC_TRIM_THRESHOLD_": "1"},
+            {"OMP_NUM_THREADS": "8", "MALLOC_TRIM_THRESHOLD_": "1"},
+        ),
+    ],
+)
+def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given, kept):
+    assert warm.without_dasks_limits(given) == kept
+
+
+def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MY_OWN", "x")
+    variables = environment.of_rank(INLINE)
+    assert "OMP_NUM_THREADS" not in variables
+    assert {name: variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MY_OWN", "GLOO_SOCKET_IFNAME")} == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MY_OWN": "x",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]), ({"CUDA_VISIBLE_DEVICES": ""}, [])],
+)
+def test_the_gpus_of_a_worker_are_those_it_sees(variables, gpus):
+    assert environment.visible_gpus(variables) == gpus
+
+
+def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    second = type(INLINE)(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
+    assert environment.of_rank(second)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
+
+
+def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):
+    before = warm.socket_path()
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert warm.socket_path() != before
+    assert warm.socket_path().parent == before.parent
+
+
+def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "ddp_hydra").mkdir(mode=0o755)
+    with pytest.raises(ClusterError, match="must belong to you and be closed to others"):
+        warm.connect()
