@@ -1,0 +1,38 @@
+"""Hydra's own test suites for launchers, against ours."""
+
+from __future__ import annotations
+
+import pytest
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
+
+pytestmark = [
+    pytest.mark.integration,
+    # The suites' own tasks say nothing of the working directory, on which Hydra 1.3 remarks.
+    pytest.mark.filterwarnings("ignore:Future Hydra versions will no longer change working directory"),
+]
+
+
+def test_the_launcher_is_discovered():
+    """Comes first: the suites need a Hydra that has looked for its plugins."""
+    assert "DaskDDPLauncher" in [plugin.__name__ for plugin in Plugins.instance().discover(Launcher)]
+
+
+@pytest.mark.parametrize(("launcher_name", "overrides"), [("dask_ddp", [])])
+class TestLauncher(LauncherTestSuite):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("launcher_name", "overrides"), [("dask_ddp", ["hydra/sweeper=basic", "hydra.sweeper.max_batch_size=2"])]
+)
+class TestBatchedSweeper(BatchedSweeperTestSuite):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/job_logging=disabled", "hydra/launcher=dask_ddp"])]
+)
+class TestIntegration(IntegrationTestSuite):
+    pass
