@@ -47,6 +47,7 @@ class Attempt:
         self.ended: set[int] = set()
         self.lost: set[str] = set()
         self.started: set[int] = set()
+        self.reader_failed = False
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
 
     @contextlib.contextmanager
@@ -178,11 +179,18 @@ class Attempt:
         elif record.kind == "end":
             self.on_end(record)
         else:
-            self.gang.on_record(record)
+            self.read(record)
             self.unacknowledged[record.rank] += size
             if self.unacknowledged[record.rank] > ACKNOWLEDGE_BYTES:
                 self.tell({record.rank: {"acknowledged": self.unacknowledged[record.rank]}})
                 self.unacknowledged[record.rank] = 0
+
+    def read(self, record: Record) -> None:
+        """Give a record to its reader; one that has failed (a full disk, say) is not asked again."""
+        if not self.reader_failed:
+            self.reader_failed = True
+            self.gang.on_record(record)
+            self.reader_failed = False
 
     def on_end(self, record: Record) -> None:
         """Note how a rank ended."""

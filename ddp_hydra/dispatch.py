@@ -77,11 +77,13 @@ class Gang:
     port_range: tuple[int, int] | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
+    world_size: int = field(default=0, init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
         name = f"{self.name}-{secrets.token_hex(4)}"
         with reserved(self.client, name, self.ranks, self.queue_timeout_s) as workers:
+            self.world_size = len(workers)
             self.attempt = Attempt(self, name, placement.plan(workers))
             try:
                 if self.files:

@@ -34,13 +34,20 @@ class DirectSender:
             self.on_record(Record.decode(record.encode()))
 
 
-def run(fn: Callable[..., Any] | str, *args: Any, on_record: Callable[[Record], None], **kwargs: Any) -> list[Any]:
+def run(
+    fn: Callable[..., Any] | str,
+    *args: Any,
+    on_record: Callable[[Record], None],
+    threads: int = 0,
+    **kwargs: Any,
+) -> list[Any]:
     """Run a function as the only rank of a process group.
 
     Args:
         fn: the function, or "module:name".
         args: passed to it.
         on_record: called with each record.
+        threads: CPU threads; 0 leaves them as they are.
         kwargs: passed to it.
 
     Returns:
@@ -54,6 +61,8 @@ def run(fn: Callable[..., Any] | str, *args: Any, on_record: Callable[[Record], 
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
         names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
         os.environ.update(names)
+        if threads:
+            rank.set_threads(threads, local_world_size=1)
         listener = rendezvous.bind("127.0.0.1")
         port = listener.getsockname()[1]
         results.connect(DirectSender(on_record, Path(folder)))

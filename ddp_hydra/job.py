@@ -80,7 +80,8 @@ class Job:
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
             paths = {name: str(path) for name, path in files.items()}
             try:
-                return inline.run(TRAIN, plain, on_record=handler.handle, files=paths)[0]
+                threads = self.cfg.trainer.threads
+                return inline.run(TRAIN, plain, on_record=handler.handle, threads=threads, files=paths)[0]
             finally:
                 self.note(handler)
 
@@ -108,7 +109,7 @@ class Job:
                     values = gang.run(TRAIN, plain)
                 finally:
                     self.note(handler)
-            self.summary["world_size"] = len(values)
+                    self.summary["world_size"] = gang.world_size
             return values[0]
 
     def note(self, handler: ResultsHandler) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hydra import dispatch, results
+from ddp_hydra import dispatch, results, results
 from ddp_hydra.errors import RankFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -263,6 +263,24 @@ def test_an_error_of_the_reader_stops_the_ranks_and_comes_out(client2, gang, hea
         gang(client2, on_record=refuse).run(tell_pid_and_wait)
     assert time.monotonic() - begin < 10
     assert not [pid for pid in heard.pids() if alive(pid)]
+    assert dispatch.run(client2, rank) == [0, 1]
+
+
+def test_a_reader_that_failed_is_not_asked_again(client2, gang):
+    asked = []
+
+    def refuse(record):
+        asked.append(record)
+        raise DiskFull
+
+    def talk_on():
+        for step in range(100_000):
+            results.log({"value": 1.0}, step=step)
+            time.sleep(0.001)
+
+    with pytest.raises(DiskFull):
+        gang(client2, on_record=refuse).run(talk_on)
+    assert len(asked) == 1
     assert dispatch.run(client2, rank) == [0, 1]
 
 
