@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hydra import dispatch, results, results
+from ddp_hydra import dispatch, results
 from ddp_hydra.errors import RankFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
