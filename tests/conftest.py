@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -49,6 +50,12 @@ def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
             os.environ[name] = value
     tempfile.tempdir = None
     shutil.rmtree(root)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_heard() -> None:
+    """Ctrl-C means something to the tests and what they start, even where they were started in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
