@@ -38,7 +38,8 @@ class Attempt:
     def __init__(self, gang: Gang, name: str, specs: list[RankSpec]) -> None:
         self.gang, self.name, self.specs = gang, name, specs
         self.client = gang.client
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        scheduler = self.client.scheduler_info(n_workers=-1)
+        self.scheduler, workers = scheduler["address"], scheduler["workers"]
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in specs}
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: list[Future] = []
@@ -133,8 +134,8 @@ class Attempt:
         """
         if self.client.status not in ("running", "connecting"):
             raise ClusterError(
-                f"the connection to the scheduler {self.client.scheduler_info()['address']} is lost; its workers stop "
-                "the ranks. Go on with resume=<run dir> once it is back"
+                f"the connection to the scheduler {self.scheduler} is lost; its workers stop the ranks. Go on with "
+                "resume=<run dir> once it is back"
             )
         for spec, future in zip(self.specs, self.futures, strict=True):
             if spec.rank not in self.ended and future.status in ("error", "cancelled", "lost"):

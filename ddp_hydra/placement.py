@@ -31,10 +31,6 @@ class RankSpec:
     host: str
 
 
-INLINE = RankSpec(0, 1, 0, 1, 0, worker="inline", host="127.0.0.1")
-"""The only rank of `cluster=inline`: this very process."""
-
-
 def plan(workers: Mapping[str, str]) -> list[RankSpec]:
     """Number the ranks host by host, so that neighbours in rank share a host.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_hydra import build, project
 from ddp_hydra.checkpoint import load_weights, read
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.manifest import find_checkpoint
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, li
         if "=" not in word:
             raise ConfigError(f"{word!r} is not key=value; usage:\n{usage}")
     schema = OmegaConf.structured(options)
-    keys = [field.name for field in fields(options)]  # type: ignore[arg-type]
+    keys = [str(key) for key in schema]
     mine = [word for word in arguments if word.partition("=")[0] in keys]
     try:
         parsed = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(mine)))
@@ -99,6 +99,3 @@ def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, li
     if unknown:
         raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}; usage:\n{usage}")
     return cast("T", parsed), [word for word in arguments if word not in mine]
-
-
-__all__ = ["CheckpointError", "Trained", "load", "parse"]

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.placement import INLINE
+from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host import environment, warm
+
+ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given
 def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MY_OWN", "x")
-    variables = environment.of_rank(INLINE)
+    variables = environment.of_rank(ALONE)
     assert "OMP_NUM_THREADS" not in variables
     assert {name: variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MY_OWN", "GLOO_SOCKET_IFNAME")} == {
         "RANK": "0",
@@ -45,7 +47,7 @@ def test_the_gpus_of_a_worker_are_those_it_sees(variables, gpus):
 
 def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    second = type(INLINE)(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
+    second = RankSpec(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
     assert environment.of_rank(second)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
 
 
