@@ -132,14 +132,16 @@ class Attempt:
         Raises:
             ClusterError: the scheduler is gone.
         """
-        if self.client.status not in ("running", "connecting"):
+        running = [pair for pair in zip(self.specs, self.futures, strict=True) if pair[0].rank not in self.ended]
+        # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
+        if self.client.status == "closed" or any(future.status in ("cancelled", "lost") for _, future in running):
             raise ClusterError(
-                f"the connection to the scheduler {self.scheduler} is lost; its workers stop the ranks. Go on with "
+                f"the scheduler {self.scheduler} is lost, or was restarted; its workers stop the ranks. Go on with "
                 "resume=<run dir> once it is back"
             )
-        for spec, future in zip(self.specs, self.futures, strict=True):
-            if spec.rank not in self.ended and future.status in ("error", "cancelled", "lost"):
-                reason = future.exception() if future.status == "error" else future.status
+        for spec, future in running:
+            if future.status == "error":
+                reason = future.exception()
                 message = f"its task ended before it did: {reason!r}; is ddp_hydra installed on worker {spec.worker}?"
                 self.failures.append(Failure("start", spec.rank, spec.host, message))
                 self.ended.add(spec.rank)

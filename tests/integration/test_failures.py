@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import Client
 
 from ddp_hydra import dispatch, results
-from ddp_hydra.errors import RankFailed
+from ddp_hydra.errors import ClusterError, RankFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
@@ -294,3 +296,26 @@ def test_an_interrupt_of_the_client_stops_the_ranks_and_comes_out(client2, gang,
         gang(client2, on_record=interrupt).run(tell_pid_and_wait)
     assert not [pid for pid in heard.pids() if alive(pid)]
     assert dispatch.run(client2, rank) == [0, 1]
+
+
+def test_a_lost_scheduler_ends_the_job_with_a_sentence(tmp_path):
+    def command(what: str, *arguments: str) -> subprocess.Popen:
+        module = f"distributed.cli.dask_{what}"
+        line = [sys.executable, "-m", module, "--scheduler-file", str(tmp_path / "scheduler.json"), "--no-dashboard"]
+        return subprocess.Popen([*line, *arguments], stderr=subprocess.DEVNULL, cwd=tmp_path)
+
+    scheduler = command("scheduler", "--host", "127.0.0.1", "--port", "0")
+    worker = command("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(tmp_path / "worker"))
+    try:
+        with Client(scheduler_file=str(tmp_path / "scheduler.json"), timeout="20s", set_as_default=False) as client:
+            client.wait_for_workers(1, timeout=20)
+
+            def kill_once_up(record):
+                scheduler.kill()
+
+            with pytest.raises(ClusterError, match=r"the scheduler tcp://.* is lost"):
+                dispatch.Gang(client, on_record=kill_once_up).run(tell_pid_and_sleep)
+    finally:
+        for process in (worker, scheduler):
+            process.kill()
+            process.wait()
