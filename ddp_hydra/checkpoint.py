@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_hydra import results
+from ddp_hydra import faults, pulse, results
 from ddp_hydra.errors import CheckpointError
 
 FORMAT = 1
@@ -58,8 +58,9 @@ class State:
         optimizer: its optimizer.
         scheduler: its learning-rate schedule.
         position: how far it is.
-        best: the objective's best value so far.
         config: the resolved config, plain.
+        best: the objective's best value so far.
+        pending: the end of an epoch is reached, and its validation still to come.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class State:
     position: Position
     config: dict[str, Any]
     best: float | None = None
+    pending: bool = False
 
     def capture(self) -> dict[str, Any]:
         """A copy, on the CPU, that later steps don't change."""
@@ -79,6 +81,7 @@ class State:
                 "scheduler": self.scheduler.state_dict(),
                 "position": asdict(self.position),
                 "best": self.best,
+                "pending": self.pending,
                 "config": self.config,
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
                 "torch": str(torch.__version__),
@@ -95,7 +98,7 @@ class State:
         try:
             self.optimizer.load_state_dict(content["optimizer"])
             self.scheduler.load_state_dict(content["scheduler"])
-            self.position = Position(**content["position"])
+            vars(self.position).update(asdict(Position(**content["position"])))
             for group in self.optimizer.param_groups:
                 if missing := self.optimizer.defaults.keys() - group.keys():
                     raise ValueError(f"it has no {', '.join(sorted(missing))}")
@@ -105,6 +108,7 @@ class State:
                 "made with (resume=<run dir> brings it along)"
             ) from error
         self.best = content.get("best")
+        self.pending = bool(content.get("pending"))
 
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
@@ -169,6 +173,35 @@ def to_cpu(value: Any) -> Any:
     return value
 
 
+def write(content: dict[str, Any], path: Path, step: int) -> None:
+    """Write a captured state to a file, with signs of life."""
+    with path.open("wb") as file:
+        torch.save(content, cast(IO[bytes], Ticking(file, step)))
+
+
+class Ticking:
+    """A file that tells the pulse of each piece written.
+
+    Args:
+        file: where to write.
+        step: of the checkpoint.
+    """
+
+    def __init__(self, file: BinaryIO, step: int) -> None:
+        self.file, self.step = file, step
+
+    def write(self, data: Any) -> int:
+        """Write one piece."""
+        pulse.tick()
+        if self.file.tell():
+            faults.write(self.step)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        """Pass on."""
+        self.file.flush()
+
+
 class Saver:
     """Writes checkpoints in the background: the loop waits only for the copy of the tensors."""
 
@@ -188,7 +221,7 @@ class Saver:
         try:
             results.submit_file(
                 f"checkpoints/step-{meta['step']:06d}.pt",
-                lambda path: torch.save(content, path),
+                lambda path: write(content, path, meta["step"]),
                 step=meta["step"],
                 checkpoint=meta,
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import config, project
@@ -25,7 +26,10 @@ def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
     from ddp_hydra import job
 
-    return job.run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    hydra_cfg = HydraConfig.get()
+    if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
+        cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
+    return job.run(cfg, Path(hydra_cfg.runtime.output_dir))
 
 
 def entry() -> None:
@@ -41,7 +45,7 @@ def compose_and_run() -> None:
     root = project.find()
     sys.path.insert(0, str(root))
     config.register()
-    sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
+    sys.argv[1:] = with_faults(with_resumed_overrides(sys.argv[1:]))
     # Hydra 1.3 wants to be told its version, 1.4 would rather not be.
     version = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
     hydra.main(config_path=str(root / "conf"), config_name="config", **version)(main)()
@@ -65,6 +69,19 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     return kept + arguments
 
 
+def with_faults(arguments: list[str]) -> list[str]:
+    """Let `+fault=kill,rank=1,step=20` be typed as it is: Hydra takes commas for a sweep.
+
+    Args:
+        arguments: of the command line.
+    """
+    given = [word for word in arguments if word.startswith(("+fault=", "fault="))]
+    if not given:
+        return arguments
+    texts = ",".join("'" + word.partition("=")[2].replace("'", "") + "'" for word in given)
+    return [word for word in arguments if word not in given] + [f"faults=[{texts}]"]
+
+
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
@@ -74,8 +91,8 @@ def report(run: Callable[[], None]) -> int:
     with errors_raised() as traceback_wanted:
         try:
             run()
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)  # noqa: T201
+        except KeyboardInterrupt as error:
+            print(str(error) or "interrupted", file=sys.stderr)  # noqa: T201
             return INTERRUPTED
         except Exception as error:
             if traceback_wanted:

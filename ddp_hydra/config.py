@@ -46,6 +46,14 @@ class Backend(Enum):
     nccl = "nccl"
 
 
+class OnNonFinite(Enum):
+    """What to do about a step whose loss is not finite on some rank."""
+
+    abort = "abort"
+    skip = "skip"
+    rollback = "rollback"
+
+
 class Handler(Enum):
     """Where the writers run."""
 
@@ -67,6 +75,10 @@ class TrainerConfig:
         validate_every_epochs: 0 means only at the end.
         checkpoint_every_steps: 0 means not by steps.
         checkpoint_every_epochs: 0 means only at the end.
+        time_limit_s: after so long, a checkpoint is made and the job ends as if interrupted; null for no limit.
+        on_nonfinite: a loss that is NaN or infinite on any rank ends the job (abort), leaves the step out (skip), or
+            goes back to the last checkpoint first (rollback).
+        max_nonfinite: such steps to put up with.
     """
 
     epochs: int | None = 5
@@ -79,11 +91,14 @@ class TrainerConfig:
     validate_every_epochs: int = 1
     checkpoint_every_steps: int = 0
     checkpoint_every_epochs: int = 1
+    time_limit_s: float | None = None
+    on_nonfinite: OnNonFinite = OnNonFinite.abort
+    max_nonfinite: int = 10
 
 
 @dataclass
 class DispatchConfig:
-    """How the gang is placed.
+    """How the gang is placed, watched and started again.
 
     Args:
         ranks: number of ranks; null for one on each worker.
@@ -92,6 +107,13 @@ class DispatchConfig:
         queue_timeout_s: how long to wait for workers that other jobs hold.
         start_timeout_s: how long the ranks may take to come up.
         port_range: first and last port allowed for the rendezvous; null for any free one.
+        max_restarts: new attempts after failures, each from the last complete checkpoint; 0 for none.
+        min_ranks: go on with fewer ranks, but never with fewer than this; null for as many as at first.
+        restart_wait_s: how long to wait for lost workers to come back or be replaced.
+        lost_timeout_s: a worker of which nothing is heard for so long is lost.
+        hang_timeout_s: a rank that makes no progress for so long hangs.
+        first_step_timeout_s: the same where a rank does something for the first time, when things are compiled.
+        grace_s: after Ctrl-C or SIGTERM, how long the checkpoint may take.
     """
 
     ranks: int | None = None
@@ -100,6 +122,13 @@ class DispatchConfig:
     queue_timeout_s: float = 86400.0
     start_timeout_s: float = 300.0
     port_range: list[int] | None = None
+    max_restarts: int = 3
+    min_ranks: int | None = None
+    restart_wait_s: float = 60.0
+    lost_timeout_s: float = 15.0
+    hang_timeout_s: float = 300.0
+    first_step_timeout_s: float = 1800.0
+    grace_s: float = 300.0
 
 
 @dataclass
@@ -109,10 +138,14 @@ class ResultsConfig:
     Args:
         handler: client: the writers run where the command was typed.
         keep_checkpoints: newest step files to keep besides last and best; null keeps all.
+        retry_s: how long a write is tried again while the disk is full or away, or the bucket fails; 0: not at all.
+        mirror: s3://bucket/folder, where checkpoints are copied to, too; null for nowhere.
     """
 
     handler: Handler = Handler.client
     keep_checkpoints: int | None = 3
+    retry_s: float = 60.0
+    mirror: str | None = None
 
 
 @dataclass
@@ -146,6 +179,7 @@ class Config:
         seed: of everything random.
         tags: words to find the run by.
         resume: a run directory or checkpoint file to go on from.
+        faults: faults to strike ranks on purpose, see `faults.py`; on the command line +fault=kill,rank=1,step=20.
         dry_run: build model and data and read one batch, here, without a cluster.
     """
 
@@ -162,6 +196,7 @@ class Config:
     seed: int = 0
     tags: list[str] = field(default_factory=list)
     resume: str | None = None
+    faults: list[str] = field(default_factory=list)
     dry_run: bool = False
 
 
@@ -186,6 +221,8 @@ def check(cfg: DictConfig) -> None:
         "trainer.epochs": cfg.trainer.epochs,
         "trainer.max_steps": cfg.trainer.max_steps,
         "trainer.log_every_steps": cfg.trainer.log_every_steps,
+        "trainer.max_nonfinite": cfg.trainer.max_nonfinite,
+        "dispatch.min_ranks": cfg.dispatch.min_ranks,
         "results.keep_checkpoints": cfg.results.keep_checkpoints,
     }
     for key, value in positive.items():
@@ -194,9 +231,17 @@ def check(cfg: DictConfig) -> None:
     for key in ("validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs", "threads"):
         if cfg.trainer[key] < 0:
             raise ConfigError(f"trainer.{key}={cfg.trainer[key]}: give 0 or more")
-    for key in ("timeout_s", "queue_timeout_s", "start_timeout_s"):
+    seconds = ("timeout_s", "queue_timeout_s", "start_timeout_s", "lost_timeout_s", "hang_timeout_s")
+    for key in (*seconds, "first_step_timeout_s"):
         if cfg.dispatch[key] <= 0:
             raise ConfigError(f"dispatch.{key}={cfg.dispatch[key]:g}: give seconds, more than 0")
+    if not cfg.results.retry_s >= 0:
+        raise ConfigError(f"results.retry_s={cfg.results.retry_s:g}: give seconds, 0 or more")
+    for key in ("max_restarts", "restart_wait_s", "grace_s"):
+        if cfg.dispatch[key] < 0:
+            raise ConfigError(f"dispatch.{key}={cfg.dispatch[key]:g}: give 0 or more")
+    if cfg.trainer.time_limit_s is not None and cfg.trainer.time_limit_s <= 0:
+        raise ConfigError(f"trainer.time_limit_s={cfg.trainer.time_limit_s:g}: give seconds, more than 0, or null")
     if cfg.trainer.epochs is None and cfg.trainer.max_steps is None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:

@@ -1,4 +1,4 @@
-"""The gang: one pinned task per rank, started together, watched, and stopped together.
+"""The gang: one pinned task per rank, started together, watched, stopped together, and started again.
 
 As a library:
 
@@ -8,7 +8,9 @@ As a library:
 
 from __future__ import annotations
 
+import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +21,17 @@ from distributed import Client
 
 from ddp_hydra import placement
 from ddp_hydra.attempt import Attempt
+from ddp_hydra.errors import ClusterError, RankFailed
+from ddp_hydra.interrupts import Interrupts
+from ddp_hydra.outcome import explain
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
 from ddp_hydra.rank_host import relay
-from ddp_hydra.reservation import reserved
+from ddp_hydra.reservation import Reservation
+from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
+
+log = logging.getLogger(__name__)
 
 
 def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -45,9 +53,26 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
     return Gang(client).run(fn, *args, **kwargs)
 
 
+@dataclass(frozen=True)
+class Call:
+    """What the ranks of one attempt run.
+
+    Args:
+        fn: the function, or "module:name".
+        args: passed to it.
+        kwargs: passed to it.
+        files: files of the client that rank 0 needs; where there are any, `fn` is called with files={name: path there}.
+    """
+
+    fn: Callable[..., Any] | str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+
 @dataclass
 class Gang:
-    """How a gang is to be dispatched.
+    """How a gang is to be dispatched, watched and started again.
 
     Args:
         client: of the Dask cluster.
@@ -55,13 +80,20 @@ class Gang:
         name: shown by Dask's dashboard and `ps`; made unique.
         backend: gloo, nccl, or auto (by device).
         project: packed project space that the ranks import from.
-        on_record: called with each record, on the calling thread, in each rank's order.
+        on_record: called with each record, on a thread of its own, in each rank's order.
         threads: CPU threads per rank; 0 shares each host's cores out.
         timeout_s: of the ranks' collectives.
         queue_timeout_s: how long to wait for workers that other jobs hold.
         start_timeout_s: how long the ranks may take to come up.
         port_range: ports allowed for the rendezvous; None for any free one.
-        files: files of the client that rank 0 needs; where there are any, `fn` is called with files={name: path there}.
+        files: files of the client that rank 0 needs, see `Call`.
+        max_restarts: new attempts after failures.
+        min_ranks: go on with fewer ranks, but never with fewer than this; None for as many as at first.
+        restart_wait_s: how long to wait for lost workers to come back or be replaced.
+        lost_timeout_s: a worker of which nothing is heard for so long is lost.
+        hang_timeout_s: a rank that says where it is (`pulse.at`) and makes no progress for so long hangs.
+        first_step_timeout_s: the same where it is in a phase for the first time.
+        grace_s: after Ctrl-C or SIGTERM, how long ranks may take to finish; 0 ends them at once.
     """
 
     client: Client
@@ -76,34 +108,83 @@ class Gang:
     start_timeout_s: float = 300.0
     port_range: tuple[int, int] | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    restart_wait_s: float = 60.0
+    lost_timeout_s: float = 15.0
+    hang_timeout_s: float = 300.0
+    first_step_timeout_s: float = 1800.0
+    grace_s: float = 0.0
     attempt: Attempt | None = field(default=None, init=False, repr=False)
+    interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
+    restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
+        call = Call(fn, args, kwargs, self.files)
+        return self.run_attempts(lambda number, world_size: call)
+
+    def run_attempts(self, call_of: Callable[[int, int], Call]) -> list[Any]:
+        """Start the ranks, and start them again after failures.
+
+        Args:
+            call_of: what attempt `number` runs on `world_size` ranks; asked before each.
+        """
         name = f"{self.name}-{secrets.token_hex(4)}"
-        with reserved(self.client, name, self.ranks, self.queue_timeout_s) as workers:
-            self.world_size = len(workers)
-            self.attempt = Attempt(self, name, placement.plan(workers))
-            try:
-                if self.files:
-                    kwargs["files"] = self.attempt.send(self.files)
-                with self.attempt.submitted(cloudpickle.dumps((fn, args, kwargs))):
-                    return self.attempt.watch()
-            finally:
-                self.attempt.clean_up()
-                self.attempt = None
+        self.restarts = Restarts(self.max_restarts)
+        with self.interrupts.caught(self.grace_s > 0), Reservation(self.client, name, self.ranks) as reservation:
+            number, topic = 0, name
+            workers = reservation.take(topic, self.queue_timeout_s)
+            while True:
+                self.attempt = Attempt(self, number, topic, placement.plan(workers))
+                try:
+                    return self.start(self.attempt, call_of(number, len(workers)))
+                except RankFailed as error:
+                    silent = self.attempt.silent
+                    self.consider(error)
+                    number, topic = number + 1, f"{name}-{number + 1}"
+                    try:
+                        workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
+                    except ClusterError as too_few:
+                        error.add_reason(str(too_few))
+                        raise error from None
+
+    def start(self, attempt: Attempt, call: Call) -> list[Any]:
+        """Run one attempt to its end."""
+        self.world_size = len(attempt.specs)
+        kwargs = dict(call.kwargs)
+        try:
+            if call.files:
+                kwargs["files"] = attempt.send(call.files)
+            with self.interrupts.patience():
+                return attempt.run(cloudpickle.dumps((call.fn, call.args, kwargs)))
+        finally:
+            attempt.clean_up()
+
+    def consider(self, error: RankFailed) -> None:
+        """Raise the error again where there shall be no other attempt."""
+        assert self.attempt is not None
+        done = max(self.attempt.vitals.steps_done, error.failure.step - 1)
+        wall_s = time.monotonic() - self.attempt.begun
+        why_not = self.restarts.note(Ended(self.attempt.number, self.world_size, done, error.failure, wall_s))
+        if why_not is not None or self.interrupts.wanted:
+            if why_not:
+                error.add_reason(why_not)
+            raise error
+        log.warning("attempt %d failed: %s", self.attempt.number, explain(error.failure).partition("\n")[0])
+        log.warning("starting again, restart %d of %d", len(self.restarts.ended), self.max_restarts)
 
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""
         assert self.attempt is not None, "fetch belongs into on_record"
         self.attempt.fetch(record, target)
 
-    def order(self, name: str, spec: RankSpec, call: bytes) -> relay.Order:
+    def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> relay.Order:
         """What the worker of one rank is told."""
         return relay.Order(
             gang=name,
-            attempt=0,
+            attempt=number,
             spec=spec,
             call=call,
             project=self.project,

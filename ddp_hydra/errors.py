@@ -5,8 +5,11 @@ DdpHydraError
 ├── ClusterError           no cluster, or not enough workers in time
 ├── RecordError            a record is malformed, or points out of the run directory
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
+├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
 └── JobFailed              the gang failed; carries the root cause
-    └── RankFailed         a rank raised, exited or was killed
+    └── RankFailed         a rank raised, exited, was killed, was lost with its worker, or hung
+
+Interrupted, a KeyboardInterrupt, is the end that was asked for.
 
 Each message says what was given, what is allowed or was found, and what to type; the command line shows it without
 a traceback. Nothing is imported here: workers and ranks load this module, too.
@@ -40,6 +43,23 @@ class CheckpointError(DdpHydraError):
     """A checkpoint is missing, damaged, or not for this model."""
 
 
+class NonFiniteLoss(DdpHydraError):
+    """The loss is NaN or infinite.
+
+    Args:
+        message: one sentence for a person.
+        consequence: it was another rank's loss; this one goes along.
+    """
+
+    def __init__(self, message: str, consequence: bool = False) -> None:
+        super().__init__(message)
+        self.consequence = consequence
+
+
+class Interrupted(KeyboardInterrupt):
+    """The job was asked to end, and has saved what it had: no failure, but not done."""
+
+
 class JobFailed(DdpHydraError):
     """The gang failed.
 
@@ -54,6 +74,10 @@ class JobFailed(DdpHydraError):
         self.failure = failure
         self.symptoms = symptoms
 
+    def add_reason(self, reason: str) -> None:
+        """Say, too, why there was no other attempt."""
+        self.args = (f"{self}\n\n{reason}",)
+
 
 class RankFailed(JobFailed):
-    """A rank raised, exited or was killed."""
+    """A rank raised, exited, was killed, was lost with its worker, or hung."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from omegaconf import MISSING
 from torch import nn
 
+from ddp_hydra import pulse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, cross_entropy
@@ -22,7 +24,13 @@ from ddp_hydra.samplers import Partition
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: Loader, n_samples: int, batch_size: int, autocast: Any, prefix: str = "val"
+    model: nn.Module,
+    loader: Loader,
+    n_samples: int,
+    batch_size: int,
+    autocast: Any,
+    prefix: str = "val",
+    stop: Callable[[], Any] = lambda: False,
 ) -> dict[str, float]:
     """Mean loss and accuracy over a data set. A collective, though the ranks' shares may differ by a sample.
 
@@ -33,6 +41,7 @@ def evaluate(
         batch_size: per rank.
         autocast: the context of the forward pass.
         prefix: of the metrics' names.
+        stop: whether to end early, with numbers that mean nothing then.
     """
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
@@ -46,6 +55,9 @@ def evaluate(
             logits = model(x)
             loss = cross_entropy(logits, y)
         meter.add(loss, logits, y)
+        pulse.tick()
+        if stop():
+            break
     return meter.result(prefix)
 
 

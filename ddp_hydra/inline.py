@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra import results
+from ddp_hydra import faults, pulse, results
+from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.results import Record
 
 
@@ -66,12 +67,28 @@ def run(
         listener = rendezvous.bind("127.0.0.1")
         port = listener.getsockname()[1]
         results.connect(DirectSender(on_record, Path(folder)))
+        interrupts = FinishHere()
+        faults.arm(0, 0, {})
+        pulse.connect(None)
         try:
-            with rank.process_group(0, 1, "127.0.0.1", port, backend="auto", listener_fd=listener.detach()):
+            with (
+                interrupts.caught(),
+                rank.process_group(0, 1, "127.0.0.1", port, backend="auto", listener_fd=listener.detach()),
+            ):
                 return [rank.perform(cloudpickle.dumps((fn, args, kwargs)))]
         finally:
             results.connect(None)
+            pulse.connect(None)
             rank.leave_process_group()
+
+
+class FinishHere(Interrupts):
+    """Ctrl-C has the loop of this process finish at its next step, once there is one."""
+
+    def _on_signal(self, *signals: Any) -> None:
+        self.patient = pulse.here().read().phase not in ("join", "run", "start")
+        super()._on_signal(*signals)
+        pulse.here().ask_to_finish(pulse.REASONS.index("interrupt"))
 
 
 def fetch(file: Mapping[str, Any], target: Path) -> None:

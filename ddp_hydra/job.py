@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import os
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import cluster, project
+from ddp_hydra import cluster, faults, mirror, project
 from ddp_hydra import config as configs
-from ddp_hydra.errors import ConfigError, JobFailed
+from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Interrupted, JobFailed
 from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.results import Record, finite
 from ddp_hydra.writers import ResultsHandler, default_writers
 
+log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.train:train"
 """By name: importing it here would import torch."""
 
@@ -36,24 +41,41 @@ def run(cfg: DictConfig, run_dir: Path) -> float | None:
 
     Raises:
         DdpHydraError: the config can't be a job, no cluster came up, or the gang failed.
+        Interrupted: the job was asked to end, or its time was up; its state is saved.
     """
     if cfg.dry_run:
-        configs.check(cfg)
+        check(cfg)
         _dry_run(configs.plain(cfg))
         return None
     with summarised(run_dir, cfg) as summary:
-        configs.check(cfg)
+        check(cfg)
         plain = configs.plain(cfg)
-        files = {"resume": find_checkpoint(cfg.resume).absolute()} if cfg.resume else {}
+        files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         packed = project.pack(project.find())
         summary["project"] = packed.sha256
-        job = Job(run_dir, cfg, summary)
-        value = (
-            job.run_inline(plain, files) if cluster.is_inline(cfg.cluster) else job.run_on_dask(plain, files, packed)
-        )
-        summary |= {"status": "done", **value, "metrics": finite(value["metrics"])}
+        job = Job(run_dir, cfg, plain, files, summary)
+        value = job.run_inline() if cluster.is_inline(cfg.cluster) else job.run_on_dask(packed)
+        summary |= {**value, "metrics": finite(value["metrics"])}
+        if value["interrupted"]:
+            raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={_short(run_dir)}")
+        summary["status"] = "done"
     print(_closing_line(summary, run_dir))  # noqa: T201
     return value["metrics"].get(cfg.objective.metric)
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse what no job can mean."""
+    configs.check(cfg)
+    faults.parse(cfg.faults)
+
+
+def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
+    """The checkpoint that `resume` means, brought here where it is in a bucket."""
+    if mirror.is_url(cfg.resume):
+        folder = run_dir / ".resume"
+        folder.mkdir(parents=True, exist_ok=True)
+        return mirror.fetch_checkpoint(cfg.resume, folder, retry_s=cfg.results.retry_s).absolute()
+    return find_checkpoint(cfg.resume).absolute()
 
 
 class Job:
@@ -62,55 +84,122 @@ class Job:
     Args:
         run_dir: where its results go.
         cfg: the composed config.
+        plain: the same as plain values, for the ranks.
+        files: files of the client that rank 0 needs; "resume" is a checkpoint.
         summary: filled while it runs.
     """
 
-    def __init__(self, run_dir: Path, cfg: DictConfig, summary: dict[str, Any]) -> None:
-        self.run_dir, self.cfg, self.summary = run_dir, cfg, summary
+    def __init__(
+        self, run_dir: Path, cfg: DictConfig, plain: dict[str, Any], files: dict[str, Path], summary: dict[str, Any]
+    ) -> None:
+        self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
+        self.give_up = threading.Event()
+        self.begun = time.monotonic()
+        self.first_world_size = 0
 
-    def handler(self, fetch: Any) -> ResultsHandler:
-        """The consumer of this job's records."""
-        return ResultsHandler(default_writers(self.run_dir, fetch, keep=self.cfg.results.keep_checkpoints))
+    @contextmanager
+    def handler(self, fetch: Any) -> Iterator[ResultsHandler]:
+        """The consumer of this job's records. An interrupt ends its waiting for a full disk or a failing bucket."""
+        settings = {"retry_s": self.cfg.results.retry_s, "give_up": self.give_up}
+        writers = default_writers(
+            self.run_dir, fetch, keep=self.cfg.results.keep_checkpoints, mirror=self.cfg.results.mirror, **settings
+        )
+        with ResultsHandler(writers, **settings) as handler:
+            try:
+                yield handler
+            except KeyboardInterrupt:
+                self.give_up.set()
+                raise
+            finally:
+                self.note(handler)
 
-    def run_inline(self, plain: dict[str, Any], files: dict[str, Path]) -> dict[str, Any]:
+    def run_inline(self) -> dict[str, Any]:
         """Run as one rank in this process."""
         from ddp_hydra import inline
 
         self.summary["world_size"] = 1
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
-            paths = {name: str(path) for name, path in files.items()}
-            try:
-                threads = self.cfg.trainer.threads
-                return inline.run(TRAIN, plain, on_record=handler.handle, threads=threads, files=paths)[0]
-            finally:
-                self.note(handler)
+            paths = {name: str(path) for name, path in self.files.items()}
+            threads = self.cfg.trainer.threads
+            return inline.run(TRAIN, self.plain, on_record=handler.handle, threads=threads, files=paths)[0]
 
-    def run_on_dask(self, plain: dict[str, Any], files: dict[str, Path], packed: project.Project) -> dict[str, Any]:
+    def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
         """Run as a gang on a Dask cluster."""
         with cluster.connect(self.cfg.cluster) as client:
             from ddp_hydra.dispatch import Gang
 
+            settings = OmegaConf.to_container(self.cfg.dispatch, enum_to_str=True)
+            assert isinstance(settings, dict)
+            ports = settings.pop("port_range")
             gang = Gang(
                 client,
-                ranks=self.cfg.dispatch.ranks,
                 name="job",
-                backend=self.cfg.dispatch.backend.value,
                 project=packed,
                 threads=self.cfg.trainer.threads,
-                timeout_s=self.cfg.dispatch.timeout_s,
-                queue_timeout_s=self.cfg.dispatch.queue_timeout_s,
-                start_timeout_s=self.cfg.dispatch.start_timeout_s,
-                port_range=tuple(self.cfg.dispatch.port_range) if self.cfg.dispatch.port_range else None,
-                files=files,
+                port_range=(ports[0], ports[1]) if ports else None,
+                **{str(name): value for name, value in settings.items()},
             )
             with self.handler(gang.fetch) as handler:
-                gang.on_record = handler.handle
+                gang.on_record = lambda record: self.on_record(record, handler, gang)
                 try:
-                    values = gang.run(TRAIN, plain)
+                    return gang.run_attempts(self.call)[0]
                 finally:
-                    self.note(handler)
-                    self.summary["world_size"] = gang.world_size
-            return values[0]
+                    ended = gang.restarts.ended
+                    self.summary |= {
+                        "world_size": gang.world_size,
+                        "restarts": gang.attempt.number if gang.attempt else 0,
+                        "attempts": [attempt.as_dict() for attempt in ended],
+                    }
+
+    def call(self, number: int, world_size: int) -> Any:
+        """What attempt `number` runs on `world_size` ranks: the same job, from its last complete checkpoint."""
+        from ddp_hydra.dispatch import Call
+
+        plain = copy.deepcopy(self.plain)
+        if plain["trainer"]["time_limit_s"] is not None:
+            plain["trainer"]["time_limit_s"] = max(0.0, plain["trainer"]["time_limit_s"] - self.spent_s())
+        if number == 0:
+            self.first_world_size = world_size
+            return Call(TRAIN, (plain,), files=self.files)
+        plain["data"]["batch_size"] = self.batch_size(world_size)
+        try:
+            files = {"resume": find_checkpoint(self.run_dir).absolute()}
+        except CheckpointError as error:
+            log.warning("from the beginning again: %s", error)
+            files = self.files
+        return Call(TRAIN, (plain,), files=files)
+
+    def spent_s(self) -> float:
+        """Time since the job began."""
+        return time.monotonic() - self.begun
+
+    def batch_size(self, world_size: int) -> int:
+        """Samples per rank with which the global batch stays what it was at first, where that is possible."""
+        each: int = self.plain["data"]["batch_size"]
+        total = each * self.first_world_size
+        if world_size == self.first_world_size:
+            return each
+        if total % world_size == 0:
+            log.warning(
+                "%d ranks instead of %d: data.batch_size is %d instead of %d, so the global batch stays %d",
+                world_size, self.first_world_size, total // world_size, each, total,
+            )  # fmt: skip
+            return total // world_size
+        log.warning(
+            "%d ranks instead of %d: a global batch of %d does not divide among them, so data.batch_size stays %d and "
+            "the global batch is %d",
+            world_size, self.first_world_size, total, each, each * world_size,
+        )  # fmt: skip
+        return each
+
+    def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
+        """Write a record; where an attempt goes on, count what it has to do again."""
+        handler.handle(record)
+        if record.kind == "start" and record.attempt and gang.restarts.ended:
+            begin = record.step or 0
+            lost = max(0, gang.restarts.ended[-1].steps_done - begin)
+            self.summary["steps_lost"] += lost
+            log.warning("attempt %d goes on from step %d: %d steps are done again", record.attempt, begin, lost)
 
     def note(self, handler: ResultsHandler) -> None:
         """Keep what is known so far, for the summary of a job that fails."""
@@ -125,7 +214,9 @@ class Job:
 def summarised(run_dir: Path, cfg: DictConfig) -> Iterator[dict[str, Any]]:
     """Write summary.json at the end, however it comes."""
     begin = time.time()
-    summary: dict[str, Any] = {"status": "failed", "tags": list(cfg.tags), "restarts": 0, "failure": None}
+    summary: dict[str, Any] = {
+        "status": "failed", "tags": list(cfg.tags), "restarts": 0, "steps_lost": 0, "failure": None
+    }  # fmt: skip
     try:
         yield summary
     except KeyboardInterrupt:
@@ -135,7 +226,9 @@ def summarised(run_dir: Path, cfg: DictConfig) -> Iterator[dict[str, Any]]:
         summary["failure"] = error.failure.as_dict()
         raise
     except Exception as error:
-        summary["failure"] = {"kind": type(error).__name__, "message": str(error)}
+        nobody = dict.fromkeys(("rank", "host", "attempt", "step"))
+        trace = "" if isinstance(error, DdpHydraError) else "".join(traceback.format_exception(error))
+        summary["failure"] = {"kind": type(error).__name__, **nobody, "message": str(error), "traceback": trace}
         raise
     finally:
         summary |= {"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
@@ -161,6 +254,15 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
     steps = f"{summary['steps']} steps in {summary['train_s']:.1f} s"
     return f"done: {steps}, {speed}, {', '.join(shown)}  ->  {_short(run_dir)}"
+
+
+def _why(reason: str, steps: int) -> str:
+    said = {
+        "interrupt": "interrupted",
+        "time_limit": "the time of trainer.time_limit_s is up",
+        "preemption": "a worker is being shut down (SIGTERM)",
+    }
+    return f"{said[reason]}; saved at step {steps}"
 
 
 def _short(path: Path) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from ddp_hydra import pulse
+
 
 class Loader:
     """Turns batches of indices into batches on a device.
@@ -70,8 +72,14 @@ class Loader:
         if hasattr(self.dataset, "__getitems__"):
             batch = self.collate(self.dataset.__getitems__(indices))
         else:
-            batch = self.collate([self.dataset[index] for index in indices])
+            batch = self.collate([self.read(index) for index in indices])
+        pulse.tick()
         return pin(batch) if self.device.type == "cuda" else batch
+
+    def read(self, index: int) -> Any:
+        """Read one sample."""
+        pulse.tick()
+        return self.dataset[index]
 
     def to_device(self, batch: Any) -> Any:
         """Copy to the device, tensors inside lists, tuples and dicts too."""

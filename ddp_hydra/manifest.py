@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +19,11 @@ from ddp_hydra.errors import CheckpointError
 FOLDER = "checkpoints"
 NAME = "manifest.json"
 ALIASES = ("last.pt", "best.pt")
+STEP_FILE = re.compile(r"step-(\d{1,18})(-[0-9a-f]{12})?\.pt", re.ASCII)
+"""A bucket's names carry the beginning of the sha256, too."""
 Entries = dict[str, dict[str, Any]]
+
+log = logging.getLogger(__name__)
 
 
 def read_manifest(folder: Path) -> Entries:
@@ -27,16 +34,28 @@ def read_manifest(folder: Path) -> Entries:
     """
     path = folder / NAME
     try:
-        files = json.loads(path.read_text())["files"]
-        if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-            raise ValueError("'files' is no table of entries")
+        return read_manifest_text(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}); to go on without checking sizes and "
             "sums, move it away"
         ) from None
+
+
+def read_manifest_text(content: bytes) -> Entries:
+    """Return the entries of a manifest's content.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        files = json.loads(content)["files"]
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"it has no 'files' ({error})") from None
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise ValueError("'files' is no table of entries")
     return files
 
 
@@ -45,8 +64,16 @@ def write_manifest_text(entries: Entries) -> bytes:
     return (json.dumps({"version": 1, "files": entries}, indent=1, allow_nan=False) + "\n").encode()
 
 
+def newest_first(entries: Entries) -> list[str]:
+    """Return the names of the step files, the one that was written last first."""
+    return [name for name in reversed(entries) if STEP_FILE.fullmatch(name)]
+
+
 def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last", *, verify: bool = True) -> Path:
     """Return the checkpoint file that a user means.
+
+    Where the last one of a run is damaged, it is the newest whole one before it, with a warning in the log. The
+    best one has no substitute, and neither has a file that is given by its name.
 
     Args:
         path: a run directory, its `checkpoints` folder, or a checkpoint file.
@@ -59,30 +86,82 @@ def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last", *
     given = Path(path)
     if not given.exists():
         raise CheckpointError(f"{given} does not exist; {_nearest(given)}")
-    file = given if given.is_file() else _of_run(given, which)
+    if given.is_file():
+        file = given
+    else:
+        folder = _folder_of(given)
+        if which == "last" and verify:
+            return _newest_whole(folder)
+        file = _named(folder, which)
     if verify:
         _verify(file)
     return file
 
 
-def _of_run(given: Path, which: str) -> Path:
+def _folder_of(given: Path) -> Path:
     folder = given if given.name == FOLDER or (given / NAME).is_file() else given / FOLDER
-    if not folder.is_dir():
-        if (given / ".hydra").is_dir():
-            raise CheckpointError(
-                f"run directory {given} has no checkpoints: the run ended before its first one; found {_listing(given)}"
-            )
+    if folder.is_dir():
+        return folder
+    if (given / ".hydra").is_dir():
         raise CheckpointError(
-            f"{given} is not a run directory (it has no {FOLDER}/): found {_listing(given)}; give a run "
-            "directory, for example outputs/<date>/<time>, or a checkpoint file"
+            f"run directory {given} has no checkpoints: the run ended before its first one; found {_listing(given)}"
         )
+    raise CheckpointError(
+        f"{given} is not a run directory (it has no {FOLDER}/): found {_listing(given)}; give a run "
+        "directory, for example outputs/<date>/<time>, or a checkpoint file"
+    )
+
+
+def _named(folder: Path, which: str) -> Path:
+    """Return last.pt or best.pt, or the step file that is the same where only the name is missing."""
     file = folder / f"{which}.pt"
     if file.is_file():
         return file
-    steps = [name for name in read_manifest(folder) if name.startswith("step-") and (folder / name).is_file()]
-    if which == "last" and steps:  # the writer was stopped between a step file and the name
-        return folder / steps[-1]
+    entries = read_manifest(folder)
+    steps = [name for name in newest_first(entries) if (folder / name).is_file()]
+    if which == "best":
+        digest = entries.get(file.name, {}).get("sha256")
+        steps = [name for name in steps if entries[name].get("sha256") == digest]
+    if steps:  # the writer was stopped between a step file and the name, or the folder comes from a bucket
+        return folder / steps[0]
     raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}")
+
+
+def _newest_whole(folder: Path) -> Path:
+    """Return the file that holds the newest checkpoint which is whole.
+
+    A name may be one move ahead of its entry in the manifest, or one behind, so each entry is looked for under
+    every name.
+    """
+    last, entries = folder / "last.pt", read_manifest(folder)
+    steps = newest_first(entries)
+    if not steps:
+        file = _named(folder, "last")
+        _verify(file)
+        return file
+    sums: Sums = {}
+    for step in steps:
+        for name in ("last.pt", step, "best.pt"):
+            if damage(folder / name, entries[step], sums) is None:
+                _warn(folder, step, folder / name, entries, sums)
+                return folder / name
+    if any(damage(last, entry, sums) is None for entry in entries.values()):
+        return last
+    newest = last if last.is_file() else folder / steps[0]
+    reason = damage(newest, entries[steps[0]], sums)
+    raise CheckpointError(f"checkpoint {newest} is damaged: {reason}; no whole checkpoint from before it is left")
+
+
+def _warn(folder: Path, step: str, used: Path, entries: Entries, sums: Sums) -> None:
+    """Say so if the checkpoint that was found is not simply the last one."""
+    last, newest = folder / "last.pt", newest_first(entries)[0]
+    is_damaged = last.is_file() and all(damage(last, entry, sums) for entry in entries.values())
+    if step == newest and not is_damaged:
+        return
+    wanted = entries.get(last.name, entries[newest]) if is_damaged else entries[newest]
+    bad = last if is_damaged else folder / newest
+    which = "the same one" if step == newest else "the newest whole one before it"
+    log.warning("checkpoint %s is damaged: %s; using %s, %s", bad, damage(bad, wanted, sums), which, used)
 
 
 def _verify(file: Path) -> None:
@@ -90,24 +169,42 @@ def _verify(file: Path) -> None:
     wanted = entries.get(file.name)
     if wanted is None:
         return
-    reason = _damage(file, wanted)
+    sums: Sums = {}
+    reason = damage(file, wanted, sums)
     if reason is None:
         return
     # A name may be one move ahead of its entry; it is whole if it is any file of the manifest.
-    if file.name in ALIASES and any(_damage(file, entry) is None for entry in entries.values()):
+    if file.name in ALIASES and any(damage(file, entry, sums) is None for entry in entries.values()):
         return
     raise CheckpointError(f"checkpoint {file} is damaged: {reason}; {_instead(file, wanted, entries)}")
 
 
-def _damage(file: Path, wanted: dict[str, Any]) -> str | None:
+Sums = dict[tuple[int, int], str]
+"""sha256 by device and inode: last.pt and its step file are one file, and large."""
+
+
+def damage(file: Path, wanted: dict[str, Any], sums: Sums | None = None) -> str | None:
+    """Say how a file differs from its entry in a manifest; None if it does not.
+
+    Args:
+        file: maybe missing.
+        wanted: its entry: size and sha256.
+        sums: those known already; filled.
+    """
     try:
-        size = file.stat().st_size
-        if size != wanted.get("size"):
-            return f"it has {size} bytes, the manifest says {wanted.get('size')}"
         with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            found = os.fstat(content.fileno())
+            if found.st_size != wanted.get("size"):
+                return f"it has {found.st_size} bytes, the manifest says {wanted.get('size')}"
+            sums = {} if sums is None else sums
+            inode = (found.st_dev, found.st_ino)
+            if inode not in sums:
+                sums[inode] = hashlib.file_digest(content, "sha256").hexdigest()
+    except FileNotFoundError:
+        return "it is missing"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
+    digest = sums[inode]
     if digest != wanted.get("sha256"):
         return f"its sha256 is {digest[:12]}…, the manifest says {str(wanted.get('sha256'))[:12]}…"
     return None
@@ -121,7 +218,7 @@ def _instead(file: Path, wanted: dict[str, Any], entries: Entries) -> str:
         earlier = not isinstance(limit, int) or not isinstance(step, int) or step <= limit
         if name.startswith("step-") and name != file.name and earlier:
             other = file.parent / name
-            if _damage(other, entry) is None:
+            if damage(other, entry) is None:
                 return f"use the one before it, {other}"
     return "no whole checkpoint from before it is left"
 

@@ -22,7 +22,7 @@ class Failure:
     """One rank's failure.
 
     Args:
-        kind: raised, exited, killed, lost (its worker went away) or start (it never came up).
+        kind: raised, exited, killed, lost (its worker went away), hung (no progress) or start (it never came up).
         rank: who.
         host: where.
         message: one line: the exception and its text, the signal, or the exit code.
@@ -31,6 +31,9 @@ class Failure:
         attempt: which start of the gang.
         said: the last lines that the rank wrote.
         mistake: the exception says what the user has to change, so its traceback adds nothing.
+        step: the step it was in, counted from 1; 0 before the first or where it said nothing of steps.
+        phase: what it was doing; see `pulse.PHASES`.
+        consequence: it says itself that another rank was the cause.
     """
 
     kind: str
@@ -42,16 +45,19 @@ class Failure:
     attempt: int = 0
     said: str = ""
     mistake: bool = False
+    step: int = 0
+    phase: str = ""
+    consequence: bool = False
 
     @property
     def is_symptom(self) -> bool:
         """Whether it reads as the echo of another rank's end."""
-        return self.kind == "raised" and bool(SYMPTOMS.search(self.message))
+        return self.consequence or (self.kind == "raised" and bool(SYMPTOMS.search(self.message)))
 
     def as_dict(self) -> dict[str, Any]:
         """What summary.json shows."""
         fields = asdict(self)
-        return {key: fields[key] for key in ("kind", "rank", "host", "attempt", "message", "traceback")}
+        return {key: fields[key] for key in ("kind", "rank", "host", "attempt", "step", "message", "traceback")}
 
     @classmethod
     def from_end(cls, end: Mapping[str, Any], rank: int, host: str, attempt: int) -> Failure | None:
@@ -59,11 +65,16 @@ class Failure:
         status = end.get("status")
         if status in ("ok", "stopped"):
             return None
-        text = {key: str(end.get(key, "")) for key in ("message", "traceback", "said")}
+        text = {key: str(end.get(key, "")) for key in ("message", "traceback", "said", "phase")}
+        flags = {key: bool(end.get(key)) for key in ("mistake", "consequence")}
+        step = end.get("step")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+            step = 0
         time_s = end.get("time_s")
         if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not 0 <= time_s < 1e11:
             time_s = 0.0
-        return cls(str(status), rank, host, **text, time_s=time_s, attempt=attempt, mistake=bool(end.get("mistake")))
+        more: dict[str, Any] = {**text, **flags, "step": step, "time_s": time_s, "attempt": attempt}
+        return cls(str(status), rank, host, **more)
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:
@@ -101,7 +112,8 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
 
 def explain(failure: Failure, symptoms: Sequence[Failure] = (), log: str | None = None) -> str:
     """Say what happened, for a person."""
-    lines = [f"rank {failure.rank} on {failure.host}: {failure.message}"]
+    where = f" (in step {failure.step})" if failure.step and f"step {failure.step}" not in failure.message else ""
+    lines = [f"rank {failure.rank} on {failure.host}: {failure.message}{where}"]
     if failure.traceback and not failure.mistake:
         lines += ["", failure.traceback.rstrip()]
     elif failure.said and not failure.mistake:

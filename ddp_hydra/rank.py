@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
 
-from ddp_hydra import results, values
+from ddp_hydra import faults, pulse, results, values
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.results import Record
 
@@ -36,13 +36,14 @@ MAX_SPOOLED = 4
 """Files that a rank may have on their way; at more it waits for the client to fetch one."""
 
 
-def main(title: str, order: Path, control_fd: int, listener_fd: int | None) -> int:
+def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: int | None) -> int:
     """Run one rank; called in the process that the warm server forked for it.
 
     Args:
         title: what `ps` shows.
         order: the file with a line of JSON and the pickled call, see `relay.Order`.
         control_fd: socket to the relay: records go out, the rendezvous comes in.
+        board_fd: the page that says where this rank is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
 
     Returns:
@@ -52,6 +53,11 @@ def main(title: str, order: Path, control_fd: int, listener_fd: int | None) -> i
 
     setproctitle(title)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the relay wants to see the stacks
+    board = pulse.Board.of(board_fd)
+    pulse.connect(board)
+    pulse.at("join", 0)
+    signal.signal(signal.SIGTERM, lambda *_: on_sigterm(board))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -62,17 +68,29 @@ def main(title: str, order: Path, control_fd: int, listener_fd: int | None) -> i
     control = socket.socket(fileno=control_fd)
     sender = PipeSender(control, Path(job["spool"]))
     results.connect(sender, spec["rank"], job["attempt"])
+    faults.arm(spec["rank"], job["attempt"], job["pids"])
     try:
         set_threads(job["threads"], spec["local_world_size"])
         host, port = hear_rendezvous(control)
         with process_group(spec["rank"], spec["world_size"], host, port, job["backend"], job["timeout_s"], listener_fd):
             print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts()}")  # noqa: T201
+            pulse.at("run", 0)
             value = perform(call)
+            pulse.at("end", board.step)
         end = {"status": "ok", **pack_value(value)}
     except BaseException as error:
         end = describe(error)
     results.emit("end", {**end, "time_s": time.time()})
     return 0 if end["status"] == "ok" else 1
+
+
+def on_sigterm(board: pulse.Board) -> None:
+    """Finish at the next step where a loop runs that looks; otherwise, or when the relay wants it, end at once."""
+    place = board.read()
+    if board.die or place.phase in ("join", "run"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    board.ask_to_finish(pulse.REASONS.index("preemption"))
 
 
 def perform(call: bytes) -> Any:
@@ -107,6 +125,7 @@ class PipeSender:
     def spool(self) -> Path:
         """The spool, once there is room in it."""
         while len(list(self._spool.iterdir())) >= MAX_SPOOLED:
+            pulse.tick()  # it is the client who is slow
             time.sleep(0.01)
         return self._spool
 
@@ -206,4 +225,5 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": str(error) if mistake else text,
         "traceback": "".join(traceback.format_exception(error)),
         "mistake": mistake,
+        "consequence": getattr(error, "consequence", False),
     }

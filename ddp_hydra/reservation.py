@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any, Self
 
 from distributed import Client
 from distributed.diagnostics.plugin import SchedulerPlugin
@@ -21,43 +21,114 @@ from ddp_hydra.errors import ClusterError
 
 log = logging.getLogger(__name__)
 POLL_S = 0.2
+RENEW_POLL_S = 0.05
 GROW_S = 10.0
 """How long a cluster that is too small may take to grow."""
 LATE_S = 2.0
+PING_S = 2.0
+"""How long a worker that was silent may take to show that it is back."""
 
 
-@contextmanager
-def reserved(client: Client, gang: str, ranks: int | None, timeout_s: float) -> Iterator[dict[str, str]]:
-    """Hold workers for a gang.
+class Reservation:
+    """Workers held for the attempts of one gang. Use it in a `with` block.
 
     Args:
         client: who holds them.
-        gang: the gang's name.
-        ranks: how many; None for all workers of the cluster.
-        timeout_s: how long to wait for others to let go of theirs.
-
-    Yields:
-        Worker address -> host.
-
-    Raises:
-        ClusterError: not enough workers came free in time.
+        name: the gang's name.
+        ranks: how many; None for all workers of the cluster, whose number then stays.
     """
-    begin = time.monotonic()
-    told = False
-    while "workers" not in (answer := client.run_on_scheduler(take, gang, client.id, ranks)):
-        waited_s = time.monotonic() - begin
-        enough = answer["total"] >= answer["wanted"]
-        if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
-            raise ClusterError(_too_few(enough=enough, waited_s=waited_s, **answer))
-        if waited_s > 1 and not told:
-            log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
-            told = True
-        time.sleep(POLL_S)
-    try:
-        yield answer["workers"]
-    finally:
-        if client.status == "running":
-            client.run_on_scheduler(give_back, gang)
+
+    def __init__(self, client: Client, name: str, ranks: int | None) -> None:
+        self.client, self.name, self.ranks = client, name, ranks
+        self.topic = name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.client.status == "running":
+            self.client.run_on_scheduler(give_back, self.name)
+
+    def take(self, topic: str, timeout_s: float) -> dict[str, str]:
+        """Hold workers for the first attempt.
+
+        Args:
+            topic: where the attempt listens.
+            timeout_s: how long to wait for others to let go of theirs.
+
+        Returns:
+            Worker address -> host.
+
+        Raises:
+            ClusterError: not enough workers came free in time.
+        """
+        begin, told = time.monotonic(), False
+        while "workers" not in (answer := self._ask(topic, self.ranks, self.ranks)):
+            waited_s = time.monotonic() - begin
+            enough = answer["total"] >= answer["wanted"]
+            if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
+                raise ClusterError(_too_few(enough=enough, waited_s=waited_s, **answer))
+            if waited_s > 1 and not told:
+                log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
+                told = True
+            time.sleep(POLL_S)
+        self.ranks = len(answer["workers"])
+        return answer["workers"]
+
+    def renew(self, topic: str, silent: Collection[str], least: int | None, wait_s: float) -> dict[str, str]:
+        """Hold workers for another attempt: those that are left, and replacements of those that are not.
+
+        Args:
+            topic: where the new attempt listens.
+            silent: workers that were not heard any more; they are taken again only if they answer.
+            least: with so many, go on when the others have not come in time; None for as many as before.
+            wait_s: how long to wait for all.
+
+        Raises:
+            ClusterError: fewer than `least` are there.
+        """
+        assert self.ranks is not None, "take comes first"
+        begin, told, silent = time.monotonic(), False, set(silent)
+        least = min(least or self.ranks, self.ranks)
+        while True:
+            silent -= self._back(silent)
+            late = time.monotonic() - begin > wait_s
+            answer = self._ask(topic, self.ranks, least if late else self.ranks, silent)
+            if "workers" in answer:
+                return answer["workers"]
+            if late:
+                raise ClusterError(
+                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.ranks} workers are there, "
+                    f"and the job shall not go on with fewer than {least}: bring up workers and give resume=<run dir>, "
+                    f"or allow fewer with dispatch.min_ranks={max(1, answer['free'])}"
+                )
+            if not told and time.monotonic() - begin > 1:
+                log.warning("waiting for workers: %d of %d are there", answer["free"], self.ranks)
+                told = True
+            time.sleep(RENEW_POLL_S)
+
+    def _ask(self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = ()) -> dict[str, Any]:
+        return self.client.run_on_scheduler(
+            take, self.name, self.client.id, topic=topic, wanted=wanted, least=least, avoid=list(silent)
+        )
+
+    def _back(self, silent: Collection[str]) -> set[str]:
+        """Those of the silent workers that answer again."""
+        if not silent:
+            return set()
+        known = self.client.scheduler_info(n_workers=-1)["workers"]
+        asked = [address for address in silent if address in known]
+        if not asked:
+            return set()
+        run = {"workers": asked, "on_error": "ignore", "callback_timeout": PING_S}
+        try:
+            return set(self.client.sync(self.client._run, _ping, **run))
+        except (OSError, ValueError, TimeoutError):
+            return set()
+
+
+def _ping() -> bool:
+    return True
 
 
 def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float) -> str:
@@ -72,33 +143,59 @@ def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float) 
     )
 
 
-def take(gang: str, holder: str, ranks: int | None, dask_scheduler: Any = None) -> dict[str, Any]:
-    """Take workers where enough are free. Runs on the scheduler."""
+def take(
+    gang: str,
+    holder: str,
+    topic: str,
+    wanted: int | None,
+    least: int | None,
+    avoid: Collection[str] = (),
+    dask_scheduler: Any = None,
+) -> dict[str, Any]:
+    """Take workers where enough are free; what the gang held before counts as free. Runs on the scheduler.
+
+    Args:
+        gang: who takes them.
+        holder: the client's id.
+        topic: where to tell of lost workers.
+        wanted: how many; None for all.
+        least: so many will do.
+        avoid: addresses that are not to be taken.
+        dask_scheduler: given by Dask.
+    """
     book = _book(dask_scheduler)
-    for other, (client, _) in list(book.items()):
-        if client not in dask_scheduler.clients:
+    for other, entry in list(book.items()):
+        if entry["holder"] not in dask_scheduler.clients:
             give_back(other, dask_scheduler)
-    held = {address for _, addresses in book.values() for address in addresses}
+    held = {address for other, entry in book.items() if other != gang for address in entry["workers"]}
     running = {
-        address: worker.host for address, worker in dask_scheduler.workers.items() if worker.status.name == "running"
+        address: worker.host
+        for address, worker in dask_scheduler.workers.items()
+        if worker.status.name == "running" and address not in avoid
     }
     free = {address: host for address, host in running.items() if address not in held}
-    wanted = ranks or max(1, len(running))
-    if len(free) < wanted:
+    wanted = wanted or max(1, len(running))
+    if len(free) < min(wanted, least or wanted):
         return {"wanted": wanted, "free": len(free), "total": len(running)}
-    chosen = placement.choose(free, wanted)
-    book[gang] = (holder, list(chosen))
+    chosen = placement.choose(free, min(wanted, len(free)))
+    _forget_topic(book.get(gang, {}).get("topic"), dask_scheduler)
+    book[gang] = {"holder": holder, "workers": list(chosen), "topic": topic}
     return {"workers": chosen}
 
 
 def give_back(gang: str, dask_scheduler: Any = None) -> None:
     """Let go of a gang's workers, and of the records that the scheduler still keeps of it."""
-    _book(dask_scheduler).pop(gang, None)
-    broker = getattr(dask_scheduler, "_broker", None)
-    if broker is not None:
-        broker._topics.pop(gang, None)
+    entry = _book(dask_scheduler).pop(gang, None)
+    if entry is not None:
+        _forget_topic(entry["topic"], dask_scheduler)
+
+
+def _forget_topic(topic: str | None, scheduler: Any) -> None:
+    broker = getattr(scheduler, "_broker", None)
+    if broker is not None and topic is not None:
+        broker._topics.pop(topic, None)
         # A last word of the client's, which goes another way than this call, may make the topic once more.
-        dask_scheduler.loop.call_later(LATE_S, broker._topics.pop, gang, None)
+        scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
 
 
 class Guard(SchedulerPlugin):
@@ -113,23 +210,23 @@ class Guard(SchedulerPlugin):
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Called by Dask when the client has been sent a record: the last thousand would stay in its memory."""
-        if topic in _book(self.scheduler):
+        if any(entry["topic"] == topic for entry in _book(self.scheduler).values()):
             self.scheduler._broker.truncate(topic)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         """Called by Dask."""
-        for gang, (_holder, addresses) in _book(scheduler).items():
-            if worker in addresses:
-                scheduler.log_event(gang, {"action": "remove-worker", "worker": worker})
+        for entry in _book(scheduler).values():
+            if worker in entry["workers"]:
+                scheduler.log_event(entry["topic"], {"action": "remove-worker", "worker": worker})
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Called by Dask."""
-        for gang, (holder, _) in list(_book(scheduler).items()):
-            if holder == client:
+        for gang, entry in list(_book(scheduler).items()):
+            if entry["holder"] == client:
                 give_back(gang, scheduler)
 
 
-def _book(scheduler: Any) -> dict[str, tuple[str, list[str]]]:
+def _book(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_book"):
         scheduler._ddp_hydra_book = {}
         scheduler.add_plugin(Guard(scheduler), name="ddp_hydra")

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from ddp_hydra.errors import RecordError
 
-KINDS = ("up", "start", "metrics", "text", "image", "file", "log", "end")
+KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "stack", "preempted", "end")
 INLINE_BYTES = 32 * 1024
 """Larger data goes as a file beside the records: events stay in the scheduler's memory for a while."""
 
@@ -34,6 +34,7 @@ class Record:
         kind: one of `KINDS`; it says what `data` holds.
 
             up       the relay is there; from rank 0, rendezvous: the address where the ranks meet
+            beat     where the rank is: step, phase, first, age_s (since it moved), stopped; about once a second
             start    title, lines (list[str]), total_steps, epochs, steps_per_epoch
             metrics  metrics ({name: float}), epoch, samples
             text     name, text
@@ -42,6 +43,8 @@ class Record:
                      absolute path on the rank's host); checkpoint: None or what the
                      checkpoint holds ({step, epoch, samples, metrics, best})
             log      text, what the rank wrote to its stdout and stderr
+            stack    text: the Python stacks of the rank's threads, as it was asked for them
+            preempted  the rank's worker is being shut down
             end      how the rank ended, see `outcome.py`
         data: plain JSON values.
         rank: who said it.

@@ -12,12 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra import build, results
+from ddp_hydra import build, faults, pulse, results
+from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import plain
 from ddp_hydra.evaluate import evaluate
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, cross_entropy
+from ddp_hydra.nonfinite import NonFinite
 from ddp_hydra.stopwatch import Stopwatch
 
 
@@ -29,9 +31,11 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         files: files of the client on this host; "resume" is the checkpoint to go on from.
 
     Returns:
-        On each rank: steps, samples, train_s and the last metrics by name.
+        On each rank: steps, samples, train_s, the last metrics by name, and `interrupted`: why it stopped before its
+        end, or "".
     """
     cfg = OmegaConf.create(dict(config))
+    pulse.at("start", 0)
     with build.datasets(cfg) as (train_set, val_set):
         value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None)
         return value | {"bad_samples": report_bad(train_set, val_set)}
@@ -66,61 +70,111 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None) -> d
     state = State(model, optimizer, scheduler, position, plain(cfg))
     if resume:
         state.restore(read_on_all_ranks(resume))
-    position = state.position
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
     loader = Loader(train_set, device, channels_last)
     val_loader = Loader(val_set, device, channels_last) if val_set is not None else None
-    meter, saver = Meter(device), Saver()
+    meter, saver, agreement = Meter(device), Saver(), Agreement()
+    nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
+    finish = Finish(cfg.trainer.time_limit_s)
+    fault = faults.wait(cfg.faults)
     metrics: dict[str, float] = {}
+    stop = 0
     if rank == 0:
-        results.emit("start", header(cfg, model, train_set, val_set, sampler, total_steps, position, device))
+        results.emit(
+            "start", header(cfg, model, train_set, val_set, sampler, total_steps, position, device), position.step
+        )
 
     watch = Stopwatch(position.samples)
-    while position.step < total_steps:
+    while (position.step < total_steps or state.pending) and not stop:
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)
         ddp.train()
-        for x, y in loader.load(sampler.batches(position.epoch, position.offset)):
-            seed_step(cfg.seed, position.step + 1, rank)
+        pulse.at("load", position.step + 1)
+        batches = sampler.batches(position.epoch, position.offset) if not state.pending else ()
+        for x, y in loader.load(batches):
+            step = position.step + 1
+            seed_step(cfg.seed, step, rank)
+            nonfinite.before_step()
+
+            pulse.at("forward", step)
             with autocast:
                 logits = ddp(x)
                 loss = cross_entropy(logits, y)
+            if fault.spoils(step):
+                loss = loss * float("nan")
+            vote = agreement.vote(good=bool(loss.isfinite()), stop=finish.wanted())  # travels with the gradients
+
+            pulse.at("backward", step)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            optimizer.step()
+            verdict = vote.result()
+            stop = verdict.stop
+
+            pulse.at("update", step)
+            if verdict.bad_rank is None:
+                optimizer.step()
+                meter.add(loss, logits, y)
+            else:
+                samples = next(iter(sampler.batches(position.epoch, position.offset)))
+                if nonfinite.refuse(verdict.bad_rank, rank, loss.item(), samples):
+                    break
             scheduler.step()
             position.advance(sampler.global_batch)
-            meter.add(loss, logits, y)
 
             # log and save; a save is always logged too, so that a resumed run begins with an empty meter
             last = position.step >= total_steps
-            boundary = last or position.offset + sampler.global_batch > sampler.epoch_samples
-            save = due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary
+            boundary = last or epoch_over(sampler, position)
+            save = bool(stop) or (due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary)
             if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
+                pulse.at("log", step)
                 training = meter.result("train") | {"lr": scheduler.get_last_lr()[0]}
                 training |= watch.lap(position.samples, loader)
                 metrics |= training
                 log(training, position, rank)
-            if save and rank == 0:
-                saver.save(state, metrics, best=False)
-            if last:
+            if save:
+                state.pending = boundary
+                pulse.at("save", step)
+                nonfinite.keep()
+                if rank == 0:
+                    saver.save(state, metrics, best=False)
+            if last or stop:
                 break
+            if not boundary:
+                pulse.at("load", step + 1)
+        state.pending = state.pending or position.step >= total_steps or epoch_over(sampler, position)
+        if stop or not state.pending:
+            continue
 
         # validate and save at the end of an epoch
-        if position.offset + sampler.global_batch > sampler.epoch_samples:
+        if epoch_over(sampler, position):
             position.end_epoch()
         last = position.step >= total_steps
         if val_loader is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
+            pulse.at("validate", position.step)
             with watch.paused():
-                validation = evaluate(model, val_loader, len(val_set), cfg.data.batch_size, autocast)
-            metrics |= validation
-            log(validation, position, rank)
-        if rank == 0 and (last or due(position.epoch, cfg.trainer.checkpoint_every_epochs)):
-            saver.save(state, metrics, best=is_best(state, metrics, cfg.objective))
+                validation = evaluate(
+                    model, val_loader, len(val_set), cfg.data.batch_size, autocast, stop=finish.wanted
+                )
+            stop = agreement.vote(stop=finish.wanted()).result().stop
+            if not stop:
+                metrics |= validation
+                log(validation, position, rank)
+        state.pending = bool(stop)
+        if stop or last or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
+            pulse.at("save", position.step)
+            nonfinite.keep()
+            if rank == 0:
+                saver.save(state, metrics, best=not stop and is_best(state, metrics, cfg.objective))
     saver.wait()
     total = watch.total(position.samples)
-    return {"steps": position.step, "samples": position.samples, "metrics": metrics, **total}
+    ended = {"steps": position.step, "samples": position.samples, "metrics": metrics}
+    return ended | total | {"interrupted": pulse.REASONS[stop]}
+
+
+def epoch_over(sampler: Any, position: Position) -> bool:
+    """Whether the epoch has no full global batch left."""
+    return bool(position.offset + sampler.global_batch > sampler.epoch_samples)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:

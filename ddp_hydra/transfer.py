@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from distributed import Client
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank_host import spool
+
+PIECE_S = 15.0
+"""How long one piece of a file may take."""
 
 
 def fetch(
@@ -33,11 +36,24 @@ def fetch(
     if not _take_local(spool.path(local_directory, gang, rank) / name, file["size"], target):
         with target.open("wb") as out:
             while out.tell() < file["size"]:
-                piece = client.run(spool.read, gang, rank, name, out.tell(), workers=[worker])[worker]
+                piece = call(client, worker, spool.read, gang, rank, name, out.tell())
                 if not piece:
                     break
                 out.write(piece)
-        client.run(spool.remove, gang, rank, name, workers=[worker], on_error="ignore")
+        call(client, worker, spool.remove, gang, rank, name)
+
+
+def call(client: Client, worker: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function on one worker.
+
+    Raises:
+        OSError: the worker does not answer in time, or is gone. Dask alone would try for half a minute.
+    """
+    run = {"workers": [worker], "callback_timeout": PIECE_S}
+    try:
+        return client.sync(client._run, function, *args, **run)[worker]
+    except (TimeoutError, KeyError) as error:
+        raise OSError(f"worker {worker} does not answer ({type(error).__name__})") from None
 
 
 def _take_local(source: Path, size: int, target: Path) -> bool:
@@ -59,13 +75,13 @@ def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str
         source: the file here.
     """
     found = source.stat()
-    if client.run(spool.is_same_file, str(source), found.st_size, found.st_mtime_ns, workers=[worker])[worker]:
+    if call(client, worker, spool.is_same_file, str(source), found.st_size, found.st_mtime_ns):
         return str(source)
     path = ""
     with source.open("rb") as file:
         while not path or file.tell() < os.fstat(file.fileno()).st_size:
             piece = file.read(spool.CHUNK_BYTES)
-            path = client.run(spool.write, gang, rank, source.name, piece, not path, workers=[worker])[worker]
+            path = call(client, worker, spool.write, gang, rank, source.name, piece, not path)
     return path
 
 

@@ -16,12 +16,15 @@ FLOORS = [
     # 2: pure parts
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
-        "project", "loader", "stopwatch",
+        "project", "loader", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals",
     ),
     # 3: on the worker
     ("rank_host", "rank", "build", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
-    ("cluster", "reservation", "transfer", "attempt", "dispatch", "inline", "writers"),
+    (
+        "cluster", "reservation", "transfer", "attempt", "reader", "interrupts", "dispatch", "inline", "writers",
+        "bucket", "mirror",
+    ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "cli", "__main__"),
 ]  # fmt: skip
@@ -108,7 +111,21 @@ TORCH_FREE = sorted(
     module
     for module in modules("ddp_hydra")
     if FLOOR.get(part(module), 1) in (1, 4, 5)
-    or part(module) in ("placement", "outcome", "values", "samplers", "results", "manifest", "project", "rank_host")
+    or part(module)
+    in (
+        "placement",
+        "outcome",
+        "values",
+        "samplers",
+        "results",
+        "manifest",
+        "project",
+        "pulse",
+        "faults",
+        "restarts",
+        "vitals",
+        "rank_host",
+    )
 )
 
 

@@ -34,7 +34,7 @@ class Mailbox:
     def put(self, message: Message) -> None:
         """Leave a message and wake the reader."""
         self.messages.append(message)
-        with contextlib.suppress(BlockingIOError):  # full: the reader is awake already
+        with contextlib.suppress(OSError):  # full, so the reader is awake already; or closed, so there is none
             self.writer.send(b"!")
 
     def take(self) -> list[Message]:
@@ -67,6 +67,21 @@ def deliver(gang: str, letters: Mapping[str, tuple[int, Message]], dask_worker: 
     rank, message = letters[dask_worker.address]
     if (gang, rank) not in _ended:
         box(gang, rank).put(message)
+
+
+def tell_all(message: Message) -> list[tuple[str, int]]:
+    """Leave a message for every rank of this worker; returns which there are."""
+    with _lock:
+        here = dict(_boxes)
+    for mailbox in here.values():
+        mailbox.put(message)
+    return list(here)
+
+
+def has_any(ranks: list[tuple[str, int]]) -> bool:
+    """Whether some of these ranks are still here."""
+    with _lock:
+        return any(rank in _boxes for rank in ranks)
 
 
 def box(gang: str, rank: int) -> Mailbox:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -21,12 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from distributed import Worker, get_worker
 
 from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
-from ddp_hydra.rank_host import environment, mailbox, rendezvous, spool, warm
+from ddp_hydra.pulse import REASONS, Board
+from ddp_hydra.rank_host import environment, farewell, mailbox, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
 FLUSH_S = 0.05
@@ -34,6 +37,11 @@ FLUSH_S = 0.05
 WINDOW_BYTES = 4 * 2**20
 """Unacknowledged bytes at which the relay stops reading, so that the rank blocks."""
 TICK_S = 0.1
+BEAT_S = 1.0
+"""How often the client hears where the rank is."""
+STACK_S = 0.5
+"""How long a rank may take to print its stacks."""
+STACK_BYTES = 16 * 1024
 GRACE_S = 0.5
 """From SIGTERM to SIGKILL."""
 
@@ -108,6 +116,12 @@ class Relay:
         self.exit: dict[str, Any] | None = None
         self.stopping_since: float | None = None
         self.said = b""
+        self.board, self.board_fd = Board.create()
+        stack.callback(self.board.close)
+        self.pid: int | None = None
+        self.ticks, self.moved, self.beat_at = -1, time.monotonic(), 0.0
+        self.stack_until: float | None = None
+        self.stacks = b""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
 
     def run(self) -> dict[str, Any]:
@@ -117,6 +131,8 @@ class Relay:
             for key, _ in self.selector.select(FLUSH_S if self.buffer else TICK_S):
                 key.data()
             self.flush()
+            self.beat()
+            self.send_stacks()
             self.check_stop()
         self.flush(at_once=True)
         if self.abandoned():  # nobody will come for what the rank had spooled
@@ -129,7 +145,8 @@ class Relay:
         self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
         self.output, their_output = os.pipe()
         self.stack.callback(os.close, self.output)
-        fds = [theirs.fileno(), their_output]
+        self.stack.callback(os.close, self.board_fd)
+        fds = [theirs.fileno(), their_output, self.board_fd]
         up: dict[str, Any] = {}
         if spec.rank == 0:
             listener = self.stack.enter_context(rendezvous.bind(spec.host, self.order.ports))
@@ -138,6 +155,7 @@ class Relay:
             self.send(up)
         publish(self.worker, self.order, "up", up)
         warm.hold()
+        farewell.prepare(self.worker)
         self.server = self.stack.enter_context(warm.connect())
         local = Path(self.worker.local_directory)
         project = [str(self.order.project.unpack(local))] if self.order.project else []
@@ -168,6 +186,7 @@ class Relay:
             "timeout_s": self.order.timeout_s,
             "threads": self.order.threads,
             "spool": str(out),
+            "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
         }
         path = given / "order"
         path.write_bytes(json.dumps(header).encode() + b"\n" + self.order.call)
@@ -198,6 +217,8 @@ class Relay:
             self.close(self.output)
             return
         self.said = (self.said + chunk)[-8192:]
+        if self.stack_until is not None:
+            self.stacks += chunk
         text = self.decoder.decode(chunk)
         self.forward(Record("log", {"text": text}, self.rank, None, time.time(), self.order.attempt).encode())
 
@@ -206,6 +227,7 @@ class Relay:
         data = self.server.recv(65536)
         for line in data.splitlines():
             message = json.loads(line)
+            self.pid = message.get("pid", self.pid)
             if "exit" in message:
                 self.exit = message
         if not data and self.exit is None:
@@ -221,6 +243,13 @@ class Relay:
                 self.listen()
             elif "stop" in message:
                 self.stop()
+            elif "finish" in message:
+                self.board.ask_to_finish(message["finish"])
+            elif "stacks" in message:
+                self.ask_for_stacks()
+            elif "preempted" in message:
+                self.board.ask_to_finish(REASONS.index("preemption"))
+                publish(self.worker, self.order, "preempted", {})
             else:
                 self.send(message)
 
@@ -260,6 +289,44 @@ class Relay:
         with contextlib.suppress(OSError):
             self.control.sendall(json.dumps(message).encode() + b"\n")
 
+    # -- how it is doing -----------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Tell the client now and then where the rank is; that it is told says that this host is there."""
+        now = time.monotonic()
+        place = self.board.read()
+        behind = self.unacknowledged >= WINDOW_BYTES  # the rank may be waiting for the client
+        if place.ticks != self.ticks or behind:
+            self.ticks, self.moved = place.ticks, now
+        if now - self.beat_at < BEAT_S:
+            return
+        self.beat_at = now
+        age_s = now - self.moved
+        stopped = age_s > BEAT_S and self.is_suspended()
+        data = {"step": place.step, "phase": place.phase, "first": place.first, "age_s": age_s, "stopped": stopped}
+        publish(self.worker, self.order, "beat", data)
+
+    def is_suspended(self) -> bool:
+        """Whether the rank's process is stopped, by SIGSTOP or a debugger."""
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.Error:
+            return False
+
+    def ask_for_stacks(self) -> None:
+        """Have the rank print its stacks; a suspended one has to be woken for it."""
+        if self.stack_until is None:
+            self.stack_until = time.monotonic() + STACK_S
+            for number in (signal.SIGUSR1, signal.SIGCONT):
+                self.signal(number, alone=True)
+
+    def send_stacks(self) -> None:
+        """Send the stacks that the rank printed."""
+        if self.stack_until is not None and self.stack_until != math.inf and time.monotonic() > self.stack_until:
+            self.stack_until = math.inf
+            text = self.stacks[-STACK_BYTES:].decode(errors="replace")
+            publish(self.worker, self.order, "stack", {"text": text})
+
     # -- the end -------------------------------------------------------------------------------------------
 
     def abandoned(self) -> bool:
@@ -278,25 +345,29 @@ class Relay:
         """Ask the rank to end."""
         if self.stopping_since is None:
             self.stopping_since = time.monotonic()
+            self.board.ask_to_die()
             self.signal(signal.SIGTERM)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the rank's process group."""
+    def signal(self, number: int, alone: bool = False) -> None:
+        """Send a signal to the rank's process group, or to the rank alone."""
         if self.exit is None:
             with contextlib.suppress(OSError):
-                self.server.sendall(json.dumps({"signal": number}).encode() + b"\n")
+                self.server.sendall(json.dumps({"signal": number, "alone": alone}).encode() + b"\n")
 
     def judge(self) -> dict[str, Any]:
         """What the rank said of its end, else what its exit says."""
         assert self.exit is not None
         said = self.said.decode(errors="replace")
+        place = self.board.read()
+        where = {"step": place.step, "phase": place.phase}
         if self.end is not None:
-            return {**self.end, "said": said}
+            return {**where, **self.end, "said": said}
         if self.stopping_since is not None:
             return {"status": "stopped"}
         status, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = said.rfind("Fatal Python error")
         return {
+            **where,
             "status": status,
             "message": message,
             "traceback": said[fatal:] if fatal >= 0 else "",

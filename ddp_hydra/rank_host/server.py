@@ -6,8 +6,9 @@ to lose in a fork.
 
 One connection is one rank. The caller sends a line of JSON with the descriptors that the rank shall have; the
 server answers {"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}. A line {"signal": n} passes a
-signal on to the rank's process group. When the caller goes away its rank is killed; when the server goes away
-the kernel kills all of them. So no rank outlives its worker, whatever state it is in.
+signal on to the rank's process group, {"signal": n, "alone": true} to the rank only. When the caller goes away its
+rank is killed; when the server goes away the kernel kills all of them. So no rank outlives its worker, whatever state
+it is in.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Server:
         for end in (self.listener, self.wake_r, self.wake_w):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a host that is shut down: the ranks finish first
         signal.set_wakeup_fd(self.wake_w.fileno())
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.selector.register(self.wake_r, selectors.EVENT_READ)
@@ -105,7 +107,7 @@ class Server:
         for line in data.splitlines():
             request = json.loads(line)
             if "signal" in request:
-                self.kill(caller, request["signal"])
+                self.kill(caller, request["signal"], bool(request.get("alone")))
             else:
                 self.spawn(caller, request, fds)
         for fd in fds:
@@ -127,7 +129,8 @@ class Server:
             os.setsid()
             die_with_parent(server_pid)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             self.selector.close()
             for end in (
                 self.listener,
@@ -136,7 +139,7 @@ class Server:
                 *(c.connection for c in self.callers.values()),
             ):
                 end.close()
-            control, output, *listener = fds
+            control, output, board, *listener = fds
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
@@ -146,7 +149,8 @@ class Server:
             sys.path[:] = request["path"]
             from ddp_hydra import rank
 
-            code = rank.main(request["title"], Path(request["order"]), control, listener[0] if listener else None)
+            its_listener = listener[0] if listener else None
+            code = rank.main(request["title"], Path(request["order"]), control, board, its_listener)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -172,11 +176,11 @@ class Server:
             else:
                 kill_group(pid)
 
-    def kill(self, caller: Caller, number: int) -> None:
-        """Send a signal to a caller's rank and what it started."""
+    def kill(self, caller: Caller, number: int, alone: bool = False) -> None:
+        """Send a signal to a caller's rank, and to what it started."""
         if caller.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(caller.pid, number)
+                (os.kill if alone else os.killpg)(caller.pid, number)
 
     def drop(self, caller: Caller) -> None:
         """Forget a caller that is gone, and kill its rank."""

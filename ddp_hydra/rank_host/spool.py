@@ -61,6 +61,11 @@ def remove(gang: str, rank: int, name: str, dask_worker: Any = None) -> None:
     (folder(dask_worker, gang, rank) / Path(name).name).unlink(missing_ok=True)
 
 
+def waiting(worker: Any) -> bool:
+    """Whether files of ranks wait on this worker for their client."""
+    return any(Path(worker.local_directory, "ddp_hydra").glob("*/rank-*/out/*"))
+
+
 def clear(gang: str, dask_worker: Any = None) -> None:
     """Remove all spools of a gang. Runs on the worker."""
     shutil.rmtree(Path(dask_worker.local_directory) / "ddp_hydra" / gang, ignore_errors=True)

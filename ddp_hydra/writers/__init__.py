@@ -6,9 +6,11 @@
     tensorboard  tensorboard/events…
     files        any file a rank submits
     checkpoints  checkpoints/, with last.pt, best.pt, manifest.json and retention
+    mirror       a copy of checkpoints/ in a bucket
     logs         logs/rank-<r>.log
     progress     the live display
-    incoming, disk, plain    what they share: complete files, careful disk access, harmless text
+    incoming, disk, patience, plain    what they share: complete files, careful disk access, waiting for a full
+                                       disk, harmless text
 
 No torch here, and nothing that a rank sent is unpickled. The writers themselves are imported by
 `default_writers` only, so that a reader of checkpoints pays for none of them.
@@ -16,6 +18,7 @@ No torch here, and nothing that a rank sent is unpickled. The writers themselves
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -49,6 +52,9 @@ def default_writers(
     fetch: Fetch | None = None,
     *,
     keep: int | None = 3,
+    mirror: str | None = None,
+    retry_s: float = 60.0,
+    give_up: threading.Event | None = None,
     tensorboard: bool = True,
     progress: bool = True,
     console: Console | None = None,
@@ -59,12 +65,16 @@ def default_writers(
         run_dir: made if it is missing.
         fetch: brings files from the ranks' hosts; None where every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
+        mirror: copy checkpoints to this folder, "s3://bucket/folder", too.
+        retry_s: how long to try a failing bucket again.
+        give_up: ends all waiting for the bucket at once, when set.
         tensorboard: write TensorBoard events.
         progress: show the live display.
         console: where to show it; None is stdout.
 
     Raises:
         RecordError: the run directory cannot be written.
+        ConfigError: `keep` or `mirror` is not good, or the bucket lets nobody in.
     """
     from ddp_hydra.writers.checkpoints import CheckpointWriter
     from ddp_hydra.writers.disk import open_run_dir
@@ -79,6 +89,10 @@ def default_writers(
         FileWriter(folder, fetch),
         CheckpointWriter(folder, fetch, keep),
     ]
+    if mirror:
+        from ddp_hydra.writers.mirror import MirrorWriter
+
+        writers.append(MirrorWriter(folder, mirror, retry_s, give_up))
     if tensorboard:
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 

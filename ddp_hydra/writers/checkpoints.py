@@ -6,19 +6,16 @@ manifest names it before last.pt and best.pt move to it, and only then older one
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.manifest import ALIASES, FOLDER, NAME, read_manifest, write_manifest_text
+from ddp_hydra.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
 from ddp_hydra.results import Record, check_path, finite
 from ddp_hydra.writers import Fetch
 from ddp_hydra.writers.disk import commit, part_of, place, remove_parts, write_atomic, writing
-from ddp_hydra.writers.incoming import receive
-
-_STEP_FILE = re.compile(r"step-(\d{1,18})\.pt", re.ASCII)
+from ddp_hydra.writers.incoming import Incoming
 
 
 class CheckpointWriter:
@@ -38,18 +35,19 @@ class CheckpointWriter:
         if keep is not None and keep < 1:
             raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
         self._run_dir = run_dir
-        self._fetch = fetch
+        self._incoming = Incoming(fetch)
         self._keep = keep
         self._folder = run_dir / FOLDER
         present = self._folder.is_dir() and not self._folder.is_symlink()
         old = read_manifest(self._folder) if present else {}
         self._entries = {name: entry for name, entry in old.items() if (self._folder / name).is_file()}
+        self._outdated: set[str] = set()
         if present:
             with writing(self._folder):
                 remove_parts(self._folder)
 
     def write(self, record: Record) -> None:
-        """Take the checkpoint of a 'file' record that holds one.
+        """Take the checkpoint of a 'file' record that holds one; after an error, the same record may come again.
 
         Raises:
             RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be
@@ -59,10 +57,11 @@ class CheckpointWriter:
         if record.kind != "file" or checkpoint is None:
             return
         name = _step_name(record)
-        receive(record, place(self._run_dir, f"{FOLDER}/{name}"), self._fetch)
+        self._incoming.receive(record, place(self._run_dir, f"{FOLDER}/{name}"))
+        self._outdated.discard(name)
         # A name that comes again, after a rollback, is the newest again.
-        self._entries.pop(name, None)
-        self._entries[name] = {
+        entries = {known: entry for known, entry in self._entries.items() if known != name}
+        entries[name] = {
             "size": record.data["size"],
             "sha256": record.data["sha256"].lower(),
             "step": checkpoint["step"],
@@ -70,26 +69,31 @@ class CheckpointWriter:
             "samples": checkpoint.get("samples"),
             "metrics": _metrics(checkpoint),
         }
-        self._save()
-        self._point("last.pt", name)
-        if checkpoint.get("best"):
-            self._point("best.pt", name)
-        old = self._too_old()
-        for outdated in old:
-            del self._entries[outdated]
-        self._save()
-        for outdated in old:
-            with writing(self._folder / outdated):
-                (self._folder / outdated).unlink(missing_ok=True)
+        self._save(entries)
+        for alias in ALIASES if checkpoint.get("best") else ALIASES[:1]:
+            self._point(alias, name)
+            entries[alias] = entries[name]
+        outdated = self._too_old(entries)
+        self._save({known: entry for known, entry in entries.items() if known not in outdated})
+        self._outdated.update(outdated)
+        self._remove_outdated()
 
     def flush(self) -> None:
         """Nothing is held back."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Leave no half of a file."""
+        self._incoming.drop()
 
-    def _save(self) -> None:
-        write_atomic(self._folder / NAME, write_manifest_text(self._entries))
+    def _save(self, entries: Entries) -> None:
+        write_atomic(self._folder / NAME, write_manifest_text(entries))
+        self._entries = dict(entries)
+
+    def _remove_outdated(self) -> None:
+        for name in sorted(self._outdated):
+            with writing(self._folder / name):
+                (self._folder / name).unlink(missing_ok=True)
+            self._outdated.discard(name)
 
     def _point(self, alias: str, name: str) -> None:
         """Make `alias` the same file as `name`, in one move."""
@@ -101,22 +105,21 @@ class CheckpointWriter:
                 commit(part, target)
             finally:
                 part.unlink(missing_ok=True)
-        self._entries[alias] = self._entries[name]
 
-    def _too_old(self) -> list[str]:
+    def _too_old(self, entries: Entries) -> list[str]:
         if self._keep is None:
             return []
-        named = {self._entries[alias]["sha256"] for alias in ALIASES if alias in self._entries}
-        steps = [name for name in self._entries if _STEP_FILE.fullmatch(name)]
-        return [name for name in steps[: -self._keep] if self._entries[name]["sha256"] not in named]
+        named = {entries[alias]["sha256"] for alias in ALIASES if alias in entries}
+        steps = [name for name in entries if STEP_FILE.fullmatch(name)]
+        return [name for name in steps[: -self._keep] if entries[name]["sha256"] not in named]
 
 
 def _step_name(record: Record) -> str:
     """Return the file name, if the record's path is that of its step."""
     path = check_path(record.data["path"])
-    match = _STEP_FILE.fullmatch(path.name)
+    match = STEP_FILE.fullmatch(path.name)
     step = record.data["checkpoint"]["step"]
-    if path.parts[:-1] != (FOLDER,) or match is None or int(match[1]) != step:
+    if path.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:
         raise RecordError(
             f"rank {record.rank} sent a checkpoint of step {step} as {record.data['path']!r}; it must be "
             f"called '{FOLDER}/step-{step:06d}.pt'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -20,6 +21,14 @@ _HINTS = {
     errno.EROFS: "choose a folder that you may write with hydra.run.dir=<folder>",
     errno.ELOOP: "it is a symbolic link; remove it, nothing is written through links in a run directory",
 }
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        "ENOSPC", "EDQUOT", "EIO", "ESTALE", "EAGAIN", "EINTR", "EBUSY", "ETIMEDOUT", "ENFILE", "EMFILE", "ENOMEM",
+        "ENOBUFS", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "EREMOTEIO",
+    )
+    if hasattr(errno, name)
+)  # fmt: skip
 _PART = ".part-"
 
 
@@ -27,6 +36,12 @@ def cannot_write(what: str | Path, error: OSError) -> RecordError:
     """Return one sentence about a failed write."""
     hint = _HINTS.get(error.errno or 0, "what was written before stays whole")
     return RecordError(f"cannot write {error.filename or what}: {error.strerror or error}; {hint}")
+
+
+def passing(error: BaseException) -> OSError | None:
+    """Return what kept a write from the disk, if it may pass: a full disk, a file server that is away."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return cause if isinstance(cause, OSError) and cause.errno in _PASSING else None
 
 
 @contextmanager
@@ -39,7 +54,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = None  # a temporary name would puzzle the reader
+        error.filename = str(path)  # a temporary name would puzzle the reader
         raise cannot_write(path, error) from error
 
 
@@ -69,8 +84,9 @@ def place(run_dir: Path, path: PurePosixPath | str) -> Path:
     for part in parts[:-1]:
         folder = folder / part
         with writing(folder):
-            if not folder.is_symlink():
+            if not folder.is_symlink() and not folder.is_dir():
                 folder.mkdir(exist_ok=True)
+                sync(folder.parent)
         if folder.is_symlink():
             raise RecordError(
                 f"cannot write {run_dir / path}: {folder} is a symbolic link; remove it, nothing is "
@@ -92,9 +108,9 @@ def remove_parts(folder: Path) -> None:
 
 def commit(part: Path, target: Path) -> None:
     """Give complete content its name, so that it survives a power cut under the old or the new one."""
-    _sync(part)
+    sync(part)
     part.replace(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def write_atomic(target: Path, content: bytes) -> None:
@@ -112,10 +128,14 @@ def write_atomic(target: Path, content: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a folder, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # some file systems know no fsync of a folder
     finally:
         os.close(handle)
 
@@ -132,6 +152,7 @@ class AppendFile:
         self.path = path
         self._ends_with = ends_with
         self._handle: int | None = None
+        self._torn: int | None = None  # the size to go back to
 
     def append(self, piece: bytes) -> None:
         """Add one piece, or nothing.
@@ -142,16 +163,25 @@ class AppendFile:
         with writing(self.path):
             if self._handle is None:
                 self._handle = self._open()
-            size = os.fstat(self._handle).st_size
+            self._take_back()
+            self._torn = os.fstat(self._handle).st_size
             try:
                 _write_all(self._handle, piece)
-            except OSError:
-                os.ftruncate(self._handle, size)
-                raise
+                self._torn = None
+            finally:
+                self._take_back()
+
+    def _take_back(self) -> None:
+        """Cut off the half of a piece; a disk that is away does not even let this be done at once."""
+        if self._torn is not None and self._handle is not None:
+            os.ftruncate(self._handle, self._torn)
+            self._torn = None
 
     def close(self) -> None:
         """Close the file; a later piece opens it again."""
         if self._handle is not None:
+            with contextlib.suppress(OSError):
+                self._take_back()
             handle, self._handle = self._handle, None
             with writing(self.path):
                 os.close(handle)
@@ -165,9 +195,13 @@ class AppendFile:
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         handle = os.open(self.path, flags, 0o666)
-        size, end = os.fstat(handle).st_size, self._ends_with
-        if end and size and os.pread(handle, len(end), max(0, size - len(end))) != end:
-            os.write(handle, end)
+        try:
+            size, end = os.fstat(handle).st_size, self._ends_with
+            if end and size and os.pread(handle, len(end), max(0, size - len(end))) != end:
+                os.write(handle, end)
+        except OSError:
+            os.close(handle)
+            raise
         return handle
 
 

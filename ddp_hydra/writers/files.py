@@ -8,7 +8,7 @@ from ddp_hydra.errors import RecordError
 from ddp_hydra.results import RESERVED, Record, check_path
 from ddp_hydra.writers import Fetch
 from ddp_hydra.writers.disk import place
-from ddp_hydra.writers.incoming import receive
+from ddp_hydra.writers.incoming import Incoming
 
 
 class FileWriter:
@@ -21,13 +21,13 @@ class FileWriter:
 
     def __init__(self, run_dir: Path, fetch: Fetch | None = None) -> None:
         self._run_dir = run_dir
-        self._fetch = fetch
+        self._incoming = Incoming(fetch)
 
     def write(self, record: Record) -> None:
         """Receive the file of a 'file' record without a checkpoint; of two with one path the later one stays.
 
         Raises:
-            RecordError: its path is not allowed, or it did not arrive whole; see `incoming.receive`.
+            RecordError: its path is not allowed, or it did not arrive whole; see `Incoming.receive`.
         """
         if record.kind != "file" or record.data.get("checkpoint") is not None:
             return
@@ -38,10 +38,11 @@ class FileWriter:
                 f"rank {record.rank} submitted {record.data['path']!r}; {', '.join(RESERVED)} belong to "
                 "the run: choose another name, for example 'samples/epoch-3.txt'"
             )
-        receive(record, place(self._run_dir, path), self._fetch)
+        self._incoming.receive(record, place(self._run_dir, path))
 
     def flush(self) -> None:
         """Nothing is held back."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Leave no half of a file."""
+        self._incoming.drop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from ddp_hydra.results import Record
 from ddp_hydra.writers.checks import check_record, metric_values
 from ddp_hydra.writers.disk import cannot_write
+from ddp_hydra.writers.patience import Patience
 
 if TYPE_CHECKING:
     from ddp_hydra.writers import Writer
@@ -22,8 +24,11 @@ class ResultsHandler:
 
     Args:
         writers: each gets every record, in this order.
+        retry_s: how long a write is tried again while the disk is full or away; 0 for not at all.
+        give_up: ends all waiting at once, when set.
 
     Attributes:
+        give_up: as given, or its own.
         counts: how many records came, by kind.
         metrics: the last value of each metric that rank 0 logged.
         step: optimizer steps done, by the last metrics of rank 0; None before the first.
@@ -31,8 +36,10 @@ class ResultsHandler:
         samples: its samples seen, where it said them.
     """
 
-    def __init__(self, writers: Iterable[Writer]) -> None:
+    def __init__(self, writers: Iterable[Writer], retry_s: float = 0.0, give_up: threading.Event | None = None) -> None:
         self.writers = list(writers)
+        self.give_up = give_up or threading.Event()
+        self._patience = Patience(retry_s, self.give_up)
         self.counts: Counter[str] = Counter()
         self.metrics: dict[str, float] = {}
         self.step: int | None = None
@@ -85,7 +92,10 @@ class ResultsHandler:
         first: Exception | None = None
         for writer in self.writers:
             try:
-                getattr(writer, action)(*args)
+                if action == "write":
+                    self._patience.write(writer, *args)
+                else:
+                    getattr(writer, action)()
             except OSError as error:
                 first = first or cannot_write(type(writer).__name__, error)
             except Exception as error:

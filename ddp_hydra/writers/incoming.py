@@ -4,40 +4,87 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import errno
 import hashlib
+import os
 import stat
 from pathlib import Path
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.writers import Fetch
-from ddp_hydra.writers.disk import commit, part_of, writing
+from ddp_hydra.writers.disk import cannot_write, part_of, passing, sync, writing
+
+_PIECE = 2**20
 
 
-def receive(record: Record, target: Path, fetch: Fetch | None) -> None:
-    """Put a file record's content at `target`, replacing an older file in one move.
+class Incoming:
+    """Brings the files of records into a run directory, one after the other.
+
+    A record whose file could not be put down may come again. What was fetched is kept for that, because nobody
+    else may have it any more.
 
     Args:
-        record: of kind 'file'.
-        target: in a folder that exists.
         fetch: brings content that is not inline.
-
-    Raises:
-        RecordError: the content does not come, is not what the record says, or cannot be written. What was at
-            `target` before is as it was.
     """
-    part = part_of(target)
-    try:
-        if record.data.get("inline") is not None:
-            _write_inline(record, part, target)
-        else:
-            _fetch(record, part, fetch)
+
+    def __init__(self, fetch: Fetch | None) -> None:
+        self._fetch = fetch
+        self._record: Record | None = None  # the one that came last
+        self._part: Path | None = None  # its content, fetched but without its name
+        self._in_place = False
+
+    def receive(self, record: Record, target: Path) -> None:
+        """Put a file record's content at `target`, replacing an older file in one move.
+
+        Args:
+            record: of kind 'file'; one that was received before is not fetched again.
+            target: in a folder that exists.
+
+        Raises:
+            RecordError: the content does not come, is not what the record says, or cannot be written. What was
+                at `target` before is as it was.
+        """
+        if record is not self._record:
+            self.drop()
+            self._record, self._in_place = record, False
+        try:
+            if not self._in_place:
+                self._bring(record, target)
+            with writing(target):
+                sync(target.parent)
+        except BaseException as error:
+            if record.data.get("inline") is not None or passing(error) is None:
+                self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Forget the last record, and what was fetched of it in vain."""
+        part, self._part, self._record = self._part, None, None
+        if part is not None:
+            _remove(part)
+
+    def _bring(self, record: Record, target: Path) -> None:
+        if self._part is None:
+            part = part_of(target)
+            try:
+                if record.data.get("inline") is not None:
+                    _write_inline(record, part, target)
+                else:
+                    _fetch(record, part, target, self._fetch)
+            except BaseException:
+                _remove(part)
+                raise
+            self._part = part
+        else:  # after a failed fsync, the kernel takes for written what is not
+            with writing(target):
+                _write_anew(self._part)
         with writing(target):
-            _verify(record, part)
-            commit(part, target)
-    finally:
-        with writing(target):
-            part.unlink(missing_ok=True)
+            _verify(record, self._part)
+            sync(self._part)
+            self._part.replace(target)
+        self._part, self._in_place = None, True
 
 
 def _write_inline(record: Record, part: Path, target: Path) -> None:
@@ -49,16 +96,34 @@ def _write_inline(record: Record, part: Path, target: Path) -> None:
         part.write_bytes(content)
 
 
-def _fetch(record: Record, part: Path, fetch: Fetch | None) -> None:
+def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> None:
     source = record.data.get("source")
     if fetch is None or source is None:
         raise RecordError(f"{_name(record)} came without content, and nothing here can bring it")
     try:
         fetch(record, part)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(target)
+            raise cannot_write(target, error) from error
         raise RecordError(
             f"{_name(record)} ({record.data['size']} bytes) cannot be brought from its host: {error}"
         ) from error
+
+
+def _remove(part: Path) -> None:
+    """Best effort: whoever calls has something more important to say."""
+    with contextlib.suppress(OSError):
+        part.unlink()
+
+
+def _write_anew(part: Path) -> None:
+    """Write a file's content over itself."""
+    with part.open("r+b") as file:
+        while piece := file.read(_PIECE):
+            file.seek(-len(piece), os.SEEK_CUR)
+            file.write(piece)
+            file.seek(0, os.SEEK_CUR)  # between a write and a read
 
 
 def _verify(record: Record, part: Path) -> None:

@@ -27,6 +27,7 @@ class LogWriter:
         self._tail_lines = tail_lines
         self._tails: dict[int, deque[str]] = {}
         self._attempts: dict[int, int] = {}
+        self._last: tuple[Record | None, bytes] = (None, b"")
 
     def write(self, record: Record) -> None:
         """Append the text of a log record.
@@ -36,6 +37,14 @@ class LogWriter:
         """
         if record.kind != "log":
             return
+        if record is not self._last[0]:  # the same one comes again when it could not be written
+            self._last = (record, self._take(record))
+        # Opened each time: a job may have more ranks than a process may have open files.
+        with AppendFile(place(self._run_dir, f"logs/rank-{record.rank}.log")) as file:
+            file.append(self._last[1])
+
+    def _take(self, record: Record) -> bytes:
+        """Remember the text, and return what goes into the file."""
         rank, text = record.rank, record.data["text"]
         before = self._attempts.get(rank, 0)
         self._attempts[rank] = record.attempt
@@ -44,9 +53,7 @@ class LogWriter:
             head = f"{'' if self._ends_line(rank) else chr(10)}--- attempt {record.attempt} ---\n"
             self._tails.pop(rank, None)
         self._remember(rank, text)
-        # Opened each time: a job may have more ranks than a process may have open files.
-        with AppendFile(place(self._run_dir, f"logs/rank-{rank}.log")) as file:
-            file.append((head + text).encode(errors="backslashreplace"))
+        return (head + text).encode(errors="backslashreplace")
 
     def tail(self, rank: int) -> list[str]:
         """Return the last lines that a rank wrote in its newest attempt, without control characters."""

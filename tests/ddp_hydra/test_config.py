@@ -63,7 +63,7 @@ def test_every_option_of_every_group_composes_to_a_job(option):
 
 
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
-@pytest.mark.parametrize("debug", [option for option in OPTIONS if option.startswith("debug=")])
+@pytest.mark.parametrize("debug", ["debug=inline", "debug=one_batch"])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
     config.check(cfg)
@@ -133,6 +133,8 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
             ({f"trainer.{key}": -1}, f"trainer.{key}=-1: give 0 or more")
             for key in ("threads", "validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs")
         ),
+        ({"results.retry_s": -1.0}, "results.retry_s=-1: give seconds, 0 or more"),
+        ({"results.retry_s": float("nan")}, "results.retry_s=nan: give seconds, 0 or more"),
         ({"trainer.epochs": None}, "trainer.epochs and trainer.max_steps are both null, so the job would never end"),
         ({"data.batch_size": None}, "data needs batch_size (per rank) and train"),
         ({"data.train": None}, "data needs batch_size (per rank) and train"),
@@ -156,6 +158,7 @@ def test_what_no_job_can_mean_is_refused_with_what_to_give(changed, values, sent
         {"dispatch.port_range": [40000, 40000]},
         {"trainer.max_steps": 1, "trainer.epochs": None},
         {"results.keep_checkpoints": None},
+        {"results.retry_s": 0.0},
         {"trainer.validate_every_epochs": 0},
         {"data.val": None},
     ],

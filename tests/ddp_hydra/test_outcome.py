@@ -152,6 +152,7 @@ def test_the_summary_shows_plain_fields():
         "rank": 1,
         "host": "h",
         "attempt": 2,
+        "step": 0,
         "message": "m",
         "traceback": "t",
     }

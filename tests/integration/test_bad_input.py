@@ -118,10 +118,11 @@ def test_a_truncated_checkpoint_names_the_one_before_it(cli, finished):
     last.unlink()  # it shares its content with the step file
     last.write_bytes(content[: len(content) // 2])
     (finished / "checkpoints" / "step-000004.pt").write_bytes(content[:100])
-    said = refused(cli, f"resume={finished}", said=r"last\.pt is damaged.*bytes.*use the one before it")
+    said = refused(cli, f"resume={last}", said=r"last\.pt is damaged.*bytes.*use the one before it")
     earlier = re.search(r"the one before it, (\S+)", said)[1]
     assert earlier.endswith("step-000002.pt")
-    cli.done(f"resume={earlier}", "hydra.run.dir=again")
+    ended = cli.done(f"resume={finished}", "hydra.run.dir=again")
+    assert "step-000002.pt" in ended.stderr + ended.stdout
 
 
 def test_a_truncated_checkpoint_without_a_manifest(cli, finished):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import shutil
 
 import pytest
 
@@ -79,42 +82,6 @@ def test_a_damaged_arrival_changes_nothing(tmp_path, folder, checkpoint_record, 
         with pytest.raises(RecordError, match="what was there before is kept"):
             writer.write(checkpoint_record(step, b"broken", best=True, **changes))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_at_every_moment_each_name_is_a_complete_file(tmp_path, folder, checkpoint_record, monkeypatch):
-    """Stop the writer at each of its disk operations in turn: what is there can always be resumed from."""
-    from ddp_hydra.writers import disk
-
-    real = disk._sync
-    moments = 0
-    for stop_at in range(1, 40):
-        run_dir = tmp_path / str(stop_at)
-        run_dir.mkdir()
-        writer = CheckpointWriter(run_dir, keep=1)
-        writer.write(checkpoint_record(1, best=True))
-        left = stop_at
-
-        def sync(path):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-            real(path)
-
-        monkeypatch.setattr(disk, "_sync", sync)
-        try:
-            writer.write(checkpoint_record(2, best=True))
-        except KeyboardInterrupt:
-            moments += 1
-        monkeypatch.setattr(disk, "_sync", real)
-        for which in ("last", "best"):
-            assert find_checkpoint(run_dir, which).read_bytes() in (b"weights 1", b"weights 2")
-        again = CheckpointWriter(run_dir, keep=1)
-        again.write(checkpoint_record(3, best=True))
-        assert find_checkpoint(run_dir).read_bytes() == b"weights 3"
-        if left > 0:
-            break
-    assert moments >= 8
 
 
 def test_a_step_that_comes_again_is_the_newest(tmp_path, folder, checkpoint_record):
@@ -216,7 +183,7 @@ def test_a_truncated_or_changed_checkpoint_names_the_one_to_use(tmp_path, folder
         file.truncate(4)
     before = rf"use the one before it, {folder / 'step-000002.pt'}"
     with pytest.raises(CheckpointError, match=rf"last.pt is damaged: it has 4 bytes, .* says 9; {before}"):
-        find_checkpoint(tmp_path)
+        find_checkpoint(folder / "last.pt")
     assert find_checkpoint(tmp_path, verify=False) == folder / "last.pt"
     (folder / "step-000002.pt").write_bytes(b"weights X")
     with pytest.raises(CheckpointError, match=r"its sha256 is .*use the one before it, .*step-000001.pt"):
@@ -240,3 +207,97 @@ def test_a_name_that_cannot_move_is_a_sentence_and_leaves_no_parts(tmp_path, fol
     with pytest.raises(RecordError, match=r"cannot write .*last.pt: Is a directory"):
         CheckpointWriter(tmp_path).write(checkpoint_record(1))
     assert names(folder) == ["last.pt", "manifest.json", "step-000001.pt"]
+
+
+def truncate(path):
+    with path.open("r+b") as file:
+        file.truncate(4)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    with path.open("r+b") as file:  # in place: the step file and last.pt are one
+        file.write(content)
+
+
+@pytest.fixture
+def three(tmp_path, folder, checkpoint_record):
+    """A run with checkpoints of steps 1, 2 (the best) and 3."""
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(checkpoint_record(step, best=step == 2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (truncate, r"last.pt is damaged: it has 4 bytes, the manifest says 9"),
+        (flip, r"last.pt is damaged: its sha256 is \w{12}…, the manifest says"),
+    ],
+)
+def test_a_damaged_last_falls_back_to_the_one_before_with_one_warning(tmp_path, three, caplog, spoil, said):
+    spoil(three / "last.pt")
+    assert find_checkpoint(tmp_path) == three / "step-000002.pt"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert re.search(rf"{said}.*; using the newest whole one before it, .*step-000002.pt", caplog.messages[0])
+
+
+def test_it_falls_back_as_far_as_it_must(tmp_path, three, caplog):
+    (three / "last.pt").unlink()
+    (three / "step-000003.pt").unlink()
+    truncate(three / "step-000002.pt")
+    assert find_checkpoint(tmp_path) == three / "step-000001.pt"
+    assert "step-000003.pt is damaged: it is missing; using the newest whole one before it" in caplog.text
+    flip(three / "step-000001.pt")
+    with pytest.raises(CheckpointError, match=r"step-000003.pt is damaged: it is missing; no whole checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_same_checkpoint_under_another_name_is_no_loss(tmp_path, three, caplog):
+    shutil.copy(three / "step-000003.pt", three / "copy")
+    (three / "copy").replace(three / "last.pt")  # as on a file system without links
+    truncate(three / "step-000003.pt")
+    assert find_checkpoint(tmp_path) == three / "last.pt"
+    (three / "step-000003.pt").write_bytes(b"weights 3")
+    assert find_checkpoint(tmp_path) == three / "last.pt"
+    assert not caplog.records
+    truncate(three / "last.pt")
+    assert find_checkpoint(tmp_path) == three / "step-000003.pt"
+    assert "last.pt is damaged: it has 4 bytes, the manifest says 9; using the same one" in caplog.text
+
+
+def test_a_name_that_is_one_move_behind_does_not_hide_the_newest(tmp_path, three, caplog):
+    (three / "last.pt").unlink()
+    (three / "last.pt").hardlink_to(three / "step-000002.pt")
+    assert find_checkpoint(tmp_path) == three / "step-000003.pt"
+    assert not caplog.records
+    truncate(three / "step-000003.pt")
+    assert find_checkpoint(tmp_path) == three / "last.pt"
+    assert "step-000003.pt is damaged" in caplog.text
+
+
+def test_the_best_one_has_no_substitute(tmp_path, three, caplog):
+    best = three / "best.pt"
+    best.unlink()
+    assert find_checkpoint(tmp_path, "best") == three / "step-000002.pt"  # the very same
+    best.hardlink_to(three / "step-000002.pt")
+    flip(best)
+    with pytest.raises(CheckpointError, match=r"best.pt is damaged.*use the one before it, .*step-000001.pt"):
+        find_checkpoint(tmp_path, "best")
+    best.unlink()
+    with pytest.raises(CheckpointError, match=r"step-000002.pt is damaged"):
+        find_checkpoint(tmp_path, "best")
+    (three / "step-000002.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has no best.pt"):
+        find_checkpoint(tmp_path, "best")
+    assert not caplog.records
+
+
+def test_a_foreign_entry_of_the_manifest_is_not_followed(tmp_path, three):
+    (tmp_path / "step-9.pt").write_bytes(b"weights 1")
+    entries = read_manifest(three)
+    entries["step-/../../step-9.pt"] = entries["step-000001.pt"]
+    (three / "manifest.json").write_text(json.dumps({"files": entries}))
+    assert find_checkpoint(tmp_path) == three / "last.pt"

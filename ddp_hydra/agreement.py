@@ -1,0 +1,95 @@
+"""What all ranks must decide alike: whether a step counts, and whether to stop after it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_hydra import pulse
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks know after a vote.
+
+    Args:
+        stop: number of the reason to stop after this step (see `pulse.REASONS`), 0 to go on.
+        bad_rank: the first rank whose step is no good; None where all are good.
+    """
+
+    stop: int = 0
+    bad_rank: int | None = None
+
+
+class Vote:
+    """One vote on its way.
+
+    Args:
+        ballot: [stop, world_size - rank where bad], int64, being reduced to the maximum of all ranks.
+        work: to wait for; None where there is one rank only.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, ballot: torch.Tensor, work: dist.Work | None, world_size: int) -> None:
+        self.ballot, self.work, self.world_size = ballot, work, world_size
+
+    def result(self) -> Verdict:
+        """Wait for the others."""
+        if self.work is not None:
+            self.work.wait()
+        stop, bad = self.ballot.tolist()
+        return Verdict(stop, self.world_size - bad if bad else None)
+
+
+class Agreement:
+    """Votes of a gang: 16 bytes that travel while the gradients do, so nobody waits for them.
+
+    They go over the CPU, so that no rank has to wait for its GPU.
+    """
+
+    def __init__(self) -> None:
+        self.alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
+
+    def vote(self, good: bool = True, stop: int = 0) -> Vote:
+        """Say what this rank thinks. A collective.
+
+        Args:
+            good: this rank's step may count.
+            stop: number of the reason to stop after it; 0 for none.
+        """
+        ballot = torch.tensor([stop, 0 if good else self.world_size - self.rank])
+        if self.alone:
+            return Vote(ballot, None, 1)
+        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return Vote(ballot, work, self.world_size)
+
+
+def has_gloo() -> bool:
+    """Whether the gang's own process group takes tensors of the CPU."""
+    try:
+        return "gloo" in str(dist.get_backend_config())
+    except (AttributeError, RuntimeError, ValueError):
+        return str(dist.get_backend()) == "gloo"
+
+
+class Finish:
+    """Whether this rank should stop at its next step: because it was asked to, or by the clock.
+
+    Args:
+        time_limit_s: from now on; None for none.
+    """
+
+    def __init__(self, time_limit_s: float | None = None) -> None:
+        self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+
+    def wanted(self) -> int:
+        """Number of the reason, see `pulse.REASONS`; 0 to go on."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return pulse.REASONS.index("time_limit")
+        return pulse.here().finish

@@ -1,0 +1,145 @@
+"""Checkpoints from a bucket: `resume=s3://…`. What is there was put by `writers/mirror.py`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ddp_hydra import bucket
+from ddp_hydra.errors import CheckpointError
+from ddp_hydra.manifest import FOLDER, NAME, STEP_FILE, Entries, damage, newest_first, read_manifest_text
+from ddp_hydra.writers.disk import cannot_write, commit, part_of, writing
+
+T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
+
+log = logging.getLogger(__name__)
+
+
+def is_url(text: str) -> bool:
+    """Whether a checkpoint is given by a URL, not by a path."""
+    return text.partition("://")[0].isalnum() and "://" in text
+
+
+def folder_of(url: str, timeout_s: float = 60.0) -> bucket.Folder:
+    """Return where the checkpoints of a mirrored run lie.
+
+    Args:
+        url: "s3://bucket/folder", of the run or of its `checkpoints`.
+        timeout_s: of one request.
+
+    Raises:
+        ConfigError: it is no such URL, or obstore is not installed.
+    """
+    url = url.rstrip("/")
+    return bucket.Folder(url if url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
+
+
+def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
+    """Bring the newest whole checkpoint of a mirrored run here.
+
+    A damaged or missing one falls back to the one before, with a warning in the log; `best` does not.
+
+    Args:
+        url: as `results.mirror` was given, e.g. "s3://bucket/folder".
+        folder: where to put it; made if it is missing. A file that is there already and whole is not fetched.
+        which: the last one or the best one.
+        retry_s: how long to try again while the store is away.
+
+    Returns:
+        The file; its name begins with its step, e.g. step-000100-0123456789ab.pt.
+
+    Raises:
+        CheckpointError: there is none, all are damaged, or the store does not answer.
+        ConfigError: the URL, the bucket or the credentials are not good.
+        RecordError: the folder cannot be written.
+    """
+    remote = folder_of(url)
+    entries = _entries(remote, retry_s)
+    names = newest_first(entries)
+    if which == "best":
+        digest = entries.get("best.pt", {}).get("sha256")
+        names = [name for name in names if entries[name].get("sha256") == digest][:1]
+    if not names:
+        raise CheckpointError(f"{remote.url}/{NAME} names no {which} checkpoint; it has {', '.join(entries) or 'none'}")
+    reasons: dict[str, str] = {}
+    for name in names:
+        reason = _download(remote, name, entries[name], folder, retry_s)
+        if reason is None:
+            for bad, why in reasons.items():
+                log.warning("checkpoint %s/%s is damaged: %s; using the one before it, %s", remote.url, bad, why, name)
+            return folder / name
+        reasons[name] = reason
+    left = "no whole checkpoint from before it is left" if which == "last" else "no other one is the best"
+    raise CheckpointError(f"checkpoint {remote.url}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
+
+
+def _entries(remote: bucket.Folder, retry_s: float) -> Entries:
+    try:
+        return read_manifest_text(_patiently(lambda: remote.get(NAME), retry_s))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{remote.url} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was given"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{remote.url}/{NAME} is not the manifest of checkpoints ({error})") from None
+
+
+def _download(remote: bucket.Folder, name: str, wanted: dict[str, Any], folder: Path, retry_s: float) -> str | None:
+    """Put one checkpoint into `folder`. Returns what is wrong with it."""
+    assert STEP_FILE.fullmatch(name)
+    size, target = wanted.get("size"), folder / name
+    if not isinstance(size, int) or size < 0:
+        return "its entry in the manifest has no size"
+    if damage(target, wanted) is None:
+        return None
+    with writing(target):
+        folder.mkdir(parents=True, exist_ok=True)
+        part = part_of(target)
+
+    digest = hashlib.sha256()
+    try:
+        found = _patiently(lambda: remote.size(name), retry_s)
+        if found is None:
+            return "it is missing"
+        if found != size:
+            return f"it has {found} bytes, the manifest says {size}"
+        with part.open("wb") as file:
+            for start in range(0, size, bucket.PIECE_BYTES):
+                end = min(size, start + bucket.PIECE_BYTES)
+                piece = _patiently(functools.partial(remote.read, name, start, end), retry_s)
+                digest.update(piece)
+                file.write(piece)
+        if digest.hexdigest() != wanted.get("sha256"):
+            return f"its sha256 is {digest.hexdigest()[:12]}…, the manifest says {str(wanted.get('sha256'))[:12]}…"
+        commit(part, target)
+        return None
+    except FileNotFoundError:
+        return "it is missing"
+    except OSError as error:
+        raise cannot_write(target, error) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _patiently(ask: Callable[[], T], retry_s: float) -> T:
+    """Ask a store until it answers.
+
+    Raises:
+        CheckpointError: it did not, in all that time.
+    """
+    deadline, pause = time.monotonic() + retry_s, FIRST_PAUSE_S
+    while True:
+        try:
+            return ask()
+        except ConnectionError as error:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise CheckpointError(f"{error}; it was tried for {retry_s:g} s: try again later") from None
+            time.sleep(min(pause, left_s))
+            pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -1,0 +1,55 @@
+"""A worker that is shut down lets its ranks finish first.
+
+SIGTERM comes before a machine is taken away (a spot instance, a drained node, the end of a batch job): to the nanny,
+which closes its worker, or to every process of the host. Dask closes a worker's plugins before its connections, so that
+is the time to have the gang make a checkpoint and to let it travel home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+from distributed import Worker, WorkerPlugin
+
+from ddp_hydra.rank_host import mailbox, spool
+
+NAME = "ddp_hydra-farewell"
+GRACE_S = 7.0
+"""`dask worker` waits 8 s for its workers to close, then kills them."""
+
+
+class Farewell(WorkerPlugin):
+    """Holds up the closing of a worker until its ranks have ended and their files are fetched."""
+
+    async def teardown(self, worker: Worker) -> None:
+        """Called by Dask when the worker closes."""
+        deadline = time.monotonic() + GRACE_S
+        told = mailbox.tell_all({"preempted": True})
+        while told and time.monotonic() < deadline and (mailbox.has_any(told) or spool.waiting(worker)):
+            await asyncio.sleep(0.05)
+
+
+def prepare(worker: Worker) -> None:
+    """Make a worker say farewell; called from the thread of a task."""
+    worker.loop.add_callback(_prepare, worker)
+
+
+async def _prepare(worker: Worker) -> None:
+    if NAME in worker.plugins:
+        return
+    await worker.plugin_add(plugin=Farewell(), name=NAME)
+    # Under a nanny, SIGTERM would end the worker where it stands. Handlers of others are left alone.
+    if worker.nanny and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not the main thread
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, lambda: loop.create_task(_die_slowly(worker)))
+
+
+async def _die_slowly(worker: Worker) -> None:
+    await Farewell().teardown(worker)
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,249 @@
+"""A copy of the checkpoints in a bucket, made in the background.
+
+The order makes every moment safe, as in `checkpoints.py`: a step file is complete in the bucket before the manifest
+there names it, and only then older ones go. No object is ever replaced by another content but the manifest: the
+name of a step file has the beginning of its sha256 in it. `last.pt` and `best.pt` are entries of the manifest only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.bucket import Folder
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.manifest import (
+    ALIASES,
+    FOLDER,
+    NAME,
+    STEP_FILE,
+    Entries,
+    damage,
+    newest_first,
+    read_manifest,
+    read_manifest_text,
+    write_manifest_text,
+)
+from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
+from ddp_hydra.results import Record
+
+FIRST_TIMEOUT_S = 5.0
+"""The job waits for the first question to the store, so it is short."""
+
+log = logging.getLogger(__name__)
+
+
+class MirrorWriter:
+    """Bring each checkpoint of a run into a bucket, after it is complete in the run directory.
+
+    A bucket that fails is tried again for a while, then a warning says so, and the next checkpoint brings along
+    what is missing. Training never waits for it. What other runs have put there stays there, and is named in the
+    manifest before ours.
+
+    Args:
+        run_dir: the job's run directory, whose `checkpoints` another writer fills, before this one is asked.
+        url: where to put them, "s3://bucket/folder".
+        retry_s: how long one checkpoint is tried again.
+        give_up: ends all waiting at once, when set.
+        timeout_s: of one request.
+
+    Attributes:
+        failures: how many times a checkpoint did not get there in time.
+
+    Raises:
+        ConfigError: the URL, the bucket or the credentials are not good, or obstore is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        url: str,
+        retry_s: float = 60.0,
+        give_up: threading.Event | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.failures = 0
+        self._local = run_dir / FOLDER
+        self._remote = folder_of(url, timeout_s)
+        self._retry_s = retry_s
+        self._give_up = give_up or threading.Event()
+        self._changed = threading.Condition()
+        self._asked = self._done = 0  # checkpoints
+        self._closed_at: float | None = None
+        self._thread: threading.Thread | None = None
+        self._own: set[str] = {_key(name, entry) for name, entry in _steps(self._local).items()}
+        self._sent: set[str] = set()  # of these, the ones that are known to be in the bucket
+        self._newest_sent = ""
+        self._reason = ""  # of the last try, if it failed
+        self._is_reported = False
+        self._damaged: dict[str, str] = {}  # why a step file can't be sent
+        try:
+            _entries(folder_of(url, min(timeout_s, FIRST_TIMEOUT_S)))
+        except ConnectionError as error:
+            log.warning("%s; it is asked again when there is a checkpoint", error)
+
+    def write(self, record: Record) -> None:
+        """Have the checkpoint of a 'file' record that holds one brought to the bucket, some time."""
+        if record.kind != "file" or record.data.get("checkpoint") is None:
+            return
+        with self._changed:
+            self._asked += 1
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """It comes when it comes."""
+
+    def close(self) -> None:
+        """Wait for what is on its way, as long as it moves on, and say so if the newest checkpoint did not arrive."""
+        with self._changed:
+            self._closed_at = time.monotonic()
+            self._changed.notify()
+        while self._thread is not None and self._thread.is_alive() and not self._give_up.is_set():
+            self._thread.join(timeout=0.1)
+        names = list(_steps(self._local))
+        if self._thread is not None and names and self._newest_sent != names[0]:
+            log.warning(
+                "the newest checkpoint, %s, is not in %s (%s); it is in %s",
+                names[0],
+                self._remote.url,
+                self._damaged.get(names[0]) or self._reason or "there was no time for it",
+                self._local,
+            )
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._done or self._closed_at is not None)
+                asked = self._asked
+            if asked == self._done:
+                return
+            self._mirror_patiently()
+            self._done = asked
+
+    def _mirror_patiently(self) -> None:
+        began, pause, tries = time.monotonic(), FIRST_PAUSE_S, 0
+        while True:
+            tries += 1
+            try:
+                self._mirror()
+            except Exception as error:  # whatever it is, the next checkpoint gets its chance
+                self._sent.clear()
+                self._reason = str(error) or type(error).__name__
+            else:
+                if self._is_reported:
+                    log.warning("checkpoints reach %s again", self._remote.url)
+                self._reason, self._is_reported = "", False
+                return
+            left_s = (self._closed_at or began) + self._retry_s - time.monotonic()
+            if left_s <= 0 or self._give_up.wait(min(pause, left_s)):
+                break
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        self.failures += 1
+        self._is_reported = True
+        log.warning(
+            "checkpoints do not reach %s: %s (tried %d times in %.0f s); they are in %s, and the next one tries again",
+            self._remote.url,
+            self._reason,
+            tries,
+            time.monotonic() - began,
+            self._local,
+        )
+
+    def _mirror(self) -> None:
+        """Bring all step files of the local manifest that the bucket lacks, the newest first."""
+        local = read_manifest(self._local)
+        before = _entries(self._remote)
+        self._sent &= before.keys()
+        keys = {name: _key(name, local[name]) for name in newest_first(local)}
+        newest = next(iter(keys), None)
+        if newest is None:
+            return
+        self._own.update(keys.values())
+        for name, key in keys.items():
+            if key not in self._sent and self._send(self._local / name, local[name], key):
+                before = self._save(local, keys, before, self._sent | before.keys())
+        self._save(local, keys, before, self._sent)
+        if keys[newest] not in self._sent:
+            return
+        for key in sorted(self._own - set(keys.values())):
+            self._remote.delete(key)
+            self._own.discard(key)
+            self._sent.discard(key)
+        self._newest_sent = newest
+
+    def _send(self, path: Path, entry: dict[str, Any], key: str) -> bool:
+        """Bring one file there, if it is not there already. Returns whether it is."""
+        if self._remote.size(key) != entry["size"]:
+            try:
+                content = path.open("rb")  # stays readable when it is removed meanwhile
+            except FileNotFoundError:
+                return False  # a newer one is on its way
+            with content:
+                if (reason := damage(path, entry)) is not None:
+                    if path.exists() and self._damaged.get(path.name) != reason:
+                        log.warning("checkpoint %s is damaged: %s; it is not copied", path, reason)
+                        self._damaged[path.name] = reason
+                    return False
+                self._remote.put(key, content, entry["size"])
+        self._sent.add(key)
+        return True
+
+    def _save(self, local: Entries, keys: dict[str, str], before: Entries, there: set[str]) -> Entries:
+        """Have the manifest of the bucket name what is there: of others first, then ours, the newest last.
+
+        Args:
+            local: the local manifest.
+            keys: its step files by their names here, the newest first, with their names in the bucket.
+            before: what the manifest of the bucket named.
+            there: names of step files that are in the bucket.
+
+        Returns:
+            What it names now. As long as the newest one is not there, nothing is left out for being too old.
+        """
+        ours = {keys[name]: local[name] for name in local if keys.get(name) in there}
+        left_out = self._own if next(iter(keys.values())) in there else set(keys.values())
+        others = {name: entry for name, entry in before.items() if STEP_FILE.fullmatch(name) and name not in left_out}
+        digests = {entry["sha256"] for entry in ours.values()}
+        aliases = {alias: before[alias] for alias in ALIASES if alias in before}
+        aliases |= {alias: local[alias] for alias in ALIASES if alias in local and local[alias]["sha256"] in digests}
+        named = {**others, **ours}
+        known = {entry.get("sha256") for entry in named.values()}
+        named |= {alias: entry for alias, entry in aliases.items() if entry.get("sha256") in known}
+        if named != before or list(named) != list(before):
+            self._remote.put(NAME, write_manifest_text(named))
+        return named
+
+
+def _entries(remote: Folder) -> Entries:
+    """Return what the manifest in the bucket names."""
+    try:
+        return read_manifest_text(remote.get(NAME))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError(
+            f"{remote.url}/{NAME} is not the manifest of checkpoints ({error}): give another folder with "
+            "results.mirror=s3://bucket/folder"
+        ) from None
+
+
+def _steps(folder: Path) -> Entries:
+    """Return the step files that a local manifest names, the newest first; none if it cannot be read."""
+    try:
+        entries = read_manifest(folder)
+    except CheckpointError:
+        return {}
+    return {name: entries[name] for name in newest_first(entries)}
+
+
+def _key(name: str, entry: dict[str, Any]) -> str:
+    """Return the name in the bucket, which no other content ever gets."""
+    match = STEP_FILE.fullmatch(name)
+    assert match is not None
+    return f"step-{match[1]}-{entry['sha256']:.12}.pt"

@@ -1,0 +1,535 @@
+"""Checkpoints in a bucket: a real S3 server, behind a front that fails when it is told to."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import logging
+import os
+import re
+import shutil
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from ddp_hydra import bucket
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.manifest import find_checkpoint, read_manifest_text
+from ddp_hydra.mirror import fetch_checkpoint
+from ddp_hydra.writers import ResultsHandler, default_writers
+from ddp_hydra.writers.checkpoints import CheckpointWriter
+from ddp_hydra.writers.mirror import MirrorWriter
+
+pytestmark = pytest.mark.integration
+
+Answer = Callable[[str, str], str | None]
+
+
+@dataclass
+class Front:
+    """Stands before the server, and passes requests on.
+
+    Attributes:
+        answer: told the method and key, says "503", "close", "reset" or "hang" instead of passing on, or None.
+        seen: what was asked, as (method, key, status or what was done to it).
+        backend: of moto, for a look behind the scenes.
+    """
+
+    url: str
+    backend: object
+    answer: Answer = lambda method, key: None
+    seen: list[tuple[str, str, str]] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def objects(self) -> dict[str, bytes]:
+        """All that is in the bucket, by key."""
+        keys = self.backend.buckets["runs"].keys
+        return {key: keys[key].value for key in keys}
+
+    def manifest(self) -> dict[str, dict]:
+        return read_manifest_text(self.objects()["a/checkpoints/manifest.json"])
+
+    def drop_bucket(self) -> None:
+        self.backend.buckets["runs"].keys.clear()
+        self.backend.delete_bucket("runs")
+
+    def check(self) -> None:
+        """The manifest names complete objects only."""
+        objects = self.objects()
+        for name, entry in self.manifest().items():
+            if name.startswith("step-"):
+                assert len(objects[f"a/checkpoints/{name}"]) == entry["size"]
+
+
+@pytest.fixture
+def front(monkeypatch, tmp_path) -> Iterator[Front]:
+    """An S3 server with an empty bucket 'runs', and the environment that leads there."""
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from moto.s3.models import s3_backends
+    from werkzeug.serving import make_server
+
+    class QuietHandler(MotoRequestHandler):
+        def log(self, *args):
+            pass
+
+    class FrontHandler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def pass_on(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            url, method = urlsplit(self.path), self.command
+            key = url.path.removeprefix("/runs").lstrip("/")
+            if url.query == "delete":  # of many, though it is one
+                method, key = "DELETE", re.findall("<Key>(.*)</Key>", body.decode())[0]
+            what = front.answer(method, key)
+            front.seen.append((method, key, what or "passed"))
+            if what == "503":
+                self.reply(503, [], b"<Error><Code>SlowDown</Code></Error>")
+            elif what is not None:
+                if what == "hang":
+                    front.released.wait()
+                if what == "reset":
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.close_connection = True
+            else:
+                server = http.client.HTTPConnection("127.0.0.1", behind.server_port)
+                server.request(self.command, self.path, body, dict(self.headers))
+                got = server.getresponse()
+                self.reply(got.status, got.getheaders(), got.read())
+                server.close()
+
+        def reply(self, status, headers, content):
+            self.send_response(status)
+            for name, value in headers:
+                if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
+                    if name.lower() == "content-length" and self.command != "HEAD":
+                        continue
+                    self.send_header(name, value)
+            if self.command != "HEAD":
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    for name in ("GET", "PUT", "POST", "HEAD", "DELETE"):
+        setattr(FrontHandler, f"do_{name}", FrontHandler.pass_on)
+
+    class FrontServer(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args):
+            pass
+
+    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    backend.reset()
+    backend.create_bucket("runs", "us-east-1")
+    behind = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=QuietHandler)
+    before = FrontServer(("127.0.0.1", 0), FrontHandler)
+    front = Front(f"http://127.0.0.1:{before.server_port}", backend)
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    servers = [(server, threading.Thread(target=server.serve_forever, args=(0.01,))) for server in (behind, before)]
+    for _, thread in servers:
+        thread.start()
+    yield front
+    front.released.set()
+    for server, thread in servers:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    backend.reset()
+
+
+class Run:
+    """A run directory with its two writers of checkpoints."""
+
+    def __init__(self, run_dir: Path, make, keep: int = 2, retry_s: float = 30.0, **more) -> None:
+        run_dir.mkdir(exist_ok=True)
+        self.run_dir, self.make = run_dir, make
+        self.give_up = threading.Event()
+        self.checkpoints = CheckpointWriter(run_dir, keep=keep)
+        self.mirror = MirrorWriter(run_dir, "s3://runs/a", retry_s, self.give_up, **more)
+
+    def write(self, step: int, content: bytes | None = None, best: bool = False) -> None:
+        record = self.make(step, content, best)
+        self.checkpoints.write(record)
+        self.mirror.write(record)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        while self.mirror._done < self.mirror._asked:
+            time.sleep(0.01)
+
+
+def failing(times: int, how: str, method: str = "", key: str = "") -> Answer:
+    """Fail so many requests."""
+    left = [times]
+
+    def answer(asked_method, asked_key):
+        if left[0] and method in asked_method and key in asked_key:
+            left[0] -= 1
+            return how
+        return None
+
+    return answer
+
+
+def test_every_checkpoint_arrives_the_manifest_goes_last_and_old_ones_go(front, tmp_path, checkpoint_record, caplog):
+    run = Run(tmp_path / "run", checkpoint_record)
+    for step in (1, 2, 3, 4):
+        run.write(step, best=step == 1)
+        run.settle()
+        front.check()
+    run.mirror.close()
+    objects = {key.removeprefix("a/checkpoints/"): content for key, content in front.objects().items()}
+    steps = sorted(name for name in objects if name.startswith("step-"))
+    assert [re.sub(r"-[0-9a-f]{12}\.pt", "", name) for name in steps] == ["step-000001", "step-000003", "step-000004"]
+    assert objects[steps[-1]] == b"weights 4"
+    assert objects.keys() - set(steps) == {"manifest.json"}
+    assert front.manifest()["last.pt"] == front.manifest()[steps[-1]]
+    assert front.manifest()["best.pt"] == front.manifest()[steps[0]]
+    changes = [(method, key) for method, key, _ in front.seen if method in ("PUT", "DELETE")]
+    of_step_4 = changes.index(("PUT", f"a/checkpoints/{steps[-1]}"))
+    assert [key.rpartition("/")[2][:12] for _, key in changes[of_step_4:]] == [
+        "step-000004-", "manifest.jso", "step-000002-",
+    ]  # fmt: skip
+    assert (run.mirror.failures, caplog.records) == (0, [])
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 4"
+    assert fetch_checkpoint("s3://runs/a/checkpoints/", tmp_path / "back", "best").read_bytes() == b"weights 1"
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {steps[0], steps[-1]}
+
+
+def test_a_copy_of_the_folder_is_a_run_directory(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record)
+    for step in (1, 2, 3):
+        run.write(step, best=step == 2)
+    run.mirror.close()
+    copy = tmp_path / "copy" / "checkpoints"
+    copy.mkdir(parents=True)
+    for key, content in front.objects().items():
+        (copy / Path(key).name).write_bytes(content)
+    assert find_checkpoint(tmp_path / "copy").read_bytes() == b"weights 3"
+    assert find_checkpoint(tmp_path / "copy", "best").read_bytes() == b"weights 2"
+    CheckpointWriter(tmp_path / "copy", keep=1).write(checkpoint_record(4, best=True))
+    assert len(list(copy.glob("step-*"))) == 1
+
+
+@pytest.mark.parametrize("how", ["503", "reset", "hang"])
+@pytest.mark.parametrize("where", [("PUT", "step-"), ("PUT", "manifest"), ("GET", ""), ("HEAD", ""), ("DELETE", "")])
+def test_a_bucket_that_fails_for_a_while_gets_everything_in_the_end(
+    front, tmp_path, checkpoint_record, caplog, how, where
+):
+    run = Run(tmp_path / "run", checkpoint_record, timeout_s=0.2)
+    run.write(1)
+    run.settle()
+    front.answer = failing(4, how, *where)  # the client itself tries three times
+    for step in (2, 3, 4):
+        run.write(step)
+        front.check()
+    run.mirror.close()
+    front.check()
+    assert [name[:11] for name in front.manifest() if name.startswith("step-")] == ["step-000003", "step-000004"]
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 4"
+    assert run.mirror.failures == 0
+    assert not caplog.records
+
+
+def test_a_bucket_that_goes_on_failing_is_reported_and_the_next_checkpoint_brings_all(
+    front, tmp_path, checkpoint_record, caplog
+):
+    run = Run(tmp_path / "run", checkpoint_record, retry_s=0.0)
+    run.write(1)
+    run.settle()
+    before = front.objects()
+    front.answer = lambda method, key: "503"
+    run.write(2)
+    run.settle()
+    assert run.mirror.failures == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert re.search(
+        r"do not reach s3://runs/a/checkpoints: the store at http://127.* answered .*SlowDown", caplog.text
+    )
+    assert front.objects() == before
+    front.answer = lambda method, key: None
+    run.write(3)
+    run.mirror.close()
+    assert [name[:11] for name in front.manifest() if name.startswith("step-")] == ["step-000002", "step-000003"]
+    assert "reach s3://runs/a/checkpoints again" in caplog.text
+    assert "testing-secret" not in caplog.text
+
+
+def test_a_bucket_that_is_gone_damages_no_run_and_the_end_says_what_is_missing(
+    front, tmp_path, checkpoint_record, caplog
+):
+    run = Run(tmp_path / "run", checkpoint_record, retry_s=0.3)
+    run.write(1)
+    run.settle()
+    front.drop_bucket()
+    run.write(2)
+    run.mirror.close()
+    assert run.mirror.failures == 1
+    assert "there is no bucket 'runs' at http://127.0.0.1" in caplog.messages[0]
+    assert re.search(
+        r"newest checkpoint, step-000002.pt, is not in s3://runs/a.*it is in .*run/check", caplog.messages[1]
+    )
+    assert find_checkpoint(run.run_dir).read_bytes() == b"weights 2"
+
+
+def test_a_bucket_that_is_made_anew_gets_all(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record)
+    run.write(1)
+    run.settle()
+    front.drop_bucket()
+    front.backend.create_bucket("runs", "us-east-1")
+    run.write(2)
+    run.mirror.close()
+    front.check()
+    assert [name[:11] for name in front.manifest() if name.startswith("step-")] == ["step-000001", "step-000002"]
+
+
+def test_giving_up_ends_the_waiting_at_once(front, tmp_path, checkpoint_record, caplog):
+    run = Run(tmp_path / "run", checkpoint_record, retry_s=3600)
+    front.answer = lambda method, key: "close"
+    run.write(1)
+    threading.Timer(0.3, run.give_up.set).start()
+    run.mirror.close()
+    assert "newest checkpoint, step-000001.pt, is not in" in caplog.messages[-1]
+
+
+def test_large_files_go_in_pieces_and_half_of_one_is_nothing(front, tmp_path, checkpoint_record):
+    content = os.urandom(2 * bucket.PIECE_BYTES + 17)
+    run = Run(tmp_path / "run", checkpoint_record, retry_s=0.0)
+    run.write(1, b"small")
+    run.settle()
+    before = front.objects()
+    pieces = []
+
+    def answer(method, key):
+        if method == "PUT" and "step-" in key:
+            pieces.append(key)
+        return "503" if len(pieces) > 2 else None
+
+    front.answer = answer
+    run.write(2, content)
+    run.settle()
+    assert run.mirror.failures == 1
+    assert front.objects() == before
+    front.answer = lambda method, key: None
+    run.write(3, content)
+    run.mirror.close()
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == content
+
+
+def test_the_same_step_again_leaves_the_older_content_until_the_manifest_is_changed(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record, retry_s=0.0)
+    run.write(1)
+    run.write(2)
+    run.settle()
+    front.answer = lambda method, key: "503" if "manifest" in key and method == "PUT" else None
+    run.write(2, b"weights 2 after a rollback")
+    run.settle()
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 2"
+    front.answer = lambda method, key: None
+    run.write(1, b"weights 1 after a rollback")
+    run.mirror.close()
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 1 after a rollback"
+    kept = {content for key, content in front.objects().items() if "step-" in key}
+    assert kept == {b"weights 1 after a rollback", b"weights 2 after a rollback"}
+
+
+def test_what_another_run_put_there_stays_and_comes_before_ours(front, tmp_path, checkpoint_record):
+    first = Run(tmp_path / "first", checkpoint_record)
+    for step in (1, 2):
+        first.write(step, b"first %d" % step, best=step == 1)
+    first.mirror.close()
+    before = front.objects()
+    second = Run(tmp_path / "second", checkpoint_record, keep=1)
+    for step in (2, 3):
+        second.write(step, b"second %d" % step)
+    second.mirror.close()
+    assert before.items() - front.objects().items() == {
+        item for item in before.items() if item[0].endswith("manifest.json")
+    }
+    names = [name[:11] for name in front.manifest() if name.startswith("step-")]
+    assert names == ["step-000001", "step-000002", "step-000003"]
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"second 3"
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back", "best").read_bytes() == b"first 1"
+
+
+def test_a_run_directory_that_is_gone_on_with_prunes_what_it_had_put_there(front, tmp_path, checkpoint_record):
+    for step in (1, 2, 3, 4):
+        run = Run(tmp_path / "run", checkpoint_record)
+        run.write(step)
+        run.mirror.close()
+    assert sorted(key[14:25] for key in front.objects()) == ["manifest.js", "step-000003", "step-000004"]
+
+
+def test_a_damaged_local_file_is_not_put_there(front, tmp_path, checkpoint_record, caplog):
+    run = Run(tmp_path / "run", checkpoint_record)
+    run.write(1)
+    run.settle()
+    record = checkpoint_record(2)
+    run.checkpoints.write(record)
+    (run.run_dir / "checkpoints/step-000002.pt").write_bytes(b"broken")
+    run.mirror.write(record)
+    run.mirror.close()
+    assert b"broken" not in front.objects().values()
+    assert "step-000002.pt is damaged: it has 6 bytes" in caplog.messages[0]
+    assert "newest checkpoint, step-000002.pt, is not in s3://runs/a/checkpoints (it has 6 bytes" in caplog.messages[1]
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 1"
+
+
+def test_nothing_goes_before_the_newest_is_there(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record, keep=1, retry_s=0.0)
+    run.write(1)
+    run.settle()
+    before = front.objects()
+    record = checkpoint_record(2)
+    run.checkpoints.write(record)
+    (run.run_dir / "checkpoints/step-000002.pt").write_bytes(b"broken")
+    run.mirror.write(record)
+    run.settle()
+    assert front.objects() == before
+    front.answer = lambda method, key: "503" if method == "PUT" else None
+    run.write(3)
+    run.settle()
+    assert front.objects() == before
+    front.answer = lambda method, key: None
+    run.write(4)
+    run.mirror.close()
+    assert sorted(key[14:25] for key in front.objects()) == ["manifest.js", "step-000004"]
+
+
+def test_one_failure_takes_no_name_away(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record, keep=3, retry_s=0.0)
+    for step in (1, 2):
+        run.write(step)
+        run.settle()
+    front.answer = lambda method, key: "503"
+    run.write(3)
+    run.settle()
+    front.answer = lambda method, key: "503" if method == "HEAD" and "step-000002" in key else None
+    run.write(4)
+    run.settle()
+    assert [name[:11] for name in front.manifest()][:3] == ["step-000002", "step-000003", "step-000004"]
+    front.check()
+    run.mirror.close()
+
+
+def spoil(front: Front, step: int, content: bytes | None) -> None:
+    bucket = front.backend.buckets["runs"]
+    key = next(key for key in bucket.keys if f"step-{step:06d}" in key)
+    if content is None:
+        del bucket.keys[key]
+    else:
+        front.backend.put_object("runs", key, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "it is missing"), (b"wei", "it has 3 bytes, the manifest says 9"), (b"weights X", "its sha256 is")],
+)
+def test_fetching_falls_back_to_the_one_before(front, tmp_path, checkpoint_record, caplog, content, said):
+    run = Run(tmp_path / "run", checkpoint_record)
+    for step in (1, 2):
+        run.write(step)
+    run.mirror.close()
+    spoil(front, 2, content)
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 1"
+    assert re.search(rf"s3://runs/a/checkpoints/step-000002-\w+.pt is damaged: {said}", caplog.text)
+    assert len(caplog.records) == 1
+    spoil(front, 1, content)
+    shutil.rmtree(tmp_path / "back")
+    with pytest.raises(CheckpointError, match=rf"step-000002.*is damaged: {said}.*no whole checkpoint"):
+        fetch_checkpoint("s3://runs/a", tmp_path / "back")
+    assert list((tmp_path / "back").iterdir()) == []
+
+
+def test_fetching_waits_for_a_store_that_is_away_and_never_takes_that_for_damage(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record)
+    for step in (1, 2):
+        run.write(step)
+    run.mirror.close()
+    front.answer = failing(7, "close")
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 2"
+    shutil.rmtree(tmp_path / "back")
+    front.answer = lambda method, key: "503" if "step-000002" in key else None
+    with pytest.raises(CheckpointError, match=r"the store at .* tried for 0 s: try again later"):
+        fetch_checkpoint("s3://runs/a", tmp_path / "back", retry_s=0)
+
+
+def test_fetching_what_is_not_there_is_a_sentence(front, tmp_path):
+    with pytest.raises(CheckpointError, match=r"s3://runs/a/checkpoints has no manifest.json, so no run has put"):
+        fetch_checkpoint("s3://runs/a", tmp_path)
+    with pytest.raises(ConfigError, match="there is no bucket 'nowhere' at http"):
+        fetch_checkpoint("s3://nowhere/a", tmp_path)
+    front.backend.put_object("runs", "a/checkpoints/manifest.json", b"[]")
+    with pytest.raises(CheckpointError, match="is not the manifest of checkpoints"):
+        fetch_checkpoint("s3://runs/a", tmp_path)
+    evil = b'{"files": {"step-1/../../x.pt": {"size": 1, "sha256": ""}, "step-1.pt": {}}}'
+    front.backend.put_object("runs", "a/checkpoints/manifest.json", evil)
+    with pytest.raises(CheckpointError, match="has no size"):
+        fetch_checkpoint("s3://runs/a", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "runs/a",
+        "s3://",
+        "s3://key:top-secret@runs/a",
+        "s3://runs/a?token=top-secret",
+        "s3://runs/../a",
+        "gs://runs/a",
+    ],
+)
+def test_a_url_that_is_none_of_a_bucket_is_refused_and_not_repeated(tmp_path, url):
+    with pytest.raises(ConfigError, match=r"a bucket is given as s3://bucket/folder, without credentials") as caught:
+        MirrorWriter(tmp_path, url)
+    assert "top-secret" not in str(caught.value)
+
+
+def test_a_bucket_that_can_never_work_is_refused_before_training(front, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="there is no bucket 'nowhere'"):
+        default_writers(tmp_path, mirror="s3://nowhere/a")
+    front.backend.put_object("runs", "a/checkpoints/manifest.json", b"a list of ships")
+    with pytest.raises(ConfigError, match=r"is not the manifest of checkpoints.*results.mirror="):
+        default_writers(tmp_path, mirror="s3://runs/a")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[s3\]'"):
+        default_writers(tmp_path, mirror="s3://runs/a")
+
+
+def test_a_store_that_is_away_at_first_is_no_reason_not_to_begin(front, tmp_path, checkpoint_record, caplog):
+    front.answer = failing(3, "close")
+    run = Run(tmp_path / "run", checkpoint_record)
+    assert "it is asked again when there is a checkpoint" in caplog.text
+    run.write(1)
+    run.mirror.close()
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 1"
+
+
+def test_the_handler_of_a_job_fills_the_bucket(front, tmp_path, checkpoint_record):
+    writers = default_writers(tmp_path / "run", mirror="s3://runs/a", retry_s=5.0, progress=False, tensorboard=False)
+    with ResultsHandler(writers, retry_s=5.0) as handler:
+        for step in (1, 2):
+            handler.handle(checkpoint_record(step))
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"weights 2"
