@@ -44,7 +44,8 @@ class Figure:
         name: what was measured.
         median: over the repeats, or the ratio of two medians.
         best: of the repeats, or the ratio of two bests.
-        unit: s, samples/s, or x for a ratio.
+        worst: of the repeats, or the ratio of two worsts.
+        unit: s, samples/s, steps, or x for a ratio.
         goal: what the median shall reach; None where it is there to compare with.
         runs: the single measurements.
     """
@@ -52,6 +53,7 @@ class Figure:
     name: str
     median: float
     best: float
+    worst: float
     unit: str
     goal: Goal | None = None
     runs: tuple[float, ...] = ()
@@ -62,19 +64,19 @@ class Figure:
         return self.goal is None or self.goal.met(self.median)
 
 
-def times(name: str, runs: Sequence[float]) -> Figure:
-    """Measured times: the best is the shortest."""
-    return Figure(name, statistics.median(runs), min(runs), "s", runs=tuple(runs))
+def times(name: str, runs: Sequence[float], goal: Goal | None = None, unit: str = "s") -> Figure:
+    """Measured times, or what else shall be little: the best is the shortest."""
+    return Figure(name, statistics.median(runs), min(runs), max(runs), unit, goal, tuple(runs))
 
 
 def speeds(name: str, runs: Sequence[float]) -> Figure:
     """Measured speeds: the best is the highest."""
-    return Figure(name, statistics.median(runs), max(runs), "samples/s", runs=tuple(runs))
+    return Figure(name, statistics.median(runs), max(runs), min(runs), "samples/s", runs=tuple(runs))
 
 
 def ratio(name: str, over: Figure, under: Figure, goal: Goal) -> Figure:
-    """One figure over another: of their medians, and of their bests."""
-    return Figure(name, over.median / under.median, over.best / under.best, "x", goal)
+    """One figure over another: of their medians, of their bests, and of their worsts."""
+    return Figure(name, over.median / under.median, over.best / under.best, over.worst / under.worst, "x", goal)
 
 
 def main(description: str, measure: Callable[[int], Iterable[Figure]], repeats: int) -> None:
@@ -109,14 +111,15 @@ def progress(text: str) -> None:
 def table(figures: Iterable[Figure]) -> Table:
     """The figures for a person."""
     shown = Table("figure", title=machine())
-    for heading in ("median", "best", "unit", "goal", ""):
-        shown.add_column(heading, justify="right" if heading in ("median", "best") else "left")
+    for heading in ("median", "best", "worst", "unit", "goal", ""):
+        shown.add_column(heading, justify="right" if heading in ("median", "best", "worst") else "left")
     for figure in figures:
         verdict = "" if figure.goal is None else "ok" if figure.met else "[bold]missed[/bold]"
         shown.add_row(
             figure.name,
             digits(figure.median),
             digits(figure.best),
+            digits(figure.worst),
             figure.unit,
             "" if figure.goal is None else str(figure.goal),
             verdict,

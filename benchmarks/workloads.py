@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -96,4 +97,38 @@ class StampedSGD(torch.optim.SGD):
         if self._stamp is not None:
             self._stamp.write_text(repr(time.time()))
             self._stamp = None
+        return loss
+
+
+class TracedSGD(torch.optim.SGD):
+    """SGD that tells who steps, and when: what a benchmark needs that kills ranks and sees them come back.
+
+    Its count of steps is part of its state, so a checkpoint brings it back. `<folder>/rank-<n>` has the process ids of
+    a rank and of its Dask worker, `<folder>/steps` a line for each step of rank 0: the time, its process id, the count.
+
+    Args:
+        params: what to optimize.
+        lr: learning rate.
+        step_s: pause in each step, as if it were a larger model's.
+        folder: where to write.
+    """
+
+    def __init__(self, params: Any, lr: float, step_s: float, folder: str) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["count"] = 0
+        self._step_s, self._file = step_s, -1
+        rank, worker = os.environ["RANK"], os.environ.get("BENCH_WORKER", "0")
+        draft = Path(folder) / f".rank-{rank}"
+        draft.write_text(json.dumps({"rank": os.getpid(), "worker": int(worker)}))
+        draft.replace(Path(folder) / f"rank-{rank}")
+        if rank == "0":
+            self._file = os.open(Path(folder) / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def step(self, closure: Any = None) -> Any:
+        """One step."""
+        loss = super().step(closure)
+        self.param_groups[0]["count"] += 1
+        if self._file >= 0:
+            os.write(self._file, f"{time.time()} {os.getpid()} {self.param_groups[0]['count']}\n".encode())
+        time.sleep(self._step_s)
         return loss

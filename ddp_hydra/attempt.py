@@ -64,6 +64,7 @@ class Attempt:
         self.started: set[int] = set()
         self.stacks: dict[int, str] = {}
         self.finish_by: float | None = None
+        self.is_cut_off = False
         self.begun = time.monotonic()
         self.checked = 0.0
         self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s)
@@ -121,7 +122,7 @@ class Attempt:
     def end_all(self) -> None:
         """Stop what still runs, wait for it, and let go of the tasks."""
         if self.client.status == "running":
-            if self.running:
+            if self.running and not self.is_cut_off:
                 self.stop()
                 self.drain(until=time.monotonic() + END_S)
             self.client.cancel(self.futures, force=True)
@@ -129,7 +130,7 @@ class Attempt:
 
     def clean_up(self) -> None:
         """Empty the spools."""
-        if self.client.status == "running":
+        if self.client.status == "running" and not self.is_cut_off:
             self.call(spool.clear, self.name)
 
     @property
@@ -253,7 +254,8 @@ class Attempt:
             self.failures.append(Failure("start", late[0], host, message, attempt=self.number))
 
     def scheduler_lost(self, how: str) -> ClusterError:
-        """What to say when there is no scheduler any more."""
+        """What to say when there is no scheduler any more; nothing more is asked of it."""
+        self.is_cut_off = True
         return ClusterError(
             f"the scheduler {self.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> once it "
             "is back"
@@ -416,7 +418,8 @@ class Attempt:
         folder = self.folders[spec.worker]
         if spec.worker in self.lost and not spool.path(folder, self.name, spec.rank).is_dir():
             raise OSError(f"its worker {spec.worker} is lost")
-        transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target)
+        is_lost = lambda: spec.worker in self.lost  # noqa: E731
+        transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost)
 
     def send(self, files: Mapping[str, Path]) -> dict[str, str]:
         """Make files of the client readable for rank 0; returns their paths there."""

@@ -86,7 +86,7 @@ class FinishHere(Interrupts):
     """Ctrl-C has the loop of this process finish at its next step, once there is one."""
 
     def _on_signal(self, *signals: Any) -> None:
-        self.patient = pulse.here().read().phase not in ("join", "run", "start")
+        self.patient = pulse.here().read().phase not in pulse.UNREADY
         super()._on_signal(*signals)
         pulse.here().ask_to_finish(pulse.REASONS.index("interrupt"))
 

@@ -19,6 +19,8 @@ from typing import Any
 
 PHASES = ("join", "run", "start", "load", "forward", "backward", "update", "log", "validate", "save", "end")
 """In the order of a step. `join` is the rendezvous, `run` a function that says nothing of itself."""
+UNREADY = ("join", "run", "start")
+"""Phases in which nobody looks at what is asked of the rank, and nothing is there to be saved."""
 DONE = ("log", "validate", "save", "end")
 """Phases in which the step is done already."""
 REASONS = ("", "interrupt", "time_limit", "preemption")

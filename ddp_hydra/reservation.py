@@ -7,9 +7,10 @@ has to be renewed and no lock is left behind. The scheduler also tells a gang wh
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,8 @@ RENEW_POLL_S = 0.05
 GROW_S = 10.0
 """How long a cluster that is too small may take to grow."""
 LATE_S = 2.0
+ANSWER_S = 10.0
+"""How long the scheduler may take to answer."""
 PING_S = 2.0
 """How long a worker that was silent may take to show that it is back."""
 
@@ -41,13 +44,17 @@ class Reservation:
     def __init__(self, client: Client, name: str, ranks: int | None) -> None:
         self.client, self.name, self.ranks = client, name, ranks
         self.topic = name
+        self.address = client.scheduler_info(n_workers=0)["address"]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # One that cannot be told will notice that the client is gone.
         if self.client.status == "running":
-            self.client.run_on_scheduler(give_back, self.name)
+            was_lost = isinstance(error, ClusterError)
+            with contextlib.suppress(ClusterError):
+                self._on_scheduler(give_back, self.name, answer_s=PING_S if was_lost else ANSWER_S)
 
     def take(self, topic: str, timeout_s: float) -> dict[str, str]:
         """Hold workers for the first attempt.
@@ -108,9 +115,19 @@ class Reservation:
             time.sleep(RENEW_POLL_S)
 
     def _ask(self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = ()) -> dict[str, Any]:
-        return self.client.run_on_scheduler(
+        return self._on_scheduler(
             take, self.name, self.client.id, topic=topic, wanted=wanted, least=least, avoid=list(silent)
         )
+
+    def _on_scheduler(self, function: Callable[..., Any], *args: Any, answer_s: float = ANSWER_S, **kwargs: Any) -> Any:
+        run = {"callback_timeout": answer_s, **kwargs}
+        try:
+            return self.client.sync(self.client._run_on_scheduler, function, *args, **run)
+        except (OSError, TimeoutError) as error:
+            said = str(error) or f"nothing was heard for {answer_s:g} s"
+            raise ClusterError(
+                f"the scheduler {self.address} does not answer: {said}. Go on with resume=<run dir> once it is back"
+            ) from None
 
     def _back(self, silent: Collection[str]) -> set[str]:
         """Those of the silent workers that answer again."""

@@ -35,13 +35,14 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         end, or "".
     """
     cfg = OmegaConf.create(dict(config))
+    fault = faults.wait(cfg.faults)
     pulse.at("start", 0)
     with build.datasets(cfg) as (train_set, val_set):
-        value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None)
+        value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None, fault)
         return value | {"bad_samples": report_bad(train_set, val_set)}
 
 
-def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None) -> dict[str, Any]:
+def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, fault: faults.Armed) -> dict[str, Any]:
     """Train on a data set.
 
     Args:
@@ -49,6 +50,7 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None) -> d
         train_set: the training data.
         val_set: the validation data, or None.
         resume: the checkpoint to go on from; only rank 0 reads it.
+        fault: what shall go wrong on this rank on purpose.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
@@ -77,7 +79,6 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None) -> d
     meter, saver, agreement = Meter(device), Saver(), Agreement()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     finish = Finish(cfg.trainer.time_limit_s)
-    fault = faults.wait(cfg.faults)
     metrics: dict[str, float] = {}
     stop = 0
     if rank == 0:

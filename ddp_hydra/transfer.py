@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,14 @@ PIECE_S = 15.0
 
 
 def fetch(
-    client: Client, worker: str, local_directory: str, gang: str, rank: int, file: Mapping[str, Any], target: Path
+    client: Client,
+    worker: str,
+    local_directory: str,
+    gang: str,
+    rank: int,
+    file: Mapping[str, Any],
+    target: Path,
+    is_lost: Callable[[], bool] = lambda: False,
 ) -> None:
     """Put a spooled file at `target` and remove it from the spool. The caller verifies it, and gives it its name.
 
@@ -31,27 +41,41 @@ def fetch(
         rank: whose spool.
         file: source (its path there), size and sha256.
         target: where to put it.
+        is_lost: whether the worker is given up meanwhile.
     """
     name = Path(file["source"]).name
     if not _take_local(spool.path(local_directory, gang, rank) / name, file["size"], target):
         with target.open("wb") as out:
             while out.tell() < file["size"]:
-                piece = call(client, worker, spool.read, gang, rank, name, out.tell())
+                piece = call(client, worker, spool.read, gang, rank, name, out.tell(), is_lost=is_lost)
                 if not piece:
                     break
                 out.write(piece)
-        call(client, worker, spool.remove, gang, rank, name)
+        call(client, worker, spool.remove, gang, rank, name, is_lost=is_lost)
 
 
-def call(client: Client, worker: str, function: Callable[..., Any], *args: Any) -> Any:
+def call(
+    client: Client,
+    worker: str,
+    function: Callable[..., Any],
+    *args: Any,
+    is_lost: Callable[[], bool] = lambda: False,
+) -> Any:
     """Run a function on one worker.
 
     Raises:
         OSError: the worker does not answer in time, or is gone. Dask alone would try for half a minute.
     """
-    run = {"workers": [worker], "callback_timeout": PIECE_S}
+    loop: Any = client.loop
+    answer = asyncio.run_coroutine_threadsafe(client._run(function, *args, workers=[worker]), loop.asyncio_loop)
+    deadline = time.monotonic() + PIECE_S
+    while not answer.done() and not is_lost() and time.monotonic() < deadline:
+        futures.wait([answer], timeout=0.1)
+    if not answer.done():
+        answer.cancel()
+        raise OSError(f"worker {worker} {'is lost' if is_lost() else f'does not answer for {PIECE_S:g} s'}")
     try:
-        return client.sync(client._run, function, *args, **run)[worker]
+        return answer.result()[worker]
     except (TimeoutError, KeyError) as error:
         raise OSError(f"worker {worker} does not answer ({type(error).__name__})") from None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hydra.placement import ranges
-from ddp_hydra.pulse import PHASES, Place
+from ddp_hydra.pulse import PHASES, UNREADY, Place
 
 GAP_S = 2.0
 """A watcher that looked away for longer (a laptop that slept, a breakpoint) gives everyone that time."""
@@ -139,9 +139,7 @@ class Vitals:
 
     def in_loop(self, running: Collection[int]) -> bool:
         """Whether all ranks run a loop that looks at what is asked of it."""
-        return all(
-            rank in self.beats and self.beats[rank].place.phase not in ("join", "run", "start") for rank in running
-        )
+        return all(rank in self.beats and self.beats[rank].place.phase not in UNREADY for rank in running)
 
     @property
     def steps_done(self) -> int:

@@ -23,14 +23,20 @@ GRACE_S = 7.0
 
 
 class Farewell(WorkerPlugin):
-    """Holds up the closing of a worker until its ranks have ended and their files are fetched."""
+    """Holds up the closing of a worker until its ranks have ended and their files are fetched.
+
+    Where the worker has lost its scheduler, nobody would fetch them: the ranks end at once.
+    """
 
     async def teardown(self, worker: Worker) -> None:
         """Called by Dask when the worker closes."""
-        deadline = time.monotonic() + GRACE_S
-        told = mailbox.tell_all({"preempted": True})
-        while told and time.monotonic() < deadline and (mailbox.has_any(told) or spool.waiting(worker)):
-            await asyncio.sleep(0.05)
+        stream = worker.batched_stream
+        if stream is not None and not stream.closed():
+            deadline = time.monotonic() + GRACE_S
+            told = mailbox.tell_all({"preempted": True})
+            while told and time.monotonic() < deadline and (mailbox.has_any(told) or spool.waiting(worker)):
+                await asyncio.sleep(0.05)
+        mailbox.tell_all({"stop": True})  # Dask would wait for their tasks for half a minute
 
 
 def prepare(worker: Worker) -> None:

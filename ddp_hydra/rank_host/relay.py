@@ -28,7 +28,7 @@ from distributed import Worker, get_worker
 from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
-from ddp_hydra.pulse import REASONS, Board
+from ddp_hydra.pulse import REASONS, UNREADY, Board
 from ddp_hydra.rank_host import environment, farewell, mailbox, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
@@ -119,7 +119,8 @@ class Relay:
         self.board, self.board_fd = Board.create()
         stack.callback(self.board.close)
         self.pid: int | None = None
-        self.ticks, self.moved, self.beat_at = -1, time.monotonic(), 0.0
+        self.ticks, self.moved = -1, time.monotonic()
+        self.beat_at, self.ready = 0.0, False
         self.stack_until: float | None = None
         self.stacks = b""
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
@@ -298,9 +299,10 @@ class Relay:
         behind = self.unacknowledged >= WINDOW_BYTES  # the rank may be waiting for the client
         if place.ticks != self.ticks or behind:
             self.ticks, self.moved = place.ticks, now
-        if now - self.beat_at < BEAT_S:
+        ready = place.phase not in UNREADY
+        if now - self.beat_at < BEAT_S and ready == self.ready:
             return
-        self.beat_at = now
+        self.beat_at, self.ready = now, ready
         age_s = now - self.moved
         stopped = age_s > BEAT_S and self.is_suspended()
         data = {"step": place.step, "phase": place.phase, "first": place.first, "age_s": age_s, "stopped": stopped}

@@ -50,6 +50,7 @@ class ProgressWriter:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._gone = False
+        self._told: list[str] = []
 
     def write(self, record: Record) -> None:
         """Show a start or metrics record of rank 0."""
@@ -83,8 +84,11 @@ class ProgressWriter:
             self._say(f"attempt {record.attempt}: started again{step}")
         else:
             self._say(plain(record.data.get("title") or ""), style="bold")
-        for line in record.data.get("lines") or ():
-            self._say("  " + plain(line))
+        lines = [plain(line) for line in record.data.get("lines") or ()]
+        for line in lines:
+            if line not in self._told:  # a new attempt says what is new
+                self._say("  " + line)
+        self._told = lines
         self._pace.start(record)
         self._reported = None
         self._printed_at = self._clock()

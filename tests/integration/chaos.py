@@ -1,0 +1,257 @@
+"""Jobs with faults on their way, on clusters that are there already: what became of them, and what was left.
+
+    story = chaos(client, "kill,rank=1,step=9")
+    story.failures[0].kind, story.summary["restarts"], story.checkpoint()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from ddp_hydra import cluster, config, dispatch, job
+from ddp_hydra.errors import DdpHydraError, RankFailed
+from ddp_hydra.outcome import Failure
+from ddp_hydra.results import Record
+from tests.integration.conftest import ROOT, wait_for
+
+SETTINGS = (
+    "data=tiny", "model=tiny", "model.dropout=0.5", "optimizer=adam", "optimizer.lr=0.01", "scheduler=cosine",
+    "trainer.epochs=3", "trainer.threads=1", "trainer.log_every_steps=3", "trainer.checkpoint_every_steps=4",
+    "dispatch.max_restarts=3", "dispatch.hang_timeout_s=1.5", "dispatch.first_step_timeout_s=3",
+    "dispatch.restart_wait_s=30",
+)  # fmt: skip
+"""Whatever a resume could lose is there: dropout, Adam's moments, a schedule, and stops in the middle of an epoch. An
+epoch has 6 steps: 96 samples, 16 in a global batch."""
+CLOCKS = ("time", "samples_per_s", "data_wait")
+TABLES = {2: "data.batch_size=8", 4: "data.batch_size=4"}
+"""The same global batch on 2 and on 4 ranks."""
+
+
+@dataclass
+class Over:
+    """A failed attempt, at the moment when it was over.
+
+    Args:
+        at_s: when that was.
+        failure: the root cause.
+        ranks: those that still ran then.
+    """
+
+    at_s: float
+    failure: Failure
+    ranks: list[str]
+
+
+@dataclass
+class Story:
+    """What became of a job.
+
+    Args:
+        folder: its run directory.
+        over: its failed attempts.
+        records: all that the ranks said.
+        error: how it ended, where not well.
+    """
+
+    folder: Path
+    over: list[Over] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The root causes."""
+        return [over.failure for over in self.over]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def strikes(self) -> list[float]:
+        """When faults struck, as far as the rank could still say it."""
+        return [r.time_s for r in self.records if r.kind == "log" and "fault on purpose: " in r.data["text"]]
+
+    def checkpoint(self, name: str = "last.pt") -> dict[str, Any]:
+        """A checkpoint, but for the config: there are faults in it."""
+        content = torch.load(self.folder / "checkpoints" / name, weights_only=True)
+        return {key: value for key, value in content.items() if key != "config"}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, without what is measured by a clock."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
+
+    def curve(self) -> list[dict[str, Any]]:
+        """The same, where a step was done again only as it was done last, and without the attempt."""
+        kept = {}
+        for line in self.lines():
+            kept[line["step"], *line] = {name: value for name, value in line.items() if name != "attempt"}
+        return [kept[key] for key in sorted(kept, key=lambda key: key[0])]
+
+    def samples(self) -> dict[int, list[int]]:
+        """The global batch of each step as the model saw it last, the ranks' parts one after the other.
+
+        Each rank of an attempt tells its part of each step, and begins after the step that the start names.
+        """
+        seen: dict[int, list[int]] = {}
+        for attempt in sorted({record.attempt for record in self.records}):
+            its = [record for record in self.records if record.attempt == attempt]
+            begin = next((r.step for r in its if r.kind == "start"), None)
+            told = [r for r in its if r.kind == "text" and r.data["name"] == "samples"]
+            ranks = sorted({r.rank for r in told})
+            parts = [[json.loads(r.data["text"]) for r in told if r.rank == rank] for rank in ranks]
+            for count, batch in enumerate(zip(*parts, strict=False), (begin or 0) + 1):
+                seen[count] = list(chain(*batch))
+        return seen
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank-{rank}.log").read_text()
+
+
+@functools.cache
+def composed(project: Path, *overrides: str) -> DictConfig:
+    """The config of a job."""
+    config.register()
+    with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+        return compose("config", [*SETTINGS, *overrides])
+
+
+@dataclass
+class Chaos:
+    """Runs jobs, just as the command line does, on clusters that are there already.
+
+    Args:
+        project: the project space.
+        folder: for the run directories.
+        patch: undone at the end of the test.
+        ranks_alive: tells the ranks that run.
+    """
+
+    project: Path
+    folder: Path
+    patch: pytest.MonkeyPatch
+    ranks_alive: Callable[[], list[str]]
+    runs: int = 0
+
+    def __call__(
+        self,
+        client: Client,
+        *faults: str,
+        ranks: int = 2,
+        on_record: Callable[[Record], Any] = lambda record: None,
+        overrides: tuple[str, ...] = (),
+    ) -> Story:
+        """Run a job to its end, whatever that is.
+
+        Args:
+            client: of the cluster.
+            faults: that strike it.
+            ranks: how many.
+            on_record: called with each record, before the writers.
+            overrides: of its config.
+        """
+        self.runs += 1
+        story = Story(self.folder / str(self.runs))
+        cfg = composed(self.project, TABLES.get(ranks, ""), f"dispatch.ranks={ranks}", *overrides).copy()
+        cfg.faults = list(faults)
+        ranks_alive = self.ranks_alive
+
+        class Watched(dispatch.Gang):
+            def run_attempts(self, call_of: Any) -> list[Any]:
+                write = self.on_record
+
+                def read(record: Record) -> None:
+                    story.records.append(record)
+                    on_record(record)
+                    write(record)
+
+                self.on_record = read
+                return super().run_attempts(call_of)
+
+            def consider(self, error: RankFailed) -> None:
+                story.over.append(Over(time.time(), error.failure, ranks_alive()))
+                super().consider(error)
+
+        self.patch.setenv("DDP_HYDRA_PROJECT", str(self.project))
+        self.patch.setattr(dispatch, "Gang", Watched)
+        self.patch.setattr(cluster, "connect", lambda cfg: contextlib.nullcontext(client))
+        try:
+            job.run(cfg, story.folder)
+        except (DdpHydraError, KeyboardInterrupt) as error:
+            story.error = error
+        nothing_left(client)
+        return story
+
+    def done(self, client: Client, *faults: str, **options: Any) -> Story:
+        """Run a job to its end, which has to be a good one."""
+        story = self(client, *faults, **options)
+        if story.error is not None:
+            raise story.error
+        assert story.summary["status"] == "done"
+        return story
+
+
+def nothing_left(client: Client) -> None:
+    """No task, topic or reservation on the scheduler, and no file of a job on a worker that is there."""
+
+    def look(dask_scheduler: Any) -> list[str]:
+        topics = [name for name in dask_scheduler._broker._topics if name.startswith("job-")]
+        held = getattr(dask_scheduler, "_ddp_hydra_book", {})
+        return [str(key) for key in dask_scheduler.tasks] + topics + list(held)
+
+    def spooled(dask_worker: Any) -> list[str]:
+        from pathlib import Path
+
+        return [str(path) for path in (Path(dask_worker.local_directory) / "ddp_hydra").glob("*")]
+
+    def left() -> list[str]:
+        files = client.run(spooled, on_error="ignore").values()
+        return client.run_on_scheduler(look) + list(chain(*files))
+
+    deadline = time.monotonic() + 5
+    while found := left():
+        assert time.monotonic() < deadline, f"left behind: {found}"
+        time.sleep(0.05)
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Bit for bit, all the way down."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), f"{where}: {one} is not {other}"
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{where}/{number}")
+    else:
+        assert one == other, f"{where}: {one} is not {other}"
+
+
+@contextlib.contextmanager
+def workers_to_kill(n: int) -> Iterator[Client]:
+    """A local cluster of its own."""
+    local = LocalCluster(n_workers=n, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0")
+    with local, Client(local, set_as_default=False) as client:
+        yield client
