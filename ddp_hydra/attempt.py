@@ -69,7 +69,6 @@ class Attempt:
         self.checked = 0.0
         self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s)
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
-        self.reader = Reader(gang.on_record, self.acknowledge, lambda: self.events.put(None))
 
     def run(self, call: bytes) -> list[Any]:
         """Run a pickled call on each rank, and hear all that the ranks say.
@@ -80,6 +79,7 @@ class Attempt:
         Raises:
             RankFailed: at least one did not end well.
         """
+        self.reader = Reader(self.gang.read, self.acknowledge, lambda: self.events.put(None))
         try:
             with self.submitted(call):
                 try:
@@ -90,6 +90,9 @@ class Attempt:
                 while not self.reader.catch_up(until=time.monotonic() + CHECK_S):
                     self.check_reader()
             return [self.values[spec.rank] for spec in self.specs]
+        except KeyboardInterrupt:
+            self.gang.on_give_up()
+            raise
         finally:
             self.reader.close()
 
@@ -122,10 +125,12 @@ class Attempt:
     def end_all(self) -> None:
         """Stop what still runs, wait for it, and let go of the tasks."""
         if self.client.status == "running":
-            if self.running and not self.is_cut_off:
-                self.stop()
-                self.drain(until=time.monotonic() + END_S)
-            self.client.cancel(self.futures, force=True)
+            try:
+                if self.running and not self.is_cut_off:
+                    self.stop()
+                    self.drain(until=time.monotonic() + END_S)
+            finally:  # also at a second Ctrl-C, and whatever a rank has still to say
+                self.client.cancel(self.futures, force=True)
         self.futures.clear()
 
     def clean_up(self) -> None:
@@ -221,11 +226,14 @@ class Attempt:
 
     def check_interrupt(self) -> None:
         """Have the ranks finish where the user wants to end."""
-        if self.gang.interrupts.wanted and self.finish_by is None:
+        if not self.gang.interrupts.wanted:
+            return
+        if self.finish_by is None:
             if not self.vitals.in_loop(self.running):
                 raise KeyboardInterrupt
+            self.finish_by = time.monotonic() + self.gang.grace_s
             self.finish("interrupt")
-        if self.finish_by is not None and time.monotonic() > self.finish_by:
+        elif time.monotonic() > self.finish_by:
             raise KeyboardInterrupt
 
     def check_tasks(self) -> None:
@@ -355,7 +363,7 @@ class Attempt:
         if record.rank in self.ended:
             return
         spec = self.specs[record.rank]
-        failure = Failure.from_end(record.data, spec.rank, spec.host, record.attempt)
+        failure = Failure.from_end(record.data, spec.rank, spec.host, self.number)
         if failure is not None:
             self.failures.append(failure)
         elif record.data["status"] == "ok":
@@ -364,14 +372,21 @@ class Attempt:
         self.ended.add(record.rank)
 
     def value_of(self, record: Record) -> Any:
-        """Decode what a rank returned."""
-        if "value" in record.data:
-            return values.decode(base64.b64decode(record.data["value"]))
-        with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-            path, file = Path(folder) / "value", record.data["value_file"]
-            self.fetch(record, path, file)
-            transfer.verify(path, file["size"], file["sha256"])
-            return values.decode(path.read_bytes())
+        """Decode what a rank returned.
+
+        Raises:
+            RecordError: it is malformed.
+        """
+        try:
+            if "value" in record.data:
+                return values.decode(base64.b64decode(record.data["value"]))
+            with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
+                path, file = Path(folder) / "value", record.data["value_file"]
+                self.fetch(record, path, file)
+                transfer.verify(path, file["size"], file["sha256"])
+                return values.decode(path.read_bytes())
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"what rank {record.rank} returned cannot be read ({error!r:.200})") from None
 
     def on_worker_lost(self, address: str, how: str) -> None:
         """A worker is gone, and with it the rank that it hosted."""
@@ -391,7 +406,6 @@ class Attempt:
 
     def finish(self, reason: str) -> None:
         """Have all ranks make a checkpoint at their next step, and end."""
-        self.finish_by = time.monotonic() + self.gang.grace_s
         self.tell({rank: {"finish": pulse.REASONS.index(reason)} for rank in self.running})
 
     def stop(self) -> None:

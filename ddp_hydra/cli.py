@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     saved = folder / ".hydra" / "overrides.yaml"
     if not resumed or not saved.is_file():
         return arguments
-    given = {_key(word) for word in arguments} | {"resume", "dry_run"}
+    given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults"}  # no fault strikes twice
     # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
     kept = [word for word in map(str, OmegaConf.load(saved)) if not {_key(word), _key(word).split(".")[0]} & given]
     return kept + arguments
@@ -78,8 +79,9 @@ def with_faults(arguments: list[str]) -> list[str]:
     given = [word for word in arguments if word.startswith(("+fault=", "fault="))]
     if not given:
         return arguments
-    texts = ",".join("'" + word.partition("=")[2].replace("'", "") + "'" for word in given)
-    return [word for word in arguments if word not in given] + [f"faults=[{texts}]"]
+    texts = [re.sub("['\"]", "", word.partition("=")[2]) for word in given]
+    quoted = ",".join(f"'{text}'" for text in texts)
+    return [word for word in arguments if word not in given] + [f"faults=[{quoted}]"]
 
 
 def _key(override: str) -> str:

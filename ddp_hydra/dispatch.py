@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class Gang:
         hang_timeout_s: a rank that says where it is (`pulse.at`) and makes no progress for so long hangs.
         first_step_timeout_s: the same where it is in a phase for the first time.
         grace_s: after Ctrl-C or SIGTERM, how long ranks may take to finish; 0 ends them at once.
+        on_give_up: called when the user ends it at once: `on_record` should not wait for anything any more.
     """
 
     client: Client
@@ -115,6 +117,8 @@ class Gang:
     hang_timeout_s: float = 300.0
     first_step_timeout_s: float = 1800.0
     grace_s: float = 0.0
+    on_give_up: Callable[[], None] = field(default=lambda: None, repr=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
@@ -174,6 +178,11 @@ class Gang:
             raise error
         log.warning("attempt %d failed: %s", self.attempt.number, explain(error.failure).partition("\n")[0])
         log.warning("starting again, restart %d of %d", len(self.restarts.ended), self.max_restarts)
+
+    def read(self, record: Record) -> None:
+        """Hand on a record, one at a time: the last of a failed attempt may still be read when the next one begins."""
+        with self.lock:
+            self.on_record(record)
 
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""

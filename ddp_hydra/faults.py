@@ -4,8 +4,8 @@
     python -m ddp_hydra +fault=hang,rank=0,step=5,at=load +fault=worker,rank=1,step=30,attempt=1
     python -m ddp_hydra debug=faults
 
-A fault strikes one rank, in one step, in one phase, in one attempt. The rank does it to itself; `disk`, `scheduler` and
-the like are nothing that a rank can do.
+A fault strikes one rank, in one step, in one phase, in one attempt; or the client, once the metrics of a step are
+there. Networks are not ours to break.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ KINDS = {
     "nanny": "its Dask worker's nanny is killed",
     "term": "its Dask worker gets SIGTERM, as in a preemption",
 }
+ON_CLIENT = {
+    "interrupt": "Ctrl-C, from step=… on",
+    "client": "the process of the command is killed",
+    "scheduler": "the Dask scheduler ends (of a LocalCluster: with the client)",
+    "disk": "writing results fails for seconds=…, as on a full disk",
+    "damage": "the newest checkpoint is damaged, to be found out at the next restart",
+}
+"""Faults of the client's side; see `rehearsal.py`."""
 PLACES = (*PHASES[2:-1], "write")
 """Where a fault can strike; `write` is in the middle of a checkpoint file, on rank 0."""
 
@@ -45,12 +53,12 @@ class Fault:
     """One fault.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS` or `ON_CLIENT`.
         rank: who is struck.
         step: in which step, counted from 1; 0 for the first time that the place comes.
         at: one of `PLACES`.
         attempt: in which attempt; -1 for every.
-        seconds: for slow.
+        seconds: for slow and disk.
     """
 
     kind: str
@@ -77,7 +85,9 @@ class Fault:
             except (KeyError, ValueError):
                 raise cls.refused(text) from None
         fault = cls(**given)
-        if fault.kind not in KINDS or fault.at not in PLACES or fault.rank < 0 or fault.step < 0:
+        if fault.kind not in KINDS | ON_CLIENT or fault.at not in PLACES:
+            raise cls.refused(text)
+        if fault.rank < 0 or fault.step < 0 or fault.attempt < -1:
             raise cls.refused(text)
         return fault
 
@@ -86,7 +96,7 @@ class Fault:
         """Say what a fault looks like."""
         return ConfigError(
             f"fault {text!r} is none: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind may be "
-            f"left out), with a kind of {', '.join(KINDS)} and a place of {', '.join(PLACES)}"
+            f"left out), with a kind of {', '.join(KINDS | ON_CLIENT)} and a place of {', '.join(PLACES)}"
         )
 
 
@@ -118,7 +128,7 @@ class Armed:
             fault
             for fault in self.faults
             if fault.rank == self.rank and fault.at == place and fault.attempt in (self.attempt, -1)
-            and fault.step in (step, 0) and fault.kind != "nan"
+            and fault.step in (step, 0) and fault.kind != "nan" and fault.kind in KINDS
         ]  # fmt: skip
         self.faults = [fault for fault in self.faults if fault not in due]
         return due

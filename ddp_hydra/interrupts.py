@@ -36,6 +36,7 @@ class Interrupts:
         if not graceful or threading.current_thread() is not threading.main_thread():
             yield
             return
+        self.wanted = False
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield

@@ -19,8 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 import ddp_hydra
 from ddp_hydra import cluster, faults, mirror, project
 from ddp_hydra import config as configs
-from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Interrupted, JobFailed
+from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Interrupted, JobFailed, RecordError
 from ddp_hydra.manifest import find_checkpoint
+from ddp_hydra.pulse import REASONS
+from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.results import Record, finite
 from ddp_hydra.writers import ResultsHandler, default_writers
 
@@ -54,7 +56,7 @@ def run(cfg: DictConfig, run_dir: Path) -> float | None:
         packed = project.pack(project.find())
         summary["project"] = packed.sha256
         job = Job(run_dir, cfg, plain, files, summary)
-        value = job.run_inline() if cluster.is_inline(cfg.cluster) else job.run_on_dask(packed)
+        value = read_value(job.run_inline() if cluster.is_inline(cfg.cluster) else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
             raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={_short(run_dir)}")
@@ -67,6 +69,24 @@ def check(cfg: DictConfig) -> None:
     """Refuse what no job can mean."""
     configs.check(cfg)
     faults.parse(cfg.faults)
+
+
+def read_value(value: Any) -> dict[str, Any]:
+    """Read what `train` returned; it comes from a rank, so nothing in it is trusted.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    try:
+        counts = {name: int(value[name]) for name in ("steps", "samples", "bad_samples")}
+        speeds = {name: float(value[name]) for name in ("train_s", "samples_per_s")}
+        metrics = {str(name): float(number) for name, number in value["metrics"].items()}
+        reason = REASONS[REASONS.index(value["interrupted"])]
+        if finite(speeds) != speeds:
+            raise ValueError(speeds)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise RecordError(f"rank 0 returned what no training returns: {value!r:.200} ({error!r:.100})") from None
+    return {**counts, **speeds, "metrics": metrics, "interrupted": reason}
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
@@ -98,12 +118,15 @@ class Job:
         self.first_world_size = 0
 
     @contextmanager
-    def handler(self, fetch: Any) -> Iterator[ResultsHandler]:
+    def handler(self, fetch: Any, client: Any = None) -> Iterator[ResultsHandler]:
         """The consumer of this job's records. An interrupt ends its waiting for a full disk or a failing bucket."""
         settings = {"retry_s": self.cfg.results.retry_s, "give_up": self.give_up}
         writers = default_writers(
             self.run_dir, fetch, keep=self.cfg.results.keep_checkpoints, mirror=self.cfg.results.mirror, **settings
         )
+        wanted = faults.parse(self.cfg.faults)
+        if wanted:
+            writers.insert(0, RehearsalWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
         with ResultsHandler(writers, **settings) as handler:
             try:
                 yield handler
@@ -136,10 +159,11 @@ class Job:
                 name="job",
                 project=packed,
                 threads=self.cfg.trainer.threads,
+                on_give_up=self.give_up.set,
                 port_range=(ports[0], ports[1]) if ports else None,
                 **{str(name): value for name, value in settings.items()},
             )
-            with self.handler(gang.fetch) as handler:
+            with self.handler(gang.fetch, client) as handler:
                 gang.on_record = lambda record: self.on_record(record, handler, gang)
                 try:
                     return gang.run_attempts(self.call)[0]

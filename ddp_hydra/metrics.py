@@ -46,5 +46,9 @@ class Meter:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.sums)
         loss, correct, n = self.sums.tolist()
-        self.sums.zero_()
+        self.clear()
         return {f"{prefix}/loss": loss / n, f"{prefix}/accuracy": correct / n} if n else {}
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.sums.zero_()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ddp_hydra import results
-from ddp_hydra.checkpoint import State
+from ddp_hydra.checkpoint import State, to_cpu
 from ddp_hydra.errors import NonFiniteLoss
 
 SHOWN = 64
@@ -29,7 +30,7 @@ class NonFinite:
     def __init__(self, policy: str, most: int, state: State) -> None:
         self.policy, self.most, self.state = policy, most, state
         self.seen: list[int] = []
-        self.buffers = list(state.model.buffers()) if policy == "skip" else []
+        self.buffers = list(state.model.buffers()) if policy != "abort" else []
         self.kept_buffers = [buffer.clone() for buffer in self.buffers]
         self.kept: dict[str, Any] | None = None
         self.keep()
@@ -73,7 +74,7 @@ class NonFinite:
         if self.policy == "skip" or again:
             return False
         assert self.kept is not None
-        self.state.restore(self.kept)
+        self.state.restore(to_cpu(self.kept))  # a copy: the optimizer goes on with the very tensors it is given
         return True
 
     def _say(self, step: int, bad_rank: int, rank: int, loss: float, samples: Sequence[int]) -> str:
@@ -89,7 +90,7 @@ class NonFinite:
 
 def tell(step: int, bad_rank: int, rank: int, loss: float, samples: Sequence[int]) -> None:
     """Record the samples of a bad step, on the ranks that had it; rank 0 counts it."""
-    if loss != loss or loss in (float("inf"), float("-inf")):
+    if not math.isfinite(loss):
         found = {"step": step, "rank": rank, "loss": str(loss), "samples": [int(sample) for sample in samples]}
         print(f"loss not finite: {json.dumps(found)}")  # noqa: T201
         results.text("nonfinite", json.dumps(found), step=step)

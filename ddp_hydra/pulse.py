@@ -27,6 +27,7 @@ REASONS = ("", "interrupt", "time_limit", "preemption")
 """Why a rank is asked to finish; by number on the page."""
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first
+_TICKS, _PLACE = struct.Struct("<Q"), struct.Struct("<qBB")
 _FINISH, _DIE, _SIZE = 64, 65, 128
 
 
@@ -77,8 +78,14 @@ class Board:
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        os.ftruncate(fd, _SIZE)
-        return cls(mmap.mmap(fd, _SIZE)), fd
+        try:
+            os.ftruncate(fd, _SIZE)
+            board = cls(mmap.mmap(fd, _SIZE))
+        except OSError:
+            os.close(fd)
+            raise
+        _STATE.pack_into(board.memory, 0, 0, 0, 0, True)  # until there is a rank to say more
+        return board, fd
 
     @classmethod
     def of(cls, fd: int) -> Board:
@@ -95,12 +102,13 @@ class Board:
         self.first = number not in self.visited or (self.first and number == self.phase and step == self.step)
         self.visited.add(number)
         self.step, self.phase = step, number
+        _PLACE.pack_into(self.memory, _TICKS.size, step, number, self.first)
         self.tick()
 
     def tick(self) -> None:
-        """Say that something was done."""
+        """Say that something was done; from any thread, so it leaves the place alone."""
         self.ticks += 1
-        _STATE.pack_into(self.memory, 0, self.ticks, self.step, self.phase, self.first)
+        _TICKS.pack_into(self.memory, 0, self.ticks)
 
     @property
     def finish(self) -> int:

@@ -225,5 +225,5 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": str(error) if mistake else text,
         "traceback": "".join(traceback.format_exception(error)),
         "mistake": mistake,
-        "consequence": getattr(error, "consequence", False),
+        "consequence": getattr(error, "consequence", False) is True,
     }

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from ddp_hydra.results import Record
 
 log = logging.getLogger(__name__)
+CLOSE_S = 5.0
+"""How long a record that is being read may hold up the end."""
 
 
 class Reader:
@@ -72,10 +74,11 @@ class Reader:
         self.go_on.set()
 
     def close(self) -> None:
-        """Read no more. What is being read just now may still take its time."""
+        """Read no more. What is being read just now may take its time beyond that."""
         self.closed = True
         self.waiting.put(None)
         self.go_on.set()
+        self.thread.join(CLOSE_S)
 
     def _read(self) -> None:
         while (item := self.waiting.get()) is not None and not self.closed:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_hydra.outcome import Failure
 
-_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 OWN_FAULT = ("raised", "exited", "killed")
 """What a rank does to itself; a lost worker or a hang says little about the next attempt."""
 

@@ -119,6 +119,8 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, faul
             else:
                 samples = next(iter(sampler.batches(position.epoch, position.offset)))
                 if nonfinite.refuse(verdict.bad_rank, rank, loss.item(), samples):
+                    meter.clear()  # what was counted since is done again
+                    watch.lap(position.samples, loader)
                     break
             scheduler.step()
             position.advance(sampler.global_batch)
@@ -162,7 +164,8 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, faul
                 metrics |= validation
                 log(validation, position, rank)
         state.pending = bool(stop)
-        if stop or last or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
+        by_step = due(position.step, cfg.trainer.checkpoint_every_steps)
+        if stop or last or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
             pulse.at("save", position.step)
             nonfinite.keep()
             if rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_hydra.placement import ranges
@@ -14,7 +14,7 @@ GAP_S = 2.0
 DOING = {
     "join": "joining the process group", "start": "setting up", "load": "loading data", "forward": "the forward pass",
     "backward": "the backward pass", "update": "the optimizer's update", "log": "averaging metrics",
-    "validate": "validation", "save": "saving a checkpoint",
+    "validate": "validation", "save": "saving a checkpoint", "end": "leaving the process group",
 }  # fmt: skip
 
 
@@ -90,10 +90,8 @@ class Vitals:
         """Note that the watcher looks; time that it did not look is nobody's fault."""
         gap_s = now - self.looked_s if self.looked_s is not None else 0.0
         if gap_s > GAP_S:
-            self.heard_s = {rank: at_s + gap_s for rank, at_s in self.heard_s.items()}
-            self.beats = {
-                rank: Beat(beat.place, beat.age_s, beat.stopped, beat.at_s + gap_s) for rank, beat in self.beats.items()
-            }
+            self.heard_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.heard_s.items()}
+            self.beats = {rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.beats.items()}
         self.looked_s = now
 
     def silent(self, running: Collection[int], now: float) -> list[int]:
@@ -112,7 +110,8 @@ class Vitals:
         beats = {rank: self.beats[rank] for rank in running if rank in self.beats}
         if len(beats) < len(running) or any(beat.place.phase == "run" for beat in beats.values()):
             return None
-        judged = {rank: beat for rank, beat in beats.items() if beat.place.phase != "end"}
+        # Those who are done wait for the others, and only when all are, for each other.
+        judged = {rank: beat for rank, beat in beats.items() if beat.place.phase != "end"} or beats
         if not judged:
             return None
         # Where several are at one place, a suspended process is the likelier cause.

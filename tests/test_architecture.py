@@ -23,7 +23,7 @@ FLOORS = [
     # 4: on the client
     (
         "cluster", "reservation", "transfer", "attempt", "reader", "interrupts", "dispatch", "inline", "writers",
-        "bucket", "mirror",
+        "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "cli", "__main__"),

@@ -65,8 +65,10 @@ def deliver(gang: str, letters: Mapping[str, tuple[int, Message]], dask_worker: 
         dask_worker: given by Dask.
     """
     rank, message = letters[dask_worker.address]
-    if (gang, rank) not in _ended:
-        box(gang, rank).put(message)
+    with _lock:
+        mailbox = None if (gang, rank) in _ended else _box(gang, rank)
+    if mailbox is not None:
+        mailbox.put(message)
 
 
 def tell_all(message: Message) -> list[tuple[str, int]]:
@@ -87,11 +89,15 @@ def has_any(ranks: list[tuple[str, int]]) -> bool:
 def box(gang: str, rank: int) -> Mailbox:
     """The mailbox of a rank, made where it does not exist yet."""
     with _lock:
-        if (gang, rank) not in _boxes:
-            _boxes[gang, rank] = Mailbox()
-            while len(_boxes) > MAX_BOXES:
-                _boxes.popitem(last=False)[1].close()
-        return _boxes[gang, rank]
+        return _box(gang, rank)
+
+
+def _box(gang: str, rank: int) -> Mailbox:
+    if (gang, rank) not in _boxes:
+        _boxes[gang, rank] = Mailbox()
+        while len(_boxes) > MAX_BOXES:
+            _boxes.popitem(last=False)[1].close()
+    return _boxes[gang, rank]
 
 
 def remove(gang: str, rank: int) -> None:

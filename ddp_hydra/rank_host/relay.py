@@ -118,6 +118,7 @@ class Relay:
         self.said = b""
         self.board, self.board_fd = Board.create()
         stack.callback(self.board.close)
+        stack.callback(os.close, self.board_fd)
         self.pid: int | None = None
         self.ticks, self.moved = -1, time.monotonic()
         self.beat_at, self.ready = 0.0, False
@@ -144,10 +145,10 @@ class Relay:
         """Have the warm server fork the rank, and point it to its order."""
         spec = self.order.spec
         self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
-        self.output, their_output = os.pipe()
+        self.output, output = os.pipe()
         self.stack.callback(os.close, self.output)
-        self.stack.callback(os.close, self.board_fd)
-        fds = [theirs.fileno(), their_output, self.board_fd]
+        their_output = self.stack.enter_context(os.fdopen(output, "wb", buffering=0))
+        fds = [theirs.fileno(), their_output.fileno(), self.board_fd]
         up: dict[str, Any] = {}
         if spec.rank == 0:
             listener = self.stack.enter_context(rendezvous.bind(spec.host, self.order.ports))
@@ -169,7 +170,7 @@ class Relay:
         }
         socket.send_fds(self.server, [json.dumps(request).encode() + b"\n"], fds)
         theirs.close()
-        os.close(their_output)
+        their_output.close()
         self.open = {self.control, self.output}
         self.selector.register(self.control, selectors.EVENT_READ, self.on_control)
         self.selector.register(self.output, selectors.EVENT_READ, self.on_output)
@@ -365,7 +366,7 @@ class Relay:
         if self.end is not None:
             return {**where, **self.end, "said": said}
         if self.stopping_since is not None:
-            return {"status": "stopped"}
+            return {**where, "status": "stopped"}
         status, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = said.rfind("Fatal Python error")
         return {

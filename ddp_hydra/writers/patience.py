@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddp_hydra.writers import Writer
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+_CANNOT = "cannot write "
 _ADVICE = {errno.ENOSPC: ": free some space there", errno.EDQUOT: ": free some of your quota there"}
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Patience:
                 obstacle = passing(error)
                 if obstacle is None or self._is_spent:
                     raise
-                what = f"cannot write {obstacle.filename or type(writer).__name__}"
+                what = f"{_CANNOT}{obstacle.filename or type(writer).__name__}"
                 if tries == 1:
                     began = time.monotonic()  # the first try may have copied for minutes
                     self._warn(what, obstacle)
@@ -64,7 +65,7 @@ class Patience:
                     raise RecordError(f"{error}; it was tried {tries} times in {waited_s:.0f} s") from obstacle
             tries, pause = tries + 1, min(2 * pause, LONGEST_PAUSE_S)
         if tries > 1:
-            log.warning("%s no longer: it worked at try %d, after %.0f s", what, tries, time.monotonic() - began)
+            log.warning("written after all, after %.0f s: %s", time.monotonic() - began, what.removeprefix(_CANNOT))
 
     def _warn(self, what: str, obstacle: OSError) -> None:
         reason = (obstacle.strerror or str(obstacle)).lower()

@@ -232,7 +232,9 @@ def test_an_interrupt_ends_the_job_with_130_and_leaves_nothing_running(cli, wait
     wait_for(lambda: not [child for child in children if alive(child.pid)], 2, "all its processes are gone")
     assert all("step" in line for line in lines_of(run))
     assert "saved at step" in err
-    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["position"]["step"] == lines_of(run)[-1]["step"]
+    assert (
+        torch.load(run / "checkpoints" / "last.pt", weights_only=True)["position"]["step"] == lines_of(run)[-1]["step"]
+    )
 
 
 def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait_for, ranks_alive):
