@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -103,7 +104,7 @@ class Running:
         """When it first said something like `pattern` after a time, in seconds since the epoch."""
         return next((at for at, line in self.lines if at >= since and re.search(pattern, line)), None)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str) -> NoReturn:
         """End the benchmark, and show what the command said last."""
         said = "".join(line for _, line in self.lines[-60:])
         sys.exit(f"{' '.join(self.command)}\n{said[-4000:]}\n{why}")

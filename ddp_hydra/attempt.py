@@ -8,6 +8,8 @@ import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from ddp_hydra.placement import RankSpec, ranges
 from ddp_hydra.rank_host import mailbox, relay, spool
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
-from ddp_hydra.vitals import Hang, Vitals
+from ddp_hydra.vitals import Hang, Vitals, waits
 
 if TYPE_CHECKING:
     from ddp_hydra.dispatch import Gang
@@ -64,10 +66,10 @@ class Attempt:
         self.started: set[int] = set()
         self.stacks: dict[int, str] = {}
         self.finish_by: float | None = None
-        self.is_cut_off = False
+        self.is_cut_off = self.is_stopping = False
         self.begun = time.monotonic()
         self.checked = 0.0
-        self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s)
+        self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s, gang.start_timeout_s)
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
 
     def run(self, call: bytes) -> list[Any]:
@@ -79,7 +81,7 @@ class Attempt:
         Raises:
             RankFailed: at least one did not end well.
         """
-        self.reader = Reader(self.gang.read, self.acknowledge, lambda: self.events.put(None))
+        self.reader = Reader(partial(self.gang.read, self), self.acknowledge, lambda: self.events.put(None))
         try:
             with self.submitted(call):
                 try:
@@ -124,14 +126,14 @@ class Attempt:
 
     def end_all(self) -> None:
         """Stop what still runs, wait for it, and let go of the tasks."""
-        if self.client.status == "running":
-            try:
-                if self.running and not self.is_cut_off:
-                    self.stop()
-                    self.drain(until=time.monotonic() + END_S)
-            finally:  # also at a second Ctrl-C, and whatever a rank has still to say
+        try:
+            if self.client.status == "running" and self.running and not self.is_cut_off:
+                self.stop()
+                self.drain(until=time.monotonic() + END_S)
+        finally:  # also at a second Ctrl-C, and whatever a rank has still to say
+            if self.client.status == "running":
                 self.client.cancel(self.futures, force=True)
-        self.futures.clear()
+            self.futures.clear()
 
     def clean_up(self) -> None:
         """Empty the spools."""
@@ -304,11 +306,15 @@ class Attempt:
 
     def on_hang(self, hang: Hang) -> None:
         """Have all ranks write their stacks into their logs, and name the one that holds up the others."""
-        self.tell({rank: {"stacks": True} for rank in self.running})
-        until = time.monotonic() + 2 * relay.STACK_S + CALL_S
+        running, now, time_s, beats = self.running, time.monotonic(), time.time(), dict(self.vitals.beats)
+        self.tell({rank: {"stacks": True} for rank in running})
+        until = now + 2 * relay.STACK_S + CALL_S
         self.drain(until, enough=lambda: self.stacks.keys() >= set(self.running))
-        spec = self.specs[hang.rank]
-        self.failures.insert(0, self.failure("hung", spec, hang.message, traceback=self.stacks.get(hang.rank, "")))
+        self.vitals.beats = beats  # a suspended rank had to be woken for its stack, and went on
+        waiting = [rank for rank in running if waits(self.stacks.get(rank, ""))]
+        hang = self.vitals.hang(running, now, waiting) or hang
+        found = self.failure("hung", self.specs[hang.rank], hang.message, traceback=self.stacks.get(hang.rank, ""))
+        self.failures.insert(0, replace(found, time_s=time_s))
 
     # -- what records tell ---------------------------------------------------------------------------------
 
@@ -364,6 +370,8 @@ class Attempt:
             return
         spec = self.specs[record.rank]
         failure = Failure.from_end(record.data, spec.rank, spec.host, self.number)
+        if record.data.get("status") == "stopped" and not self.is_stopping:
+            failure = self.failure("lost", spec, f"it was stopped by its worker {spec.worker}, which is shut down")
         if failure is not None:
             self.failures.append(failure)
         elif record.data["status"] == "ok":
@@ -410,6 +418,7 @@ class Attempt:
 
     def stop(self) -> None:
         """Tell all ranks that still run to end."""
+        self.is_stopping = True
         self.tell({spec.rank: {"stop": True} for spec in self.specs if spec.rank not in self.ended})
 
     def tell(self, letters: Mapping[int, mailbox.Message]) -> None:
@@ -436,8 +445,20 @@ class Attempt:
         transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost)
 
     def send(self, files: Mapping[str, Path]) -> dict[str, str]:
-        """Make files of the client readable for rank 0; returns their paths there."""
+        """Make files of the client readable for rank 0; returns their paths there.
+
+        Raises:
+            RankFailed: its worker is gone.
+        """
         first = self.specs[0]
-        return {
-            name: transfer.send(self.client, first.worker, self.name, first.rank, path) for name, path in files.items()
-        }
+        try:
+            return {
+                name: transfer.send(self.client, first.worker, self.name, first.rank, path)
+                for name, path in files.items()
+            }
+        except OSError as error:
+            if error.errno is not None:  # of a file, here or there
+                raise
+            self.silent.add(first.worker)
+            failure = self.failure("lost", first, f"its worker {first.worker} could not be given its files: {error}")
+            raise RankFailed(explain(failure), failure) from None

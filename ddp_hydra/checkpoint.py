@@ -176,7 +176,11 @@ def to_cpu(value: Any) -> Any:
 def write(content: dict[str, Any], path: Path, step: int) -> None:
     """Write a captured state to a file, with signs of life."""
     with path.open("wb") as file:
-        torch.save(content, cast(IO[bytes], Ticking(file, step)))
+        ticking = Ticking(file, step)
+        try:
+            torch.save(content, cast(IO[bytes], ticking))
+        except Exception as error:
+            raise ticking.error or error from None  # torch would rather complain of the file's length
 
 
 class Ticking:
@@ -185,17 +189,25 @@ class Ticking:
     Args:
         file: where to write.
         step: of the checkpoint.
+
+    Attributes:
+        error: the first of writing.
     """
 
     def __init__(self, file: BinaryIO, step: int) -> None:
         self.file, self.step = file, step
+        self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
         """Write one piece."""
         pulse.tick()
-        if self.file.tell():
-            faults.write(self.step)
-        return self.file.write(data)
+        try:
+            if self.file.tell():
+                faults.write(self.step)
+            return self.file.write(data)
+        except Exception as error:
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         """Pass on."""

@@ -120,6 +120,7 @@ class Gang:
     on_give_up: Callable[[], None] = field(default=lambda: None, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
+    read_from: Attempt | None = field(default=None, init=False, repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
@@ -179,15 +180,16 @@ class Gang:
         log.warning("attempt %d failed: %s", self.attempt.number, explain(error.failure).partition("\n")[0])
         log.warning("starting again, restart %d of %d", len(self.restarts.ended), self.max_restarts)
 
-    def read(self, record: Record) -> None:
+    def read(self, attempt: Attempt, record: Record) -> None:
         """Hand on a record, one at a time: the last of a failed attempt may still be read when the next one begins."""
         with self.lock:
+            self.read_from = attempt
             self.on_record(record)
 
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""
-        assert self.attempt is not None, "fetch belongs into on_record"
-        self.attempt.fetch(record, target)
+        assert self.read_from is not None, "fetch belongs into on_record"
+        self.read_from.fetch(record, target)
 
     def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> relay.Order:
         """What the worker of one rank is told."""

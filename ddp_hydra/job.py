@@ -274,7 +274,8 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     metrics = summary["metrics"]
-    shown = [f"{name} {metrics[name]:.4g}" for name in ("train/loss", "val/loss", "val/accuracy") if name in metrics]
+    names = ("train/loss", "val/loss", "val/accuracy")
+    shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
     steps = f"{summary['steps']} steps in {summary['train_s']:.1f} s"
     return f"done: {steps}, {speed}, {', '.join(shown)}  ->  {_short(run_dir)}"

@@ -43,7 +43,6 @@ class Reservation:
 
     def __init__(self, client: Client, name: str, ranks: int | None) -> None:
         self.client, self.name, self.ranks = client, name, ranks
-        self.topic = name
         self.address = client.scheduler_info(n_workers=0)["address"]
 
     def __enter__(self) -> Self:
@@ -98,8 +97,8 @@ class Reservation:
         begin, told, silent = time.monotonic(), False, set(silent)
         least = min(least or self.ranks, self.ranks)
         while True:
-            silent -= self._back(silent)
             late = time.monotonic() - begin > wait_s
+            silent -= set() if late else self._back(silent)
             answer = self._ask(topic, self.ranks, least if late else self.ranks, silent)
             if "workers" in answer:
                 return answer["workers"]

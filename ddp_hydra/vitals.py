@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +62,20 @@ class Hang:
     message: str
 
 
+WAITS = re.compile(r"/torch/|/ddp_hydra/agreement\.py")
+"""Where a rank is that waits for others: in a collective, or in the backward pass, which has them inside."""
+
+
+def waits(stacks: str) -> bool:
+    """Whether a rank waits for others, by the stacks that `faulthandler` printed; the main thread's is the last.
+
+    Args:
+        stacks: of all its threads.
+    """
+    innermost = stacks.rpartition("(most recent call first):")[2].lstrip().partition("\n")[0]
+    return bool(WAITS.search(innermost))
+
+
 class Vitals:
     """What is known of each rank's life.
 
@@ -68,12 +83,16 @@ class Vitals:
         lost_timeout_s: nothing heard for so long means that the worker is gone.
         hang_timeout_s: no progress for so long means that the rank hangs.
         first_step_timeout_s: the same where a rank is in a phase for the first time.
+        join_timeout_s: the same where it joins the others.
     """
 
-    def __init__(self, lost_timeout_s: float, hang_timeout_s: float, first_step_timeout_s: float) -> None:
+    def __init__(
+        self, lost_timeout_s: float, hang_timeout_s: float, first_step_timeout_s: float, join_timeout_s: float
+    ) -> None:
         self.lost_timeout_s = lost_timeout_s
         self.hang_timeout_s = hang_timeout_s
         self.first_step_timeout_s = max(first_step_timeout_s, hang_timeout_s)
+        self.join_timeout_s = join_timeout_s
         self.heard_s: dict[int, float] = {}
         self.beats: dict[int, Beat] = {}
         self.looked_s: float | None = None
@@ -102,10 +121,15 @@ class Vitals:
         """The ranks of `running` of which nothing has been heard for so long."""
         return [rank for rank in running if rank in self.heard_s and now - self.heard_s[rank] > after_s]
 
-    def hang(self, running: Collection[int], now: float) -> Hang | None:
+    def hang(self, running: Collection[int], now: float, waiting: Collection[int] = ()) -> Hang | None:
         """The rank that holds up the others, if it has not moved for too long.
 
         Ranks wait for each other in every step, so the one that is least far is the one the others wait for.
+
+        Args:
+            running: the ranks that have not ended.
+            now: the time.
+            waiting: those of which it is known that they wait for others.
         """
         beats = {rank: self.beats[rank] for rank in running if rank in self.beats}
         if len(beats) < len(running) or any(beat.place.phase == "run" for beat in beats.values()):
@@ -114,14 +138,19 @@ class Vitals:
         judged = {rank: beat for rank, beat in beats.items() if beat.place.phase != "end"} or beats
         if not judged:
             return None
-        # Where several are at one place, a suspended process is the likelier cause.
-        rank = min(judged, key=lambda rank: (judged[rank].place.order, not judged[rank].stopped, rank))
+        # Where several are at one place, a suspended process is the likelier cause, and then one that does not wait.
+        rank = min(judged, key=lambda rank: (judged[rank].place.order, not judged[rank].stopped, rank in waiting, rank))
         beat = judged[rank]
-        stuck_s = beat.stuck_s(now)
-        patient = beat.place.first and not beat.stopped
-        if stuck_s <= (self.first_step_timeout_s if patient else self.hang_timeout_s):
+        # Of all: who has long waited for one that has just gone on will go on, too, and say so with its next beat.
+        if min(other.stuck_s(now) for other in judged.values()) <= self.limit_s(beat):
             return None
-        return Hang(rank, self._say(rank, beat, stuck_s, judged))
+        return Hang(rank, self._say(rank, beat, beat.stuck_s(now), judged))
+
+    def limit_s(self, beat: Beat) -> float:
+        """How long a rank may stay where it is."""
+        if beat.stopped or not beat.place.first:
+            return self.hang_timeout_s
+        return self.join_timeout_s if beat.place.phase == "join" else self.first_step_timeout_s
 
     def _say(self, rank: int, beat: Beat, stuck_s: float, judged: Mapping[int, Beat]) -> str:
         where = f"in {DOING[beat.place.phase]}" + (f" of step {beat.place.step}" if beat.place.step else "")
@@ -131,6 +160,8 @@ class Vitals:
         others = []
         if same:
             others.append(f"rank {ranges(same)} stand{'' if len(same) > 1 else 's'} at the same place")
+        if len(same) == len(judged) - 1 > 0 and not beat.stopped:
+            others.append("they may all wait for each other: look at the network between their hosts")
         if ahead:
             others.append(f"rank {ranges(ahead)} wait{'' if len(ahead) > 1 else 's'} for it further on")
         said = f"hangs: no progress for {stuck_s:.0f} s {where}; {why}{'; '.join(others)}"

@@ -3,14 +3,15 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ddp_hydra import schedules
-from ddp_hydra.checkpoint import Position, Saver, State, load_weights, read, read_on_all_ranks
+from ddp_hydra import faults, pulse, schedules
+from ddp_hydra.checkpoint import Position, Saver, State, Ticking, load_weights, read, read_on_all_ranks, write
 from ddp_hydra.errors import CheckpointError
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
@@ -80,6 +81,38 @@ def test_a_restored_run_goes_on_bit_for_bit(optimizer, tmp_path):
     assert found["scheduler"] == wanted["scheduler"]
     for part in ("model", "optimizer", "position"):
         assert flat(found[part]) == flat(wanted[part])
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_validation_still_to_come_travels_with_the_checkpoint(pending, tmp_path):
+    run = train(state(), 1)
+    run.pending = pending
+    torch.save(run.capture(), tmp_path / "a.pt")
+    other = state()
+    other.pending = not pending
+    other.restore(read(tmp_path / "a.pt"))
+    assert other.pending is pending
+
+
+def test_a_checkpoint_that_knows_nothing_of_pending_validations_has_none():
+    content = state().capture()
+    del content["pending"]
+    other = state()
+    other.pending = True
+    other.restore(content)
+    assert other.pending is False
+
+
+def test_a_state_is_restored_in_place_for_whoever_holds_its_parts():
+    run = train(state(), 1)
+    content = run.capture()
+    position, model, optimizer = run.position, run.model, run.optimizer
+    weight = model[0].weight
+    train(run, 2)
+    run.restore(content)
+    assert (run.position is position, run.model is model, run.optimizer is optimizer) == (True, True, True)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight is weight
+    assert position == Position(1, 0, 4, 4)
 
 
 def test_a_checkpoint_says_what_it_is_of(tmp_path):
@@ -209,6 +242,45 @@ def test_a_saver_writes_what_the_run_was_when_asked(sent):
     assert read(Path(first["source"]))["position"]["step"] == 2
     assert flat(read(Path(second["source"]))["model"]) == flat(run.model.state_dict())
     assert first["sha256"] == hashlib.sha256(Path(first["source"]).read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def board() -> Iterator[pulse.Board]:
+    """The board of this process, without faults that strike it."""
+    pulse.connect(None)
+    faults.arm(0, 0, {})
+    yield pulse.here()
+    faults.arm(0, 0, {})
+    pulse.connect(None)
+
+
+def test_writing_a_checkpoint_gives_signs_of_life_and_stays_in_its_place(board, tmp_path):
+    run = train(state(width=50), 2)
+    pulse.at("save", 2)
+    before = board.read()
+    write(run.capture(), tmp_path / "a.pt", step=2)
+    assert board.read().ticks > before.ticks + len(run.model.state_dict())
+    assert (board.read().phase, board.read().step) == ("save", 2)
+    assert flat(read(tmp_path / "a.pt")["model"]) == flat(run.model.state_dict())
+
+
+def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(board, tmp_path):
+    faults.wait(["raise,step=2,at=write"])
+    write(state().capture(), tmp_path / "whole.pt", step=1)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        write(state().capture(), tmp_path / "half.pt", step=2)
+    assert 0 < (tmp_path / "half.pt").stat().st_size < (tmp_path / "whole.pt").stat().st_size
+    with pytest.raises(CheckpointError, match="damaged or something else"):
+        read(tmp_path / "half.pt")
+
+
+def test_a_file_that_ticks_is_a_file(board, tmp_path):
+    with (tmp_path / "a").open("wb") as file:
+        ticking = Ticking(file, step=1)
+        assert [ticking.write(b"abc"), ticking.write(memoryview(b"de"))] == [3, 2]
+        ticking.flush()
+        assert (tmp_path / "a").read_bytes() == b"abcde"
+    assert board.read().ticks == 2
 
 
 def test_a_checkpoint_that_could_not_be_written_is_heard_of_once(sent, tmp_path):

@@ -3,10 +3,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException
 
 from ddp_hydra import cli
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, Interrupted
 
 
 @pytest.fixture
@@ -45,6 +46,43 @@ def test_without_a_run_the_arguments_stay_as_they_are(arguments):
     assert cli.with_resumed_overrides(list(arguments)) == arguments
 
 
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ([], []),
+        (["optimizer.lr=1", "debug=faults"], ["optimizer.lr=1", "debug=faults"]),
+        (["+fault=kill,rank=1,step=20", "a=1"], ["a=1", "faults=['kill,rank=1,step=20']"]),
+        (["fault=kill"], ["faults=['kill']"]),
+        (["+fault='kill,rank=1'"], ["faults=['kill,rank=1']"]),
+        (['+fault="kill,rank=1"'], ["faults=['kill,rank=1']"]),
+        (["+fault=?"], ["faults=['?']"]),
+        (["+fault="], ["faults=['']"]),
+        (["+fault=kill,step=5", "x=1", "+fault=hang,at=load"], ["x=1", "faults=['kill,step=5','hang,at=load']"]),
+        (["+faults=[kill]", "default=1"], ["+faults=[kill]", "default=1"]),
+    ],
+)
+def test_faults_are_typed_without_quotes(arguments, seen):
+    assert cli.with_faults(arguments) == seen
+
+
+@pytest.mark.parametrize("text", ["kill,rank=1,step=20", "?", "hang,at=load", "slow,seconds=0.5,attempt=-1"])
+def test_hydra_reads_a_fault_as_it_was_typed(text):
+    (override,) = OverridesParser.create().parse_overrides(cli.with_faults([f"+fault={text}"]))
+    assert override.get_key_element() == "faults"
+    assert not override.is_sweep_override()
+    assert override.value() == [text]
+
+
+def test_the_faults_of_a_resumed_run_do_not_strike_again(run):
+    with (run / ".hydra" / "overrides.yaml").open("a") as file:
+        file.write("- faults=['kill,rank=1,step=20']\n")
+    found = cli.with_faults(cli.with_resumed_overrides([f"resume={run}"]))
+    assert not [word for word in found if word.startswith("faults=")]
+    found = cli.with_faults(cli.with_resumed_overrides([f"resume={run}", "+fault=hang,step=30"]))
+    assert [word for word in found if word.startswith("faults=")] == ["faults=['hang,step=30']"]
+    assert {"experiment=digits", f"resume={run}"} <= set(found)
+
+
 def raising(error: BaseException):
     def run() -> None:
         raise error
@@ -57,6 +95,7 @@ def raising(error: BaseException):
     [
         (ConfigError("data.batch_size=0: give more"), 1, "ddp_hydra: data.batch_size=0: give more\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Interrupted("interrupted; saved at step 3: go on with resume=x"), 130, "interrupted; saved at step 3: go on"),
         (
             ConfigCompositionException("Key 'modell' not in 'Config'"),
             1,

@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddp_hydra.outcome import Failure, describe_exit, explain, root_cause
 
@@ -100,6 +102,32 @@ def test_an_end_record_becomes_a_failure():
     assert Failure.from_end({**end, "mistake": True}, 2, "h", 1) == Failure(
         "raised", 2, "h", "ValueError: x", "Traceback", 5, 1, "last words", mistake=True
     )
+    assert Failure.from_end({**end, "step": 20, "phase": "load", "consequence": True}, 2, "h", 1) == Failure(
+        "raised", 2, "h", "ValueError: x", "Traceback", 5, 1, "last words", step=20, phase="load", consequence=True
+    )
+
+
+@pytest.mark.parametrize("step", [None, "5", 1.5, True, -1, 2**63, float("inf"), [5]])
+def test_a_step_that_is_none_counts_as_before_the_first(step):
+    assert Failure.from_end({"status": "raised", "step": step}, 0, "h", 0).step == 0
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+KEYS = ("status", "message", "traceback", "said", "phase", "mistake", "consequence", "step", "time_s", "more")
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, json_values)))
+def test_whatever_a_rank_says_of_its_end_can_be_told_sorted_and_written_down(end):
+    failure = Failure.from_end(json.loads(json.dumps(end)), 0, "h", 3)
+    assert failure is not None
+    assert explain(*root_cause([failure, raised(1, GLOO)])).startswith("rank ")
+    shown = json.loads(json.dumps(failure.as_dict(), allow_nan=False))
+    assert (shown["rank"], shown["attempt"]) == (0, 3)
+    assert 0 <= shown["step"] < 2**63
 
 
 @pytest.mark.parametrize(
@@ -140,19 +168,41 @@ def test_without_a_traceback_the_last_words_are_told():
     assert told[3:] == [f"  line {n}" for n in range(30, 50)]
 
 
+@pytest.mark.parametrize(
+    ("message", "step", "told"),
+    [
+        ("ValueError: bad", 20, "rank 0 on h: ValueError: bad (in step 20)"),
+        ("ValueError: bad", 0, "rank 0 on h: ValueError: bad"),
+        ("the loss is nan in step 20; lower the rate", 20, "rank 0 on h: the loss is nan in step 20; lower the rate"),
+    ],
+)
+def test_the_step_is_told_where_there_was_one_and_the_message_does_not_name_it(message, step, told):
+    assert explain(Failure("raised", 0, "h", message, step=step)) == told
+
+
+def test_who_says_that_another_rank_was_the_cause_is_a_symptom_however_early():
+    mine = Failure(
+        "raised", 0, "h", "rank 1 found a loss that is not finite", time_s=1.0, mistake=True, consequence=True
+    )
+    cause = Failure("raised", 1, "h", "the loss is nan", time_s=2.0, mistake=True)
+    assert mine.is_symptom
+    assert root_cause([mine, cause]) == (cause, (mine,))
+    assert root_cause([mine]) == (mine, ())
+
+
 def test_a_mistake_of_the_user_is_told_in_its_own_words_only():
     failure = Failure("raised", 0, "h", "no images under s3://b/p", "Traceback …", said="noise", mistake=True)
     assert explain(failure) == "rank 0 on h: no images under s3://b/p"
 
 
 def test_the_summary_shows_plain_fields():
-    shown = Failure("raised", 1, "h", "m", "t", 5.0, 2, "said", mistake=True).as_dict()
+    shown = Failure("raised", 1, "h", "m", "t", 5.0, 2, "said", mistake=True, step=7, phase="load").as_dict()
     assert json.loads(json.dumps(shown)) == {
         "kind": "raised",
         "rank": 1,
         "host": "h",
         "attempt": 2,
-        "step": 0,
+        "step": 7,
         "message": "m",
         "traceback": "t",
     }

@@ -1,7 +1,7 @@
 """Jobs with faults on their way, on clusters that are there already: what became of them, and what was left.
 
-    story = chaos(client, "kill,rank=1,step=9")
-    story.failures[0].kind, story.summary["restarts"], story.checkpoint()
+story = chaos(client, "kill,rank=1,step=9")
+story.failures[0].kind, story.summary["restarts"], story.checkpoint()
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,22 +19,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from ddp_hydra import cluster, config, dispatch, job
+from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import DdpHydraError, RankFailed
 from ddp_hydra.outcome import Failure
 from ddp_hydra.results import Record
-from tests.integration.conftest import ROOT, wait_for
+from tests.integration.conftest import wait_for
 
 SETTINGS = (
     "data=tiny", "model=tiny", "model.dropout=0.5", "optimizer=adam", "optimizer.lr=0.01", "scheduler=cosine",
     "trainer.epochs=3", "trainer.threads=1", "trainer.log_every_steps=3", "trainer.checkpoint_every_steps=4",
-    "dispatch.max_restarts=3", "dispatch.hang_timeout_s=1.5", "dispatch.first_step_timeout_s=3",
+    "dispatch.max_restarts=3", "dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=3",
     "dispatch.restart_wait_s=30",
 )  # fmt: skip
 """Whatever a resume could lose is there: dropout, Adam's moments, a schedule, and stops in the middle of an epoch. An
@@ -66,12 +67,14 @@ class Story:
 
     Args:
         folder: its run directory.
+        gang: that ran it.
         over: its failed attempts.
         records: all that the ranks said.
         error: how it ended, where not well.
     """
 
     folder: Path
+    gang: Gang | None = None
     over: list[Over] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     error: BaseException | None = None
@@ -141,15 +144,14 @@ class Chaos:
     Args:
         project: the project space.
         folder: for the run directories.
-        patch: undone at the end of the test.
         ranks_alive: tells the ranks that run.
+        stories: of the jobs so far, and of the one that runs.
     """
 
     project: Path
     folder: Path
-    patch: pytest.MonkeyPatch
     ranks_alive: Callable[[], list[str]]
-    runs: int = 0
+    stories: list[Story] = field(default_factory=list)
 
     def __call__(
         self,
@@ -157,6 +159,8 @@ class Chaos:
         *faults: str,
         ranks: int = 2,
         on_record: Callable[[Record], Any] = lambda record: None,
+        on_failure: Callable[[Story], Any] = lambda story: None,
+        resume: Story | None = None,
         overrides: tuple[str, ...] = (),
     ) -> Story:
         """Run a job to its end, whatever that is.
@@ -166,17 +170,20 @@ class Chaos:
             faults: that strike it.
             ranks: how many.
             on_record: called with each record, before the writers.
+            on_failure: called before each new attempt.
+            resume: the job to go on with.
             overrides: of its config.
         """
-        self.runs += 1
-        story = Story(self.folder / str(self.runs))
+        story = Story(self.folder / str(len(self.stories)))
+        self.stories.append(story)
         cfg = composed(self.project, TABLES.get(ranks, ""), f"dispatch.ranks={ranks}", *overrides).copy()
         cfg.faults = list(faults)
+        cfg.resume = str(resume.folder) if resume else None
         ranks_alive = self.ranks_alive
 
-        class Watched(dispatch.Gang):
+        class Watched(Gang):
             def run_attempts(self, call_of: Any) -> list[Any]:
-                write = self.on_record
+                story.gang, write = self, self.on_record
 
                 def read(record: Record) -> None:
                     story.records.append(record)
@@ -189,14 +196,16 @@ class Chaos:
             def consider(self, error: RankFailed) -> None:
                 story.over.append(Over(time.time(), error.failure, ranks_alive()))
                 super().consider(error)
+                on_failure(story)
 
-        self.patch.setenv("DDP_HYDRA_PROJECT", str(self.project))
-        self.patch.setattr(dispatch, "Gang", Watched)
-        self.patch.setattr(cluster, "connect", lambda cfg: contextlib.nullcontext(client))
-        try:
-            job.run(cfg, story.folder)
-        except (DdpHydraError, KeyboardInterrupt) as error:
-            story.error = error
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DDP_HYDRA_PROJECT", str(self.project))
+            patch.setattr(dispatch, "Gang", Watched)
+            patch.setattr(cluster, "connect", lambda cfg: contextlib.nullcontext(client))
+            try:
+                job.run(cfg, story.folder)
+            except (DdpHydraError, KeyboardInterrupt) as error:
+                story.error = error
         nothing_left(client)
         return story
 
@@ -249,9 +258,71 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, f"{where}: {one} is not {other}"
 
 
+class Dask:
+    """A cluster as people start it by hand: `dask scheduler`, and `dask worker` some times.
+
+    Args:
+        folder: for its files.
+        programs: how many `dask worker` are started.
+        workers_each: how many workers each of them has.
+    """
+
+    def __init__(self, folder: Path, programs: int, workers_each: int = 1) -> None:
+        self.folder, self.file, self.n = folder, folder / "scheduler.json", programs * workers_each
+        self.scheduler = self.start("scheduler", "--host", "127.0.0.1", "--port", "0")
+        self.programs = [self.add(workers_each) for _ in range(programs)]
+
+    def start(self, what: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start one of Dask's programs, as the leader of its own process group."""
+        command = [sys.executable, "-m", f"distributed.cli.dask_{what}", "--scheduler-file", str(self.file)]
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                [*command, "--no-dashboard", *arguments],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+
+    def heal(self) -> None:
+        """Start new programs for those that have ended; others stay."""
+        self.programs = [self.add() if program.poll() is not None else program for program in self.programs]
+
+    def add(self, workers: int = 1) -> subprocess.Popen[bytes]:
+        """Start one more program of workers, with nannies."""
+        where = ("--host", "127.0.0.1", "--local-directory", str(self.folder))
+        return self.start("worker", "--nthreads", "1", "--nworkers", str(workers), *where)
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client]:
+        """A client, once all workers are there."""
+        wait_for(self.file.exists, 30, "the scheduler is up")
+        with Client(scheduler_file=str(self.file), timeout="30s", set_as_default=False) as client:
+            client.wait_for_workers(self.n, timeout=60)
+            yield client
+
+    def close(self) -> None:
+        """Kill all of it, whatever state it is in."""
+        for program in (*self.programs, self.scheduler):
+            signal_all(program, signal.SIGKILL)
+            program.wait()
+
+
+def signal_all(program: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a program of Dask and all its workers."""
+    if program.poll() is None:
+        for process in (psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
 @contextlib.contextmanager
-def workers_to_kill(n: int) -> Iterator[Client]:
-    """A local cluster of its own."""
-    local = LocalCluster(n_workers=n, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0")
-    with local, Client(local, set_as_default=False) as client:
-        yield client
+def dask(folder: Path, programs: int, workers_each: int = 1) -> Iterator[tuple[Dask, Client]]:
+    """A cluster of its own, and a client."""
+    folder.mkdir(exist_ok=True)
+    cluster = Dask(folder, programs, workers_each)
+    try:
+        with cluster.client() as client:
+            yield cluster, client
+    finally:
+        cluster.close()

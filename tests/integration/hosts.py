@@ -156,6 +156,7 @@ class Hosts:
         self.n, self.workers_each, self.hidden, self.variables = n, workers_each, tuple(hidden), variables
         self.hosts: list[Host] = []
         self.hurt: set[int] = set()
+        self.ended: set[int] = set()
         self.started = 0
 
     def __enter__(self) -> Hosts:
@@ -206,8 +207,13 @@ class Hosts:
         return number
 
     def processes(self, number: int) -> list[psutil.Process]:
-        """All that runs on a host."""
-        return self.hosts[number].processes()
+        """What runs on a host."""
+        found = []
+        for process in self.hosts[number].processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() not in PLUMBING:
+                    found.append(process)
+        return found
 
     def ranks(self, number: int) -> list[str]:
         """The titles of the ranks that run on a host."""
@@ -232,11 +238,13 @@ class Hosts:
         """Let two hosts reach each other no more, and everybody else still."""
         self.hurt |= {one, other}
         for here, there in ((one, other), (other, one)):
-            ip("-n", self.hosts[here].namespace, "route", "add", "blackhole", self.hosts[there].address)
+            nobody = ["lladdr", "02:00:00:00:00:00", "nud", "permanent", "dev", "eth0"]  # packets go out and get lost
+            ip("-n", self.hosts[here].namespace, "neighbour", "replace", self.hosts[there].address, *nobody)
 
     def kill(self, number: int) -> None:
         """Switch a host off: all its processes are gone at once, its files too."""
         self.hurt.add(number)
+        self.ended.add(number)
         self.hosts[number].kill()
 
     def boot(self, number: int) -> None:
@@ -246,28 +254,31 @@ class Hosts:
     def terminate(self, number: int) -> None:
         """Send SIGTERM to all processes of a host, as a preemption does."""
         self.hurt.add(number)
+        self.ended.add(number)
         for process in self.processes(number):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name() not in PLUMBING:
-                    process.terminate()
+                process.terminate()
 
     def heal(self) -> None:
-        """Make all as it was: cables, routes, scheduler, workers. A host whose workers do not answer is booted."""
+        """Make all as it was: cables, neighbours, scheduler, workers. A host whose workers do not answer is booted."""
         for number in self.hurt:
             self.mend(number)
-            ip("-n", self.hosts[number].namespace, "route", "flush", "type", "blackhole")
+            ip("-n", self.hosts[number].namespace, "neighbour", "flush", "dev", "eth0", "nud", "permanent")
         if 0 in self.hurt:
-            ill = list(range(self.n + 1))
+            sick = set(range(self.n + 1))
         elif self.hurt:
             with Client(self.scheduler, timeout="30s", set_as_default=False) as client:
-                ill = [number for number in sorted(self.hurt) if not self.is_well(number, client)]
+                sick = self.ended | {number for number in self.hurt - self.ended if not self.is_well(number, client)}
         else:
-            ill = []
-        for number in ill:
+            return
+        for number in sorted(sick):
             self.kill(number)
             self.boot(number)
             self.start_dask(number)
         self.hurt.clear()
+        self.ended.clear()
+        with self.client():
+            pass
 
     def is_well(self, number: int, client: Client) -> bool:
         """Whether the workers of a host answer, and host no rank."""

@@ -6,12 +6,23 @@ A fault is injected the way users rehearse theirs, with the config key `faults`.
 from __future__ import annotations
 
 import functools
+import json
+import math
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 from distributed import Client
 
-from tests.integration.chaos import Chaos, Story, assert_same, workers_to_kill
+from ddp_hydra.errors import Interrupted, RankFailed
+from ddp_hydra.results import Record
+from tests.integration.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
@@ -22,23 +33,20 @@ HANG_S = 3.0
 
 
 @pytest.fixture
-def chaos(project, tmp_path, monkeypatch, ranks_alive) -> Chaos:
-    return Chaos(project, tmp_path, monkeypatch, ranks_alive)
+def chaos(project, tmp_path, ranks_alive) -> Chaos:
+    return Chaos(project, tmp_path, ranks_alive)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(project, tmp_path_factory, ranks_alive) -> Iterator[Callable[..., Story]]:
+def uninterrupted(project, tmp_path_factory, ranks_alive) -> Callable[..., Story]:
     """The same job, without faults; run when it is first asked for."""
-    with pytest.MonkeyPatch.context() as patch:
-        chaos = Chaos(project, tmp_path_factory.mktemp("uninterrupted"), patch, ranks_alive)
+    chaos = Chaos(project, tmp_path_factory.mktemp("uninterrupted"), ranks_alive)
 
-        @functools.cache
-        def run(client: Client, ranks: int, *overrides: str) -> Story:
-            story = chaos.done(client, ranks=ranks, overrides=overrides)
-            patch.undo()
-            return story
+    @functools.cache
+    def run(client: Client, ranks: int, *overrides: str) -> Story:
+        return chaos.done(client, ranks=ranks, overrides=overrides)
 
-        yield run
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +55,10 @@ def clients(client2, client4) -> dict[int, Client]:
 
 
 @pytest.fixture(scope="module")
-def clients_to_kill(warm_server) -> Iterator[dict[int, Client]]:
-    with workers_to_kill(2) as two, workers_to_kill(4) as four:
+def clients_to_kill(warm_server, tmp_path_factory) -> Iterator[dict[int, Client]]:
+    """Whose workers come back, as no children of the tests."""
+    folder = tmp_path_factory.mktemp("dask")
+    with dask(folder / "2", 1, workers_each=2) as (_, two), dask(folder / "4", 1, workers_each=4) as (_, four):
         yield {2: two, 4: four}
 
 
@@ -67,19 +77,26 @@ FAULTS = {
 
 LAST = -1
 MOMENTS = {
-    "setting up": (LAST, 0, "start"),
     "first step": (0, 1, "forward"),
     "mid-epoch": (LAST, 9, "backward"),
     "checkpoint": (LAST, 8, "save"),
-    "in the checkpoint's file": (0, 8, "write"),
     "validation": (0, 12, "validate"),
+    "set-up": (LAST, 0, "start"),
+    "checkpoint's file": (0, 8, "write"),
 }
-"""Which rank, in which step, doing what. The end of an epoch comes after steps 6, 12, 18; checkpoints after 4, 8, 16."""
+"""Which rank, in which step, doing what. An epoch ends after steps 6, 12 and 18; checkpoints come after 4, 8 and 16."""
+
+MATRIX = [
+    pytest.param(fault, moment, ranks, id=f"{fault}-{moment}-{ranks}")
+    for fault in FAULTS
+    for moment in MOMENTS
+    for ranks in (2, 4)
+    # The last two are variants of the others, for which two ranks and the faults that come another way will do.
+    if moment not in ("set-up", "checkpoint's file") or (ranks == 2 and fault in ("raise", "kill", "hang"))
+]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "moment", "ranks"), MATRIX)
 def test_a_fault_is_named_stopped_cleaned_up_and_makes_no_difference(
     chaos, clients, clients_to_kill, uninterrupted, fault, moment, ranks
 ):
@@ -116,8 +133,8 @@ def allowed_s(fault: str, moment: str) -> float:
     if fault not in ("hang", "stop"):
         return STOP_S
     # A suspended process is never busy setting up.
-    first = moment in ("setting up", "first step") and fault == "hang"
-    return HANG_S + (3 if first else 1.5)
+    first = moment in ("set-up", "first step") and fault == "hang"
+    return HANG_S + (3 if first else 2)
 
 
 def assert_survived(story: Story, whole: Story, restarts: int) -> None:
@@ -127,3 +144,357 @@ def assert_survived(story: Story, whole: Story, restarts: int) -> None:
     assert [attempt["failure"]["kind"] for attempt in summary["attempts"]] == [over.failure.kind for over in story.over]
     assert_same(story.checkpoint(), whole.checkpoint())
     assert story.curve() == whole.curve()
+
+
+# -- restarts ----------------------------------------------------------------------------------------------
+
+
+def test_two_faults_on_end_and_the_curves_read_as_one(chaos, client2, uninterrupted):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    whole = uninterrupted(client2, 2)
+    story = chaos.done(client2, "kill,rank=0,step=11,at=update", "raise,rank=1,step=15,attempt=1")
+    assert [(failure.kind, failure.rank, failure.step) for failure in story.failures] == [
+        ("killed", 0, 11),
+        ("raised", 1, 15),
+    ]
+    assert_survived(story, whole, restarts=2)
+    assert len(story.lines()) > len(whole.lines())  # steps were done again
+    events = EventAccumulator(str(story.folder / "tensorboard"), purge_orphaned_data=True).Reload()
+    fields = ("step", "epoch", "samples")
+    expected = {
+        name: [(line["step"], pytest.approx(line[name])) for line in whole.curve() if name in line]
+        for name in {name for line in whole.curve() for name in line if name not in fields}
+    }
+    for name, points in expected.items():
+        assert [(event.step, event.value) for event in events.Scalars(name)] == points
+
+
+def test_a_fault_after_the_last_checkpoint_costs_no_result(chaos, client2, uninterrupted):
+    """Nothing is left to be done then, but to say how it went."""
+
+    def kill(record: Record) -> None:
+        if record.kind == "file" and record.step == 18:
+            time.sleep(0.2)
+
+    whole = uninterrupted(client2, 2)
+    story = chaos.done(client2, "hang,rank=0,step=18,at=save", on_record=kill)
+    assert story.failures[0].kind == "hung"
+    assert_survived(story, whole, restarts=1)
+    assert story.summary["metrics"].keys() == whole.summary["metrics"].keys()
+
+
+def test_an_error_that_comes_again_in_the_same_step_is_not_tried_a_third_time(chaos, client2):
+    story = chaos(client2, "raise,rank=1,step=9,attempt=-1")
+    assert isinstance(story.error, RankFailed)
+    assert "rank 1 on 127.0.0.1: RuntimeError: a fault on purpose (in step 9)" in str(story.error)
+    assert "the same failure in step 9 in two attempts running: it was not tried again" in str(story.error)
+    summary = story.summary
+    assert (summary["status"], summary["restarts"], len(summary["attempts"])) == ("failed", 1, 2)
+    assert (summary["failure"]["rank"], summary["failure"]["step"], summary["failure"]["attempt"]) == (1, 9, 1)
+
+
+def test_used_up_restarts_say_so(chaos, client2):
+    strikes = ("kill,rank=0,step=9", "exit,rank=1,step=10,attempt=1", "raise,rank=0,step=11,attempt=2")
+    story = chaos(client2, *strikes, overrides=("dispatch.max_restarts=2",))
+    assert [failure.kind for failure in story.failures] == ["killed", "exited", "raised"]
+    assert "all 2 restarts of dispatch.max_restarts=2 are used up" in str(story.error)
+    assert story.summary["failure"]["kind"] == "raised"
+
+
+def test_no_restart_is_made_where_none_is_allowed(chaos, client2):
+    story = chaos(client2, "kill,rank=1,step=9", overrides=("dispatch.max_restarts=0",))
+    assert isinstance(story.error, RankFailed)
+    assert [failure.kind for failure in story.failures] == ["killed"]
+    assert "restarts" not in str(story.error)
+    assert story.summary["restarts"] == 0
+
+
+# -- no false alarms ---------------------------------------------------------------------------------------
+
+PATIENT = ("dispatch.first_step_timeout_s=60",)
+
+
+def test_a_slow_first_step_is_no_hang(chaos, client2, uninterrupted):
+    story = chaos.done(client2, "slow,rank=0,step=1,seconds=4", overrides=PATIENT)
+    assert_survived(story, uninterrupted(client2, 2), restarts=0)
+
+
+def test_a_validation_longer_than_the_timeout_is_no_hang(chaos, client2, uninterrupted):
+    """Each of a rank's 19 samples takes its time; two batches are read at once."""
+    settings = ("trainer.epochs=2", "trainer.validate_every_epochs=2", "dispatch.first_step_timeout_s=2")
+    story = chaos.done(client2, overrides=(*settings, "+data.val.delay_s=0.4"))
+    assert story.over == []
+    assert_same(story.checkpoint(), uninterrupted(client2, 2, *settings).checkpoint())
+
+
+def test_a_client_that_takes_its_time_for_checkpoints_is_no_hang(chaos, client2, uninterrupted):
+    """Rank 0 waits for room in its spool, and the others for rank 0."""
+    settings = ("trainer.checkpoint_every_steps=1", "results.keep_checkpoints=20")
+
+    def take_time(record: Record) -> None:
+        if record.kind == "file":
+            time.sleep(3.0 if record.step == 1 else 0.1)
+
+    story = chaos.done(client2, on_record=take_time, overrides=settings)
+    assert_survived(story, uninterrupted(client2, 2, *settings), restarts=0)
+
+
+# -- a loss that is not a number ---------------------------------------------------------------------------
+
+PLAIN = ("optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false", "optimizer.lr=0.1", "scheduler=constant")
+NEVER_IN_STEP_9 = (
+    *PLAIN[:-1],
+    "scheduler._target_=torch.optim.lr_scheduler.LambdaLR",
+    "~scheduler.warmup_steps",
+    "~scheduler.min_factor",
+    "+scheduler.lr_lambda={_target_:operator.ne,_partial_:true,_args_:[8]}",
+)
+
+
+def all_finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return bool(torch.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(map(all_finite, value.values()))
+    return (
+        all(map(all_finite, value)) if isinstance(value, list) else not isinstance(value, float) or math.isfinite(value)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_loss_of_nan_aborts_with_the_rank_the_step_and_the_samples_and_is_not_tried_again(
+    chaos, clients, uninterrupted, ranks
+):
+    whole = uninterrupted(clients[ranks], ranks, "model.tell=true")
+    rank, each = ranks - 1, 16 // ranks
+    story = chaos(clients[ranks], f"nan,rank={rank},step=9", ranks=ranks)
+    (failure,) = story.failures
+    assert (failure.kind, failure.rank, failure.step) == ("raised", rank, 9)
+    ids = ", ".join(map(str, whole.samples()[9][rank * each :]))
+    assert f"the loss is nan in step 9; samples of this rank: {ids}." in str(story.error)
+    (told,) = [json.loads(r.data["text"]) for r in story.records if r.kind == "text" and r.data["name"] == "nonfinite"]
+    assert (told["rank"], told["step"], told["samples"]) == (rank, 9, whole.samples()[9][rank * each :])
+    assert (story.summary["status"], story.summary["restarts"]) == ("failed", 0)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_with_a_loss_of_nan_is_left_out_by_all_ranks(chaos, clients, uninterrupted, ranks, policy):
+    """As if the learning rate had been 0 in it, whichever rank it was."""
+    expected = uninterrupted(clients[ranks], ranks, *NEVER_IN_STEP_9)
+    for rank in (0, ranks - 1):
+        settings = (*PLAIN, f"trainer.on_nonfinite={policy}")
+        story = chaos.done(clients[ranks], f"nan,rank={rank},step=9", ranks=ranks, overrides=settings)
+        assert story.over == []
+        assert_same(story.checkpoint()["model"], expected.checkpoint()["model"])
+        assert all_finite(story.checkpoint())
+        assert all_finite(story.lines())
+
+
+# -- the end that was asked for ----------------------------------------------------------------------------
+
+SLOW = ("data.delay_s=0.005", "+data.val.delay_s=0.02", "trainer.log_every_steps=1")
+
+
+def assert_same_end(chaos: Chaos, client: Client, story: Story, whole: Story, ranks: int = 2) -> None:
+    """What was interrupted is saved, and goes on to the same end."""
+    assert isinstance(story.error, Interrupted)
+    assert story.summary["status"] == "interrupted"
+    assert story.checkpoint()["position"]["step"] == story.summary["steps"] > 0
+    resumed = chaos.done(client, ranks=ranks, resume=story)
+    assert_same(resumed.checkpoint(), whole.checkpoint())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
+    chaos, clients, uninterrupted, ranks, number
+):
+    step = random.Random(f"{ranks} {number}").randrange(1, 16)
+
+    def interrupt(record: Record) -> None:
+        if record.kind == "metrics" and record.step == step and "train/loss" in record.data["metrics"]:
+            os.kill(os.getpid(), number)
+
+    story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=SLOW)
+    assert step <= story.summary["steps"] < 18
+    assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos, clients, uninterrupted, ranks):
+    def interrupt(record: Record) -> None:
+        if record.kind == "metrics" and record.step == 12 and "train/loss" in record.data["metrics"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    slow = (*SLOW, f"++data.val.delay_s={0.1 * ranks}")
+    story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
+    assert story.summary["steps"] == 12
+    assert story.checkpoint()["pending"] is True
+    assert not [line for line in story.lines() if line["step"] == 12 and "val/loss" in line]
+    assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
+
+
+def test_a_second_interrupt_ends_at_once(chaos, client2):
+    """Rank 1 hangs, so it will never get to its next step."""
+    struck = []
+
+    def interrupt(record: Record) -> None:
+        if record.kind == "log" and "fault on purpose" in record.data["text"]:
+            for delay_s in (0.1, 1.5):
+                threading.Timer(
+                    delay_s, lambda: (struck.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))
+                ).start()
+
+    patient = ("dispatch.hang_timeout_s=60", "dispatch.first_step_timeout_s=60")
+    story = chaos(client2, "hang,rank=1,step=9", on_record=interrupt, overrides=patient)
+    assert time.monotonic() - struck[1] < STOP_S
+    assert isinstance(story.error, KeyboardInterrupt)
+    assert not isinstance(story.error, Interrupted)
+    assert story.summary["status"] == "interrupted"
+    resumed = chaos.done(client2, resume=story)
+    assert resumed.summary["steps"] == 18
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, uninterrupted, ranks):
+    limited = ("data.delay_s=0.02", "trainer.time_limit_s=0.4")
+    story = chaos(clients[ranks], ranks=ranks, overrides=limited)
+    assert "the time of trainer.time_limit_s is up; saved at step" in str(story.error)
+    assert 0 < story.summary["steps"] < 18
+    assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
+
+
+def test_the_command_line_says_130_at_a_time_limit_and_resumes_to_the_same_end(cli, client2, uninterrupted):
+    run, resumed = cli.folder / "run", cli.folder / "resumed"
+    settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}")
+    ended = cli.run(*settings, "data.delay_s=0.02", "trainer.time_limit_s=0.4")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (130, False), ended.stderr
+    assert "go on with resume=run" in ended.stderr
+    cli.done("resume=run", "data.delay_s=0", "trainer.time_limit_s=null", f"hydra.run.dir={resumed}")
+    assert_same(Story(resumed).checkpoint(), uninterrupted(client2, 2).checkpoint())
+
+
+# -- machines that go away ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four_machines(warm_server, tmp_path_factory) -> Iterator[tuple[Dask, Client]]:
+    """Each worker with a nanny of its own, as `dask worker` starts them; what ends does not come back by itself."""
+    with dask(tmp_path_factory.mktemp("machines"), 4) as (cluster, client):
+        yield cluster, client
+
+
+@pytest.fixture
+def machines(four_machines) -> tuple[Dask, Client]:
+    """All of them there."""
+    cluster, client = four_machines
+    cluster.heal()
+    client.wait_for_workers(4, timeout=60)
+    return cluster, client
+
+
+def program_of(machines: tuple[Dask, Client], story: Story, rank: int) -> Any:
+    """The program that a rank's worker belongs to."""
+    cluster, client = machines
+    spec = story.gang.attempt.specs[rank]
+    pid = client.run(os.getppid, workers=[spec.worker])[spec.worker]
+    return next(program for program in cluster.programs if program.pid == pid)
+
+
+def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients, uninterrupted, caplog):
+    """The global batch stays 24, and the samples come in the same order."""
+    _, client = machines
+    settings = ("data.batch_size=6", "model.tell=true")
+    fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5")
+    whole = uninterrupted(clients[4], 4, *settings, "model.dropout=0", *SLOW)
+
+    def kill(record: Record) -> None:
+        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
+            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
+
+    story = chaos.done(client, ranks=4, on_record=kill, overrides=(*settings, "model.dropout=0", *fewer, *SLOW))
+    assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
+    assert story.summary["world_size"] == 3
+    assert "3 ranks instead of 4: data.batch_size is 8 instead of 6, so the global batch stays 24" in caplog.text
+    assert len(story.samples()) == 12
+    assert story.samples() == whole.samples()
+    for line, expected in zip(story.curve(), whole.curve(), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, caplog):
+    _, client = machines
+    fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5", "data.batch_size=5")
+
+    def kill(record: Record) -> None:
+        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
+            for rank in (1, 2):
+                signal_all(program_of(machines, chaos.stories[-1], rank), signal.SIGKILL)
+
+    story = chaos.done(client, ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
+    assert {failure.kind for failure in story.failures} == {"lost"}
+    assert "2 ranks instead of 3: a global batch of 15 does not divide among them" in caplog.text
+    assert "data.batch_size stays 5 and the global batch is 10" in caplog.text
+    assert (story.summary["status"], story.summary["world_size"]) == ("done", 2)
+
+
+def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines):
+    _, client = machines
+
+    def kill(record: Record) -> None:
+        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
+            signal_all(program_of(machines, chaos.stories[-1], 3), signal.SIGKILL)
+
+    story = chaos(client, ranks=4, on_record=kill, overrides=(*SLOW, "dispatch.restart_wait_s=0.5"))
+    assert isinstance(story.error, RankFailed)
+    assert "3 of 4 workers are there, and the job shall not go on with fewer than 4" in str(story.error)
+
+
+@pytest.mark.parametrize("place", ["forward", "save"])
+def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
+    chaos, machines, clients, uninterrupted, place
+):
+    _, client = machines
+    story = chaos.done(client, f"nanny,rank=1,step=8,at={place}", overrides=SLOW)
+    (failure,) = story.failures
+    assert (failure.kind, failure.rank) == ("lost", 1)
+    assert_same(story.checkpoint(), uninterrupted(clients[2], 2).checkpoint())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("place", ["forward", "save", "validate"])
+def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, place, ranks):
+    """Sent to the nanny, as by a batch system that ends a job step."""
+    cluster, client = machines
+    step = {"forward": 9, "save": 8, "validate": 12}[place]
+    story = chaos(client, f"term,rank=1,step={step},at={place}", ranks=ranks, overrides=SLOW)
+    assert "a worker is being shut down (SIGTERM); saved at step" in str(story.error)
+    assert story.over == []
+    assert story.summary["steps"] >= step
+    cluster.heal()
+    client.wait_for_workers(4, timeout=60)
+    assert_same_end(chaos, client, story, uninterrupted(clients[ranks], ranks), ranks)
+
+
+@pytest.mark.parametrize("step", [9, 12], ids=["mid-epoch", "validation"])
+def test_sigterm_to_all_processes_of_a_machine_saves_at_the_next_step(
+    chaos, machines, clients, uninterrupted, warm_server, step
+):
+    """As when a container is stopped, or a spot instance is taken away: nanny, worker and rank hear it at once."""
+    cluster, client = machines
+
+    def stop(record: Record) -> None:
+        if record.kind == "metrics" and record.step == step and "train/loss" in record.data["metrics"]:
+            (rank,) = (process for process in warm_server.children() if "rank 1/2" in " ".join(process.cmdline()))
+            rank.send_signal(signal.SIGTERM)
+            signal_all(program_of(machines, chaos.stories[-1], 1), signal.SIGTERM)
+
+    story = chaos(client, on_record=stop, overrides=(*SLOW, "++data.val.delay_s=0.2"))
+    assert "a worker is being shut down (SIGTERM); saved at step" in str(story.error)
+    assert story.over == []
+    assert step <= story.summary["steps"] <= step + 3
+    cluster.heal()
+    client.wait_for_workers(4, timeout=60)
+    assert_same_end(chaos, client, story, uninterrupted(clients[2], 2))

@@ -130,6 +130,15 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train,
     assert_equal(resumed.checkpoint("step-000016.pt"), whole.checkpoint("step-000016.pt"))
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_with_more_than_two_ranks_gradients_are_summed_in_the_same_order_after_a_resume(client4, train, ranks):
+    settings = (*DROPOUT, "data.batch_size=4")
+    whole = train(client4, "whole", *settings, ranks=ranks)
+    first = whole.folder / "checkpoints" / "step-000004.pt"
+    resumed = train(client4, "resumed", *settings, ranks=ranks, resume=first)
+    assert_equal(resumed.checkpoint("last.pt"), whole.checkpoint("last.pt"))
+
+
 def test_a_run_resumed_with_another_number_of_ranks_reads_on_where_it_stopped(client4, train):
     settings = ("model.tell=true", "trainer.epochs=2", "trainer.checkpoint_every_steps=2")
     whole = train(client4, "whole", *settings, "data.batch_size=12", ranks=2)

@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import dask
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hydra import compose, initialize_config_dir
 
-from ddp_hydra import dispatch, results
+from ddp_hydra import config, dispatch, job, results
+from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.rank_host.spool import CHUNK_BYTES
 from ddp_hydra.writers import ResultsHandler, default_writers
 from tests.integration import hosts as machines
 from tests.integration.hosts import ROOT, Hosts, ip, needs_hosts
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90), needs_hosts]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), needs_hosts]
+
+
+TCP_S = "12s"
+"""How soon Dask itself notices that a host is gone; it takes no less."""
 
 
 @pytest.fixture(scope="module")
 def three_hosts(warm_server, tmp_path_factory) -> Iterator[Hosts]:
     """Hosts 1, 2 and 3, a worker on each; they see no file of the client's."""
-    with Hosts(3, hidden=[tmp_path_factory.getbasetemp()]) as hosts:
+    with (
+        dask.config.set({"distributed.comm.timeouts.tcp": TCP_S}),
+        Hosts(3, hidden=[tmp_path_factory.getbasetemp()], DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP=TCP_S) as hosts,
+    ):
         yield hosts
 
 
@@ -152,3 +168,215 @@ def test_files_of_the_client_go_to_hosts_that_do_not_see_them(client, gang, tmp_
     (path, digest), *_ = gang(client, files={"resume": file}).run(look)
     assert path != str(file)
     assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+# -- a cut, a crash ----------------------------------------------------------------------------------------
+
+TINY = (
+    "data=tiny",
+    "model=tiny",
+    "optimizer.lr=0.1",
+    "trainer.threads=1",
+    "trainer.epochs=4",
+    "trainer.log_every_steps=1",
+    "trainer.checkpoint_every_steps=2",
+    "results.keep_checkpoints=null",
+)
+"""Four steps an epoch on three ranks, with nothing random that depends on their number."""
+ON_TWO = (
+    "dispatch.max_restarts=1",
+    "dispatch.min_ranks=2",
+    "dispatch.restart_wait_s=1",
+    "dispatch.lost_timeout_s=5",
+)
+SLOW = "data.delay_s=0.02"
+"""Time enough to pull a cable."""
+TIMES = ("time", "samples_per_s", "data_wait", "attempt")
+
+
+@dataclass
+class Run:
+    """A job's run directory."""
+
+    folder: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that hold in the end, without what is measured by a clock."""
+        with contextlib.suppress(FileNotFoundError):
+            found = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+            plain = [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+            return list({(line["step"], "val/loss" in line): line for line in plain}.values())
+        return []
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.lines()), default=0)
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def first_failure(self) -> dict[str, Any]:
+        return self.summary()["attempts"][0]["failure"]
+
+    def log(self, rank: int) -> str:
+        return (self.folder / "logs" / f"rank-{rank}.log").read_text()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / "checkpoints" / "last.pt", weights_only=True)["model"]
+
+
+@pytest.fixture
+def new_run(tmp_path) -> Callable[[str], Run]:
+    return lambda name: Run(tmp_path / name)
+
+
+@pytest.fixture
+def train(client, project, monkeypatch) -> Callable[..., None]:
+    """Run a job on the hosts, with its results in a run directory; meanwhile, something happens."""
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
+    monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client))
+
+    def run(run: Run, *overrides: str, meanwhile: Callable[[], None] = lambda: None) -> None:
+        config.register()
+        with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+            cfg = compose("config", [*TINY, *overrides])
+        with ThreadPoolExecutor(1) as pool:
+            accident = pool.submit(meanwhile)
+            job.run(cfg, run.folder)
+            accident.result(timeout=0)
+
+    return run
+
+
+def assert_same_weights(run: Run, other: Run) -> None:
+    """Bit for bit."""
+    weights, expected = run.weights(), other.weights()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The same samples in the same batches, so the same losses, but for what the order of a sum changes."""
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4)
+
+
+def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, new_run, wait_for):
+    whole, run = new_run("whole"), new_run("run")
+    train(whole)
+
+    def cut_for_a_moment():
+        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        hosts.cut(2)
+        time.sleep(1.5)
+        hosts.mend(2)
+
+    train(run, SLOW, "dispatch.max_restarts=1", "dispatch.lost_timeout_s=20", meanwhile=cut_for_a_moment)
+    assert run.lines() == whole.lines()
+    assert_same_weights(run, whole)
+    assert run.summary()["restarts"] == 0
+
+
+def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, new_run, wait_for):
+    """It has rank 0, which writes the checkpoints and is where the others meet."""
+    whole, run = new_run("whole"), new_run("run")
+    train(whole)
+
+    def cut():
+        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        hosts.cut(1)
+
+    train(run, SLOW, *ON_TWO, meanwhile=cut)
+    assert_same_curve(run.lines(), whole.lines())
+    summary = run.summary()
+    assert (summary["status"], summary["restarts"], summary["world_size"]) == ("done", 1, 2)
+    assert summary["samples"] == 4 * 96
+    failure = run.first_failure()
+    assert (failure["kind"], failure["rank"], failure["host"]) == ("lost", 0, hosts.address(1))
+    assert re.search(rf"nothing was heard from its worker tcp://{hosts.address(1)}:\d+ for .*=5", failure["message"])
+
+
+def test_a_host_that_comes_back_too_late_does_not_disturb(hosts, train, new_run, wait_for):
+    """It had the last rank; the others go on without it, and when it comes back, that rank ends."""
+    whole, run = new_run("whole"), new_run("run")
+    train(whole)
+
+    def cut_and_mend():
+        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        hosts.cut(3)
+        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(1)), 40, "a new attempt on two hosts")
+        assert hosts.ranks(3)
+        hosts.mend(3)
+
+    train(run, SLOW, *ON_TWO, meanwhile=cut_and_mend)
+    wait_for(lambda: not hosts.ranks(3), 20, "the end of the rank on the host that came back")
+    assert_same_curve(run.lines(), whole.lines())
+    assert run.summary()["restarts"] == 1
+
+
+def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, new_run, wait_for):
+    whole, run = new_run("whole"), new_run("run")
+    train(whole, "dispatch.ranks=2")
+    killed = []
+
+    def kill():
+        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        killed.extend(number for number in (1, 2, 3) if any("rank 0/" in title for title in hosts.ranks(number)))
+        hosts.kill(*killed)
+
+    train(run, SLOW, "dispatch.ranks=2", "dispatch.max_restarts=1", meanwhile=kill)
+    assert run.lines() == whole.lines()
+    assert_same_weights(run, whole)
+    summary, failure = run.summary(), run.first_failure()
+    assert (summary["status"], summary["restarts"], summary["world_size"]) == ("done", 1, 2)
+    assert (failure["kind"], failure["rank"], failure["host"]) == ("lost", 0, hosts.address(*killed))
+
+
+def test_ranks_that_no_longer_reach_each_other_are_named(hosts, train, new_run, wait_for):
+    """All of them still reach the scheduler."""
+    run = new_run("run")
+
+    def part():
+        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        hosts.part(2, 3)
+
+    with pytest.raises(RankFailed, match=r"rank \d on 10\.77\.\S+: hangs: no progress for \d+ s in .* of step \d"):
+        train(run, SLOW, "dispatch.hang_timeout_s=5", "dispatch.max_restarts=0", meanwhile=part)
+    failure = run.first_failure()
+    assert (failure["kind"], failure["host"]) == ("hung", hosts.address(failure["rank"] + 1))
+    assert failure["traceback"]
+    assert all("(most recent call first)" in run.log(rank) for rank in range(3))
+    assert not hosts.ranks(1) + hosts.ranks(2) + hosts.ranks(3)
+
+
+def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, new_run, wait_for):
+    whole, run, rest = new_run("whole"), new_run("run"), new_run("rest")
+    train(whole)
+
+    def preempt():
+        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        hosts.terminate(2)
+
+    with pytest.raises(Interrupted, match=r"a worker is being shut down \(SIGTERM\); saved at step \d+"):
+        train(run, SLOW, meanwhile=preempt)
+    assert run.summary()["status"] == "interrupted"
+    wait_for(lambda: not hosts.processes(2), 20, "the end of all that ran on the host")
+    hosts.heal()
+    train(rest, f"resume={run.folder}")
+    assert run.lines() + rest.lines() == whole.lines()
+    assert_same_weights(rest, whole)
+
+
+def test_a_scheduler_that_is_cut_off_ends_the_job_with_a_sentence_and_all_ranks_end(hosts, client, gang, wait_for):
+    def run_on():
+        results.text("up", "")
+        time.sleep(600)
+
+    def cut(record):
+        if record.kind == "text" and 0 not in hosts.hurt:
+            hosts.cut(0)
+
+    with pytest.raises(ClusterError, match=rf"the scheduler {hosts.scheduler} was not heard for 5 s"):
+        gang(client, on_record=cut, lost_timeout_s=5).run(run_on)
+    assert hosts.ranks(1)
+    wait_for(lambda: not hosts.ranks(1) + hosts.ranks(2) + hosts.ranks(3), 20, "the end of all ranks")

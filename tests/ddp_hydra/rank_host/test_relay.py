@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_hydra.placement import RankSpec
+from ddp_hydra.rank_host import environment, farewell, mailbox, relay, rendezvous, warm
+from ddp_hydra.results import Record
+
+SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Those of this process that a relay could have opened."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
+        except OSError:
+            continue
+        if target.startswith(("pipe:", "socket:", "/memfd:ddp_hydra")):
+            found.add((fd, target))
+    return found
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch) -> SimpleNamespace:
+    """As much of a Dask worker as a relay touches, without a warm server."""
+    said: list[Record] = []
+    made = SimpleNamespace(
+        address=SPEC.worker,
+        local_directory=str(tmp_path),
+        nanny=None,
+        get_current_task=lambda: "task",
+        state=SimpleNamespace(tasks={}),
+        log_event=lambda topic, message: said.extend(map(Record.decode, message.split(b"\n"))),
+        said=said,
+    )
+    monkeypatch.setattr(relay, "get_worker", lambda: made)
+    monkeypatch.setattr(warm, "hold", lambda: None)
+    monkeypatch.setattr(farewell, "prepare", lambda worker: None)
+    return made
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError(24, "Too many open files")
+
+
+BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "the page": lambda patch: patch.setattr(relay.Board, "create", fail),
+    "the pipe": lambda patch: patch.setattr(relay.os, "pipe", fail),
+    "the rendezvous": lambda patch: patch.setattr(rendezvous, "bind", fail),
+    "the warm server": lambda patch: patch.setattr(warm, "connect", fail),
+    "the environment": lambda patch: (
+        patch.setattr(warm, "connect", lambda: ExitStack()),
+        patch.setattr(environment, "of_rank", fail),
+    ),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(what, worker, monkeypatch):
+    BREAKS[what](monkeypatch)
+    before = descriptors()
+    relay.run_rank(relay.Order("gang", 0, SPEC, b""))
+    assert descriptors() == before
+    end = worker.said[-1]
+    assert (end.kind, end.data["status"]) == ("end", "start")
+    assert end.data["message"].startswith("could not be started: OSError: [Errno 24]")
+    assert not mailbox._boxes
+    mailbox._ended.clear()
+
+
+def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
+    worker.address = "tcp://127.0.0.1:2"
+    relay.run_rank(relay.Order("gang", 0, SPEC, b""))
+    assert [(record.kind, record.data["status"]) for record in worker.said] == [("end", "lost")]
+
+
+def test_a_relay_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b""), stack)
+        one.board.enter("save", 20)
+        one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0}, 1.0
+        assert one.judge() == {"status": "stopped", "step": 20, "phase": "save"}
+        one.stopping_since = None
+        end = one.judge()
+    assert (end["status"], end["message"], end["step"], end["phase"]) == ("killed", "killed by SIGTERM", 20, "save")
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()
+
+
+@pytest.mark.parametrize(
+    ("message", "page"),
+    [({"finish": 1}, (1, False)), ({"preempted": True}, (3, False)), ({"stop": True}, (0, True))],
+)
+def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b""), stack)
+        one.exit = {"exit": 0}  # it hears no signal any more
+        one.box.put(message)
+        one.on_mail()
+        assert (one.board.finish, one.board.die) == page
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()
+    assert [record.kind for record in worker.said] == ["preempted"] * ("preempted" in message)
+
+
+def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now)
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b""), stack)
+        for waiting in (0, relay.WINDOW_BYTES, 0):
+            now += 10.0
+            one.unacknowledged = waiting
+            one.beat()
+            now += 10.0
+            one.beat()
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()
+    ages = [record.data["age_s"] for record in worker.said if record.kind == "beat"]
+    assert ages == [0.0, 10.0, 0.0, 0.0, 10.0, 20.0]
+    assert all(record.data["first"] for record in worker.said)

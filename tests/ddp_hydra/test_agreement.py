@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra import agreement, pulse
+from ddp_hydra.agreement import Agreement, Finish, Verdict, Vote
+from ddp_hydra.pulse import REASONS
+
+
+@pytest.fixture(autouse=True)
+def board() -> Iterator[pulse.Board]:
+    """The board of this process."""
+    pulse.connect(None)
+    yield pulse.here()
+    pulse.connect(None)
+
+
+# -- alone -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", range(len(REASONS)))
+@pytest.mark.parametrize("good", [True, False])
+def test_alone_a_rank_agrees_with_itself(good, stop):
+    agreed = Agreement().vote(good=good, stop=stop).result()
+    assert agreed == Verdict(stop, None if good else 0)
+
+
+def test_a_vote_may_be_asked_twice():
+    vote = Agreement().vote(good=False, stop=2)
+    assert vote.result() == vote.result() == Verdict(2, 0)
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8))
+def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
+    """What gloo does with the ballots is a maximum."""
+    ballots = []
+    for rank, (good, stop) in enumerate(votes):
+        voter = Agreement()
+        voter.rank, voter.world_size = rank, len(votes)
+        ballots.append(voter.vote(good=good, stop=stop).ballot)
+    agreed = Vote(torch.stack(ballots).amax(0), None, len(votes)).result()
+    bad = [rank for rank, (good, _) in enumerate(votes) if not good]
+    assert agreed == Verdict(max(stop for _, stop in votes), bad[0] if bad else None)
+
+
+# -- a gang ------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_agree_over_gloo(monkeypatch):
+    """Both in this process, in threads: a process group each, over a store in memory."""
+    store, groups, verdicts = dist.HashStore(), {}, {}
+
+    def all_reduce(ballot: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
+        assert async_op
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        return groups[threading.current_thread().name].allreduce([ballot], options)
+
+    def run(rank: int) -> None:
+        name = threading.current_thread().name
+        groups[name] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        voter = Agreement()
+        voter.alone, voter.rank, voter.world_size = False, rank, 2
+        first = voter.vote(good=rank == 0, stop=rank)
+        second = voter.vote()
+        verdicts[rank] = [first.result(), second.result(), voter.vote(good=False, stop=2 * (1 - rank)).result()]
+
+    monkeypatch.setattr(agreement.dist, "all_reduce", all_reduce)
+    ranks = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    groups.clear()
+    assert verdicts[0] == verdicts[1] == [Verdict(1, 1), Verdict(), Verdict(2, 0)]
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_needs_no_collective_and_has_gloo(group_of_one):
+    voter = Agreement()
+    assert (voter.alone, voter.group) == (True, None)
+    assert agreement.has_gloo()
+    assert voter.vote(good=False, stop=1).result() == Verdict(1, 0)
+
+
+# -- whether to stop ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_stops_when_it_was_asked_to(board):
+    finish = Finish()
+    assert finish.wanted() == 0
+    board.ask_to_finish(REASONS.index("preemption"))
+    assert REASONS[finish.wanted()] == "preemption"
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0])
+def test_a_rank_stops_when_its_time_is_up_whatever_else_it_was_asked(board, limit_s):
+    board.ask_to_finish(REASONS.index("interrupt"))
+    assert REASONS[Finish(limit_s).wanted()] == "time_limit"
+
+
+def test_a_rank_goes_on_while_it_has_time(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
+    finish = Finish(60.0)
+    now = 1059.9
+    assert finish.wanted() == 0
+    now = 1060.0
+    assert REASONS[finish.wanted()] == "time_limit"

@@ -1,0 +1,381 @@
+"""One attempt, with ranks and workers that only say what the tests want."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_hydra import attempt as module
+from ddp_hydra import placement, values
+from ddp_hydra.attempt import Attempt
+from ddp_hydra.errors import ClusterError, RankFailed, RecordError
+from ddp_hydra.interrupts import Interrupts
+from ddp_hydra.results import Record
+
+OK = base64.b64encode(values.encode("done")).decode()
+
+
+def end(rank: int, status: str = "ok", **more: Any) -> Record:
+    return Record("end", {"status": status, **({"value": OK} if status == "ok" else {}), **more}, rank)
+
+
+class Client:
+    """As much of Dask's as an attempt touches; what the workers are told is in `told`."""
+
+    status = "running"
+
+    def __init__(self, ranks: int) -> None:
+        self.workers = [f"tcp://h:{n}" for n in range(ranks)]
+        self.told: list[tuple[str, int, dict[str, Any]]] = []
+        self.cancelled: list[str] = []
+        self.topics: dict[str, Callable[[Any], None]] = {}
+        self.on_told: Callable[[int, dict[str, Any]], None] = lambda rank, message: None
+        self.scheduler = SimpleNamespace(identity=lambda n_workers: {})
+        self.script: list[Record | dict[str, Any]] = []
+
+    def scheduler_info(self, n_workers: int = 5) -> dict[str, Any]:
+        return {"address": "tcp://s:1", "workers": {worker: {"local_directory": ""} for worker in self.workers}}
+
+    def subscribe_topic(self, topic: str, handler: Callable[[Any], None]) -> None:
+        self.topics[topic] = handler
+
+    def unsubscribe_topic(self, topic: str) -> None:
+        del self.topics[topic]
+
+    def submit(self, function: Any, order: Any, key: str, **_: Any) -> Any:
+        if key.endswith(f"-{len(self.workers) - 1}"):
+            for event in self.script:
+                self.say(event)
+        return SimpleNamespace(key=key, status="pending")
+
+    def say(self, event: Record | dict[str, Any] | bytes) -> None:
+        for handler in self.topics.values():
+            handler((0.0, event.encode() if isinstance(event, Record) else event))
+
+    def cancel(self, futures: list[Any], force: bool) -> None:
+        self.cancelled += [future.key for future in futures]
+
+    def sync(self, function: Any, *args: Any, callback_timeout: float | None = None, **kwargs: Any) -> Any:
+        assert callback_timeout is not None
+        return function(*args, **kwargs)
+
+    def _run(self, function: Any, *args: Any, workers: list[str], on_error: str) -> None:
+        assert on_error == "ignore"
+        if function is not module.mailbox.deliver:
+            return
+        gang, letters = args
+        for worker in workers:
+            rank, message = letters[worker]
+            self.told.append((gang, rank, dict(message)))
+            self.on_told(rank, dict(message))
+
+    def heard(self, what: str) -> list[int]:
+        return [rank for _, rank, message in self.told if what in message]
+
+
+class Gang:
+    """Its settings, short enough for tests."""
+
+    lost_timeout_s, hang_timeout_s, first_step_timeout_s, start_timeout_s, grace_s = 15.0, 60.0, 60.0, 60.0, 0.0
+
+    def __init__(self, client: Client) -> None:
+        self.client, self.interrupts, self.records = client, Interrupts(), []
+        self.gave_up = 0
+
+    def order(self, number: int, name: str, spec: Any, call: bytes) -> str:
+        return name
+
+    def read(self, attempt: Attempt, record: Record) -> None:
+        self.records.append(record)
+
+    def on_give_up(self) -> None:
+        self.gave_up += 1
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """An attempt of two ranks, whose ranks stop when they are told to."""
+    monkeypatch.setattr(module, "END_S", 0.2)
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    monkeypatch.setattr(module, "CHECK_S", 0.01)
+    threads = set(threading.enumerate())
+
+    def make(*script: Record | dict[str, Any], ranks: int = 2, polite: bool = True) -> Attempt:
+        client = Client(ranks)
+        client.script = [*(Record("up", {}, rank) for rank in range(ranks)), *script]
+        if polite:
+            client.on_told = lambda rank, message: client.say(end(rank, "stopped")) if "stop" in message else None
+        specs = placement.plan(dict.fromkeys(client.workers, "h"))
+        return Attempt(Gang(client), 3, "topic", specs)
+
+    yield make
+    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "ddp_hydra-reader"]
+
+
+def is_cleared_up(one: Attempt) -> bool:
+    return not one.client.topics and not one.futures and len(one.client.cancelled) == len(one.specs)
+
+
+def test_an_attempt_ends_when_all_ranks_have_and_leaves_nothing_behind(make):
+    one = make(Record("text", {"n": 1}, 1), end(1), end(0))
+    assert one.run(b"") == ["done", "done"]
+    assert [record.data for record in one.gang.records] == [{"n": 1}]
+    assert is_cleared_up(one)
+    assert one.client.told == []
+
+
+def test_a_failure_stops_the_others_and_names_its_attempt(make):
+    one = make(end(1, "raised", message="ValueError: bad", step=20, attempt=99))
+    with pytest.raises(RankFailed, match=r"rank 1 on h: ValueError: bad \(in step 20\)") as caught:
+        one.run(b"")
+    assert caught.value.failure.attempt == 3
+    assert one.client.heard("stop") == [0]
+    assert is_cleared_up(one)
+
+
+def test_a_lost_worker_outranks_the_echo_of_those_who_talked_to_its_rank(make):
+    lost = {"action": "remove-worker", "worker": "tcp://h:1"}
+    one = make(end(0, "raised", message="RuntimeError: Connection closed by peer"), lost)
+    with pytest.raises(RankFailed) as caught:
+        one.run(b"")
+    assert (caught.value.failure.kind, caught.value.failure.rank) == ("lost", 1)
+    assert [failure.rank for failure in caught.value.symptoms] == [0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_its_worker_has_stopped_is_lost_with_it(ranks, make):
+    one = make(end(ranks - 1, "stopped"), ranks=ranks)
+    with pytest.raises(RankFailed, match="it was stopped by its worker") as caught:
+        one.run(b"")
+    assert (caught.value.failure.kind, caught.value.failure.rank) == ("lost", ranks - 1)
+
+
+# -- the user wants to end ---------------------------------------------------------------------------------
+
+
+def beat(rank: int, phase: str) -> Record:
+    return Record("beat", {"phase": phase, "step": 5, "age_s": 0.0}, rank)
+
+
+def in_loop(one: Attempt) -> Attempt:
+    """The user wants to end when both ranks are known to be in their loop."""
+    for rank in range(2):
+        one.vitals.beat(rank, beat(rank, "load").data, time.monotonic())
+    one.gang.interrupts.wanted = True
+    return one
+
+
+@pytest.mark.parametrize("phase", ["join", "run", "start"])
+def test_before_the_loop_an_interrupt_ends_an_attempt_at_once(phase, make):
+    one = make(beat(0, "load"), beat(1, phase))
+    one.gang.interrupts.wanted = True
+    with pytest.raises(KeyboardInterrupt):
+        one.run(b"")
+    assert one.client.heard("finish") == []
+    assert one.client.heard("stop") == [0, 1]
+    assert one.gang.gave_up == 1
+    assert is_cleared_up(one)
+
+
+def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(make):
+    one = in_loop(make())
+    one.gang.grace_s = 60.0
+    one.client.on_told = lambda rank, message: one.client.say(end(rank)) if "finish" in message else None
+    assert one.run(b"") == ["done", "done"]
+    assert [message for _, _, message in one.client.told] == [{"finish": 1}] * 2
+
+
+def test_ranks_that_do_not_finish_in_time_are_stopped(make):
+    one = in_loop(make())
+    with pytest.raises(KeyboardInterrupt):
+        one.run(b"")
+    assert (one.client.heard("finish"), one.client.heard("stop")) == ([0, 1], [0, 1])
+
+
+def test_a_preempted_worker_has_all_ranks_finish_and_is_no_interrupt_of_the_user(make):
+    one = make(beat(0, "run"), beat(1, "run"), Record("preempted", {}, 1))
+    timer = threading.Timer(0.1, one.client.say, ({"action": "remove-worker", "worker": "tcp://h:1"},))
+    timer.start()
+    with pytest.raises(RankFailed) as caught:
+        one.run(b"")
+    timer.join()
+    assert caught.value.failure.kind == "lost"
+    assert [message for _, _, message in one.client.told if "finish" in message] == [{"finish": 3}] * 2
+
+
+def test_a_second_interrupt_while_ranks_are_stopped_still_lets_go_of_their_tasks(make):
+    def interrupt(rank: int, message: dict[str, Any]) -> None:
+        raise KeyboardInterrupt
+
+    one = make(end(1, "raised", message="bad"))
+    one.client.on_told = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.run(b"")
+    assert len(one.client.cancelled) == 2
+    assert not one.client.topics
+
+
+def test_an_interrupt_while_tasks_are_submitted_lets_go_of_those_that_are(make, monkeypatch):
+    one = make()
+    submit = one.client.submit
+
+    def interrupted(*args: Any, key: str, **more: Any) -> Any:
+        if key.endswith("-1"):
+            raise KeyboardInterrupt
+        return submit(*args, key=key, **more)
+
+    monkeypatch.setattr(one.client, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.run(b"")
+    assert one.client.cancelled == ["topic-rank-0"]
+    assert not one.client.topics
+
+
+# -- ranks are not trusted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"value": "%%%"}, {"value": None}, {"value": 5}, {"value": "AAAA"}, {}, {"value_file": 3}, {"value_file": {}},
+        {"value_file": {"source": "/etc/passwd", "size": "many", "sha256": ""}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_value_is_told_in_a_sentence_and_ends_the_attempt(value, make):
+    one = make(Record("end", {"status": "ok", **value}, 1))
+    with pytest.raises(RecordError):
+        one.run(b"")
+    assert is_cleared_up(one)
+
+
+@pytest.mark.parametrize("line", [b"", b"rubbish", b"[]", b'{"kind":"text","rank":7}', b'{"kind":"text","rank":-1}'])
+def test_what_is_no_record_ends_the_attempt_with_a_sentence(line, make):
+    one = make()
+    one.client.script.append(line)
+    with pytest.raises(RecordError):
+        one.run(b"")
+    assert is_cleared_up(one)
+
+
+def test_a_malformed_last_word_does_not_keep_the_tasks(make):
+    one = make(end(1, "raised", message="bad"), polite=False)
+    one.client.on_told = lambda rank, message: one.client.say(b"rubbish")
+    with pytest.raises(RecordError):
+        one.run(b"")
+    assert is_cleared_up(one)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+KEYS = ("status", "message", "step", "phase", "age_s", "text", "rendezvous", "first", "value", "time_s")
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["beat", "stack", "up", "end"]),
+    st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, json_values)),
+)
+def test_whatever_a_rank_says_ends_in_an_error_of_ours_or_in_none(kind, data):
+    client = Client(2)
+    one = Attempt(Gang(client), 0, "topic", placement.plan(dict.fromkeys(client.workers, "h")))
+    try:
+        one.on_record(Record.decode(Record(kind, data, 1).encode()), 1)
+    except RecordError:
+        return
+    assert one.vitals.hang(one.running, 1e9) is None or kind == "beat"
+    if one.failures:
+        assert str(one.error()).startswith("rank 1 on h: ")
+
+
+# -- what no record tells ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["cancelled", "lost"])
+def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, monkeypatch):
+    one = make()
+    monkeypatch.setattr(one.client, "submit", lambda *_, key, **__: SimpleNamespace(key=key, status=status))
+    with pytest.raises(ClusterError, match=r"the scheduler tcp://s:1 is lost, or was restarted; .*resume=<run dir>"):
+        one.run(b"")
+    assert one.client.told == []
+
+
+def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
+    one = make(beat(0, "load"))
+    one.gang.lost_timeout_s = one.vitals.lost_timeout_s = 0.05
+    with pytest.raises(RankFailed, match="nothing was heard from its worker") as caught:
+        one.run(b"")
+    assert caught.value.failure.kind == "lost"
+    assert one.silent == {"tcp://h:0", "tcp://h:1"}
+
+
+def test_a_scheduler_that_is_silent_too_is_named_instead(make):
+    def fail(n_workers: int) -> None:
+        raise TimeoutError
+
+    one = make()
+    one.vitals.lost_timeout_s = 0.05
+    one.client.scheduler.identity = fail
+    with pytest.raises(ClusterError, match="the scheduler tcp://s:1 was not heard"):
+        one.run(b"")
+    assert one.silent == set()
+
+
+def test_a_hang_is_told_with_the_stack_of_the_rank_that_holds_up_the_others(make):
+    stuck = [
+        Record("beat", {"phase": phase, "step": 5, "age_s": 99.0}, rank) for rank, phase in ((0, "log"), (1, "load"))
+    ]
+    one = make(*stuck)
+
+    def answer(rank: int, message: dict[str, Any]) -> None:
+        if "stacks" in message:
+            one.client.say(Record("stack", {"text": f"stack of rank {rank}"}, rank))
+        elif "stop" in message:
+            one.client.say(end(rank, "stopped"))
+
+    one.client.on_told = answer
+    with pytest.raises(RankFailed) as caught:
+        one.run(b"")
+    failure = caught.value.failure
+    assert (failure.kind, failure.rank, failure.step, failure.phase) == ("hung", 1, 5, "load")
+    assert failure.traceback == "stack of rank 1"
+    assert caught.value.symptoms == ()
+
+
+def test_an_error_of_the_reader_ends_the_attempt_and_comes_out(make, monkeypatch):
+    def fail(attempt: Attempt, record: Record) -> None:
+        raise ZeroDivisionError("no")
+
+    one = make(Record("text", {}, 0))
+    monkeypatch.setattr(one.gang, "read", fail)
+    with pytest.raises(ZeroDivisionError, match="no"):
+        one.run(b"")
+    assert is_cleared_up(one)
+
+
+def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost(make, monkeypatch, tmp_path):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("Timed out trying to connect")
+
+    one = make()
+    monkeypatch.setattr(module.transfer, "call", fail)
+    (tmp_path / "a.pt").write_bytes(b"x")
+    with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
+        one.send({"resume": tmp_path / "a.pt"})
+    assert (caught.value.failure.kind, one.silent) == ("lost", {"tcp://h:0"})
+
+
+def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        make().send({"resume": tmp_path / "a.pt"})

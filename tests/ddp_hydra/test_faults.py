@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra import faults, pulse
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.faults import KINDS, ON_CLIENT, PLACES, Armed, Fault
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    """No fault strikes the tests that follow."""
+    pulse.connect(None)
+    yield
+    faults.arm(0, 0, {})
+    pulse.connect(None)
+
+
+@pytest.fixture
+def killed(monkeypatch) -> list[tuple[int, int]]:
+    """Signals that would have been sent, to whom."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    return sent
+
+
+def armed(*texts, rank=1, attempt=0, **pids) -> Armed:
+    return Armed(rank, attempt, pids, faults.parse(texts))
+
+
+# -- what can be written -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill", Fault("kill", 0, 0, "forward", 0, 5.0)),
+        ("kill,rank=1,step=20", Fault("kill", rank=1, step=20)),
+        (" hang , rank=0 ,at=load,attempt=-1", Fault("hang", at="load", attempt=-1)),
+        ("slow,seconds=0.25,at=write", Fault("slow", at="write", seconds=0.25)),
+        ("disk,step=5,seconds=3", Fault("disk", step=5, seconds=3.0)),
+    ],
+)
+def test_a_fault_is_read_as_it_is_typed(text, fault):
+    assert Fault.parse(text) == fault
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "?", "kil", "kill,", "kill,rank", "kill,rank=", "kill,rank=one", "kill,step=1.5", "kill,who=1",
+        "kill,rank=-1", "kill,step=-1", "kill,attempt=-2", "kill,at=lunch", "kill,at=join", "kill,at=end",
+        "slow,seconds=x", "kill;rank=1",
+    ],
+)  # fmt: skip
+def test_what_is_no_fault_is_refused_with_what_is_allowed(text):
+    with pytest.raises(ConfigError) as caught:
+        Fault.parse(text)
+    assert all(word in str(caught.value) for word in (repr(text), *KINDS, *ON_CLIENT, *PLACES, "rank=<n>"))
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_fault_or_refused(text):
+    try:
+        fault = Fault.parse(text)
+    except ConfigError:
+        return
+    assert fault.kind in KINDS | ON_CLIENT
+
+
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.integers(0, 99),
+    st.integers(0, 10**6),
+    st.sampled_from(PLACES),
+    st.integers(-1, 9),
+)
+def test_what_is_written_is_what_is_read(kind, rank, step, at, attempt):
+    text = f"{kind},rank={rank},step={step},at={at},attempt={attempt}"
+    assert faults.parse([text]) == [Fault(kind, rank, step, at, attempt)]
+
+
+# -- when they strike --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "strikes"),
+    [
+        ("kill,rank=1,step=5", True),
+        ("kill,rank=0,step=5", False),
+        ("kill,rank=1,step=4", False),
+        ("kill,rank=1", True),
+        ("kill,rank=1,step=5,at=backward", False),
+        ("kill,rank=1,step=5,attempt=1", False),
+        ("kill,rank=1,step=5,attempt=-1", True),
+        ("nan,rank=1,step=5", False),
+        ("disk,rank=1,step=5", False),
+    ],
+)
+def test_a_fault_waits_for_its_rank_step_phase_and_attempt(text, strikes):
+    assert bool(armed(text).due("forward", 5)) is strikes
+
+
+def test_a_fault_strikes_once_also_where_its_step_comes_again():
+    waiting = armed("kill,rank=1,step=5", "kill,rank=1,step=6")
+    assert [len(waiting.due("forward", step)) for step in (4, 5, 5, 6, 6)] == [0, 1, 0, 1, 0]
+
+
+def test_without_a_step_it_strikes_the_first_time_that_the_place_comes():
+    waiting = armed("kill,rank=1,at=save")
+    assert [len(waiting.due(*where)) for where in (("load", 1), ("save", 7), ("save", 14))] == [0, 1, 0]
+
+
+def test_a_loss_of_nan_comes_each_time_that_its_step_does():
+    waiting = armed("nan,rank=1,step=5", "nan,rank=0,step=6")
+    assert [waiting.spoils(step) for step in (4, 5, 5, 6)] == [False, True, True, False]
+    assert not armed("nan,rank=1,step=5,attempt=1").spoils(5)
+
+
+# -- what they do ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "whom", "number"),
+    [
+        ("kill", os.getpid(), signal.SIGKILL),
+        ("stop", os.getpid(), signal.SIGSTOP),
+        ("worker", 4711, signal.SIGKILL),
+        ("nanny", 4712, signal.SIGKILL),
+        ("term", 4712, signal.SIGTERM),
+    ],
+)
+def test_signals_go_to_the_rank_its_worker_or_its_nanny(kind, whom, number, killed, capfd):
+    armed(f"{kind},rank=1", worker=4711, nanny=4712)("forward", 1)
+    assert killed == [(whom, number)]
+    assert "fault on purpose: Fault(kind=" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("pids", [{}, {"nanny": 0}, {"nanny": 1}])
+def test_a_worker_without_a_nanny_is_not_struck_and_neither_is_anybody_else(pids, killed, capfd):
+    armed("term,rank=1", **pids)("forward", 1)
+    assert killed == []
+    assert "there is no nanny" in capfd.readouterr().err
+
+
+def test_other_faults_do_what_they_say(monkeypatch):
+    with pytest.raises(RuntimeError, match="a fault on purpose"):
+        armed("raise,rank=1")("forward", 1)
+    did = []
+    monkeypatch.setattr(os, "_exit", did.append)
+    monkeypatch.setattr(faults, "_sleep", did.append)
+    for text in ("exit,rank=1", "slow,rank=1,seconds=0.5", "hang,rank=1"):
+        armed(text)("forward", 1)
+    assert did == [3, 0.5, 1e9]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.001])
+def test_a_short_sleep_ends(seconds):
+    faults._sleep(seconds)
+
+
+def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
+    """Those that are not tested above have an action all the same."""
+    for kind in KINDS.keys() - {"nan"}:
+        waiting, struck = armed(f"{kind},rank=1"), []
+        monkeypatch.setattr(waiting, "strike", struck.append)
+        waiting("forward", 1)
+        assert [fault.kind for fault in struck] == [kind]
+
+
+# -- in a process ------------------------------------------------------------------------------------------
+
+
+def test_faults_wait_at_the_phases_of_a_process(capfd):
+    faults.arm(1, 2, {})
+    assert faults.wait(["raise,rank=1,step=3,attempt=2", "nan,rank=1,step=1,attempt=2"]).spoils(1)
+    pulse.at("forward", 2)
+    pulse.at("load", 3)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        pulse.at("forward", 3)
+    pulse.at("forward", 3)
+    assert capfd.readouterr().out.count("fault on purpose") == 1
+
+
+def test_a_checkpoint_has_a_place_of_its_own():
+    faults.write(1)
+    faults.arm(0, 0, {})
+    faults.wait(["raise,step=4,at=write"])
+    pulse.at("save", 4)
+    faults.write(3)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        faults.write(4)
+
+
+def test_without_faults_nothing_listens():
+    faults.arm(0, 0, {})
+    faults.wait([])
+    assert pulse._hooks == []
+
+
+def test_a_fault_that_is_none_is_found_before_anything_is_armed():
+    with pytest.raises(ConfigError):
+        faults.wait(["kill", "lunch"])
+    pulse.at("forward", 1)
+
+
+def test_segv_is_a_read_of_address_zero(monkeypatch):
+    read = []
+    monkeypatch.setattr(faults.ctypes, "string_at", read.append)
+    armed("segv,rank=1")("forward", 1)
+    assert read == [0]

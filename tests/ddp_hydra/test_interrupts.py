@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from ddp_hydra import inline, pulse
+from ddp_hydra.interrupts import SIGNALS, Interrupts
+
+
+def handlers():
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def strike(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_asks_for_a_good_end_and_the_second_ends_at_once(number):
+    interrupts = Interrupts()
+    with interrupts.caught(), interrupts.patience():
+        strike(number)
+        assert interrupts.wanted
+        with pytest.raises(KeyboardInterrupt):
+            strike(number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_where_nothing_is_to_be_saved_the_first_signal_ends_at_once(number):
+    interrupts = Interrupts()
+    with interrupts.caught():
+        with pytest.raises(KeyboardInterrupt):
+            strike(number)
+        with interrupts.patience():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            strike(number)
+
+
+def test_a_first_signal_that_nobody_could_answer_any_more_is_followed_by_the_second():
+    interrupts = Interrupts()
+    with interrupts.caught():
+        with interrupts.patience():
+            strike()
+        with pytest.raises(KeyboardInterrupt):
+            strike()
+
+
+def test_afterwards_signals_do_what_they_did_before():
+    before = handlers()
+    interrupts = Interrupts()
+    with interrupts.caught():
+        assert handlers() != before
+    assert handlers() == before
+    with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.patience():
+        raise ZeroDivisionError
+    assert handlers() == before
+    assert not interrupts.patient
+
+
+def test_without_grace_signals_are_left_alone():
+    before = handlers()
+    with Interrupts().caught(graceful=False):
+        assert handlers() == before
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    before, found = handlers(), []
+
+    def run():
+        with Interrupts().caught():
+            found.append(handlers())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_a_wish_of_the_run_before_is_forgotten():
+    interrupts = Interrupts()
+    with interrupts.caught(), interrupts.patience():
+        strike()
+    assert interrupts.wanted
+    with interrupts.caught():
+        assert not interrupts.wanted
+
+
+# -- inline ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", pulse.UNREADY)
+def test_inline_before_the_loop_an_interrupt_ends_at_once(phase):
+    pulse.connect(None)
+    pulse.at(phase, 0)
+    with inline.FinishHere().caught(), pytest.raises(KeyboardInterrupt):
+        strike()
+    assert pulse.here().finish == 0
+    pulse.connect(None)
+
+
+def test_inline_in_the_loop_an_interrupt_asks_it_to_finish_and_a_second_ends_at_once():
+    pulse.connect(None)
+    pulse.at("forward", 3)
+    with inline.FinishHere().caught():
+        strike()
+        assert pulse.REASONS[pulse.here().finish] == "interrupt"
+        with pytest.raises(KeyboardInterrupt):
+            strike()
+    pulse.connect(None)

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra import nonfinite, schedules
+from ddp_hydra.checkpoint import Position, State
+from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.nonfinite import SHOWN, NonFinite
+
+NAN = float("nan")
+
+
+def state(optimizer=torch.optim.Adam, **options) -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    made = optimizer(model.parameters(), **options)
+    return State(model, made, schedules.cosine(made, 50), Position(), {})
+
+
+def step(run: State, bad: bool = False) -> torch.Tensor:
+    """Forward and backward, as the loop does before it hears the verdict."""
+    x = torch.randn(4, 2, generator=torch.Generator().manual_seed(run.position.step))
+    loss = run.model(x * NAN if bad else x).pow(2).sum()
+    run.optimizer.zero_grad()
+    loss.backward()
+    return loss
+
+
+def advance(run: State, update: bool = True) -> None:
+    if update:
+        run.optimizer.step()
+    run.scheduler.step()
+    run.position.advance(4)
+
+
+def train(run: State, steps: int) -> State:
+    for _ in range(steps):
+        step(run)
+        advance(run)
+    return run
+
+
+def weights(run: State) -> list[torch.Tensor]:
+    kept = [tensor.clone() for tensor in run.model.state_dict().values()]
+    return kept + [value.clone() for slots in run.optimizer.state.values() for value in slots.values()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# -- abort -------------------------------------------------------------------------------------------------
+
+
+def test_abort_names_the_samples_on_the_rank_that_had_them(sent):
+    guard = NonFinite("abort", 10, train(state(), 6))
+    with pytest.raises(NonFiniteLoss) as caught:
+        guard.refuse(bad_rank=1, rank=1, loss=NAN, samples=[4, 8, 15])
+    assert str(caught.value).startswith("the loss is nan in step 7; samples of this rank: 4, 8, 15. Lower optimizer.lr")
+    assert "trainer.on_nonfinite=skip or rollback" in str(caught.value)
+    assert not caught.value.consequence
+
+
+def test_abort_says_on_other_ranks_whose_loss_it_was(sent):
+    with pytest.raises(NonFiniteLoss, match=r"^rank 2 found a loss that is not finite in step 1$") as caught:
+        NonFinite("abort", 10, state()).refuse(bad_rank=2, rank=0, loss=1.0, samples=[1])
+    assert caught.value.consequence
+
+
+def test_a_second_rank_that_is_bad_too_follows_the_first(sent):
+    with pytest.raises(NonFiniteLoss, match="rank 0 found") as caught:
+        NonFinite("abort", 10, state()).refuse(bad_rank=0, rank=1, loss=NAN, samples=[1])
+    assert caught.value.consequence
+    assert len(sent) == 1
+
+
+def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
+    samples = list(range(1000, 1000 + 3 * SHOWN))
+    with pytest.raises(NonFiniteLoss) as caught:
+        NonFinite("abort", 10, state()).refuse(0, 0, NAN, samples)
+    assert f", {samples[SHOWN - 1]}, …" in str(caught.value)
+    assert str(samples[SHOWN]) not in str(caught.value)
+    assert json.loads(sent[0].data["text"])["samples"] == samples
+
+
+def test_abort_keeps_no_copies():
+    guard = NonFinite("abort", 10, state())
+    assert (guard.kept, guard.kept_buffers) == (None, [])
+
+
+# -- skip --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_step_that_is_left_out_leaves_weights_and_statistics_as_they_were(policy, sent):
+    run = train(state(), 3)
+    guard = NonFinite(policy, 10, run)
+    guard.seen.append(4)  # a rollback has been there before
+    before = weights(run)
+    guard.before_step()
+    step(run, bad=True)
+    assert not same(before, weights(run))  # BatchNorm has taken it up
+    assert guard.refuse(0, 0, NAN, [1]) is False
+    assert same(before, weights(run))
+    advance(run, update=False)
+    train(run, 2)
+    assert all(value.isfinite().all() for value in weights(run))
+
+
+def test_after_a_good_step_its_statistics_stay():
+    run = train(state(), 1)
+    guard = NonFinite("skip", 10, run)
+    guard.before_step()
+    step(run)
+    advance(run)
+    after = weights(run)
+    guard.before_step()
+    assert same(after, weights(run))
+    assert same(guard.kept_buffers, list(run.model.buffers()))
+
+
+def test_too_many_bad_steps_are_an_error_that_names_the_limit(sent):
+    run = state()
+    guard = NonFinite("skip", 2, run)
+    for _ in range(2):
+        assert guard.refuse(0, 0, NAN, [7]) is False
+        run.position.advance(4)
+    with pytest.raises(NonFiniteLoss, match=r"in step 3, and 2 such steps were allowed \(trainer.max_nonfinite\)"):
+        guard.refuse(0, 0, NAN, [7])
+
+
+# -- rollback ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}], ids=["adam", "sgd"]
+)
+def test_a_rollback_goes_back_to_where_it_was_kept_bit_for_bit_and_more_than_once(options, sent):
+    run = train(state(**options), 2)
+    guard = NonFinite("rollback", 10, run)
+    kept, rate = weights(run), run.scheduler.get_last_lr()
+    for later in (3, 1, 4):
+        train(run, later)
+        step(run, bad=True)
+        assert guard.refuse(0, 0, NAN, [1]) is True
+        assert same(kept, weights(run))
+        assert run.position == Position(2, 0, 8, 8)
+        assert run.scheduler.get_last_lr() == rate
+
+
+def test_a_rollback_goes_to_the_last_place_that_was_kept(sent):
+    run = state()
+    guard = NonFinite("rollback", 10, run)
+    run.position.end_epoch()
+    train(run, 2)
+    run.best, run.pending = 0.5, False
+    guard.keep()
+    kept = weights(run)
+    train(run, 3)
+    run.position.end_epoch()
+    run.best = 0.9
+    assert guard.refuse(0, 0, NAN, [1]) is True
+    assert same(kept, weights(run))
+    assert (run.position, run.best, run.pending) == (Position(2, 1, 8, 8), 0.5, False)
+
+
+def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(sent):
+    run = state()
+    guard = NonFinite("rollback", 1, run)
+    train(run, 2)
+    assert guard.refuse(0, 0, NAN, [1]) is True
+    train(run, 2)
+    assert guard.refuse(0, 0, NAN, [1]) is False
+    assert (run.position.step, guard.seen) == (2, [3])
+    advance(run, update=False)
+    with pytest.raises(NonFiniteLoss, match="in step 4, and 1 such steps were allowed"):
+        guard.refuse(0, 0, NAN, [1])
+
+
+# -- what is told ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [NAN, math.inf, -math.inf])
+def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
+    nonfinite.tell(5, bad_rank=1, rank=3, loss=loss, samples=torch.tensor([3, 4]))
+    (record,) = sent
+    assert (record.kind, record.step, record.data["name"]) == ("text", 5, "nonfinite")
+    assert json.loads(record.data["text"]) == {"step": 5, "rank": 3, "loss": str(loss), "samples": [3, 4]}
+    assert capsys.readouterr().out.startswith("loss not finite: {")
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "loss not finite on rank 2 in step 5\n"), (1, "")])
+def test_ranks_whose_loss_was_good_record_nothing_and_rank_0_says_whose_it_was(rank, said, sent, capsys):
+    nonfinite.tell(5, bad_rank=2, rank=rank, loss=0.5, samples=[1])
+    assert (sent, capsys.readouterr().out) == ([], said)

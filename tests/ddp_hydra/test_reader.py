@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ddp_hydra import reader as module
+from ddp_hydra.reader import Reader
+from ddp_hydra.results import Record
+
+Make = Callable[..., Reader]
+
+
+def record(n, rank=0, kind="text"):
+    return Record(kind, {"n": n}, rank)
+
+
+def numbers(records):
+    return [one.data["n"] for one in records]
+
+
+class Stage:
+    """Readers, and what happened to what they read."""
+
+    def __init__(self) -> None:
+        self.read: list[Record] = []
+        self.acknowledged: list[tuple[int, int]] = []
+        self.alarms = threading.Semaphore(0)
+        self.refused: dict[int, BaseException] = {}
+        self.readers: list[Reader] = []
+
+    def reader(self, **actions) -> Reader:
+        given = {"on_record": self.on_record, "acknowledge": lambda *args: self.acknowledged.append(args)}
+        self.readers.append(Reader(**{**given, "on_error": self.alarms.release, **actions}))
+        return self.readers[-1]
+
+    def on_record(self, one: Record) -> None:
+        if one.data["n"] in self.refused:
+            raise self.refused[one.data["n"]]
+        self.read.append(one)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    for reader in made.readers:
+        reader.close()
+        assert not reader.thread.is_alive()
+
+
+def test_records_are_read_in_order_on_another_thread_and_acknowledged(stage):
+    threads = set()
+    reader = stage.reader(on_record=lambda one: (threads.add(threading.current_thread()), stage.on_record(one)))
+    for n in range(100):
+        reader.put(record(n, rank=n % 3), size=n)
+    assert reader.catch_up()
+    assert numbers(stage.read) == list(range(100))
+    assert stage.acknowledged == [(n % 3, n) for n in range(100)]
+    assert threads == {reader.thread}
+
+
+def test_a_reader_with_nothing_to_read_has_caught_up(stage):
+    assert stage.reader().catch_up()
+
+
+def test_a_slow_record_does_not_hold_up_who_puts_them(stage):
+    go_on = threading.Event()
+    reader = stage.reader(on_record=lambda one: (go_on.wait(), stage.on_record(one)))
+    for n in range(3):
+        reader.put(record(n), 1)
+    assert not reader.catch_up(until=time.monotonic())
+    go_on.set()
+    assert reader.catch_up()
+    assert numbers(stage.read) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), OSError("full"), SystemExit(1), KeyboardInterrupt()], ids=repr)
+def test_reading_stops_at_the_first_record_that_cannot_be_read(stage, error):
+    stage.refused[1] = error
+    reader = stage.reader()
+    for n in range(3):
+        reader.put(record(n), 1)
+    assert stage.alarms.acquire(timeout=30)
+    assert not reader.catch_up()
+    assert (reader.error, reader.failed.data["n"]) == (error, 1)
+    assert (numbers(stage.read), stage.acknowledged) == ([0], [(0, 1)])
+
+
+def test_the_failed_record_is_known_when_the_alarm_comes(stage):
+    seen = []
+    stage.refused[0] = ValueError("bad")
+    reader = stage.reader(on_error=lambda: (seen.append((reader.error, reader.failed)), stage.alarms.release()))
+    reader.put(record(0), 1)
+    assert stage.alarms.acquire(timeout=30)
+    assert seen == [(stage.refused[0], record(0))]
+
+
+def test_a_record_that_is_forgiven_is_left_out_and_reading_goes_on(stage, caplog):
+    stage.refused = {n: ValueError(f"gone {n}") for n in (1, 3)}
+    reader = stage.reader()
+    for n in range(5):
+        reader.put(record(n), 1)
+    for n in (1, 3):
+        assert stage.alarms.acquire(timeout=30)
+        assert reader.failed.data["n"] == n
+        reader.forgive()
+    assert reader.catch_up()
+    assert (reader.error, reader.failed) == (None, None)
+    assert numbers(stage.read) == [0, 2, 4]
+    assert caplog.messages == ["lost with its host: gone 1", "lost with its host: gone 3"]
+
+
+def test_an_acknowledgement_that_fails_is_an_error_too(stage):
+    def fail(*_):
+        raise RuntimeError("no loop")
+
+    reader = stage.reader(acknowledge=fail)
+    reader.put(record(0), 1)
+    assert stage.alarms.acquire(timeout=30)
+    assert str(reader.error) == "no loop"
+
+
+def test_a_closed_reader_reads_no_more(stage):
+    reading, go_on = threading.Event(), threading.Event()
+    reader = stage.reader(on_record=lambda one: (reading.set(), go_on.wait(), stage.on_record(one)))
+    for n in range(3):
+        reader.put(record(n), 1)
+    assert reading.wait(30)
+    closer = threading.Thread(target=reader.close)
+    closer.start()
+    while not reader.closed:
+        time.sleep(0.001)
+    go_on.set()
+    closer.join()
+    assert numbers(stage.read) == [0]
+
+
+def test_a_reader_that_waits_to_be_forgiven_can_be_closed(stage):
+    stage.refused[0] = ValueError("bad")
+    reader = stage.reader()
+    reader.put(record(0), 1)
+    assert stage.alarms.acquire(timeout=30)
+    reader.close()
+    assert not reader.thread.is_alive()
+
+
+def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread(stage, monkeypatch):
+    monkeypatch.setattr(module, "CLOSE_S", 0.0)
+    reading, go_on = threading.Event(), threading.Event()
+    stage.refused[0] = ValueError("bad")
+    reader = stage.reader(on_record=lambda one: (reading.set(), go_on.wait(), stage.on_record(one)))
+    reader.put(record(0), 1)
+    assert reading.wait(30)
+    reader.close()
+    assert reader.thread.is_alive()
+    go_on.set()
+    reader.thread.join(30)
+    assert not reader.thread.is_alive()
+
+
+def test_closing_twice_is_closing_once(stage):
+    reader = stage.reader()
+    reader.close()
+    reader.close()

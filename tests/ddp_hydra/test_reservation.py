@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from distributed.core import Status
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra import reservation
+from ddp_hydra.errors import ClusterError
+from ddp_hydra.reservation import LATE_S, Guard, Reservation, give_back, take
+
+
+class Scheduler:
+    """As much of Dask's as a reservation touches."""
+
+    def __init__(self, *workers: str, clients: tuple[str, ...] = ("me", "you")) -> None:
+        self.workers: dict[str, Any] = {}
+        self.clients = dict.fromkeys(clients)
+        self.plugins: dict[str, Guard] = {}
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.loop = SimpleNamespace(call_later=lambda s, act, *args: self.later.append((s, lambda: act(*args))))
+        self._broker = SimpleNamespace(_topics={}, truncate=lambda topic: self._broker._topics[topic].clear())
+        for worker in workers:
+            self.add(worker)
+
+    def add(self, worker: str, status: Status = Status.running) -> None:
+        self.workers[worker] = SimpleNamespace(host=worker.partition(":")[0], status=status)
+
+    def remove(self, worker: str) -> None:
+        del self.workers[worker]
+        for plugin in list(self.plugins.values()):
+            plugin.remove_worker(self, worker, stimulus_id="x")
+
+    def remove_client(self, client: str) -> None:
+        for plugin in list(self.plugins.values()):
+            plugin.remove_client(self, client)
+        del self.clients[client]
+
+    def add_plugin(self, plugin: Guard, name: str) -> None:
+        assert name not in self.plugins
+        self.plugins[name] = plugin
+
+    def log_event(self, topic: str, message: Any) -> None:
+        self._broker._topics.setdefault(topic, []).append(message)
+        for plugin in self.plugins.values():
+            plugin.log_event(topic, message)
+
+    @property
+    def topics(self) -> dict[str, list[Any]]:
+        return self._broker._topics
+
+    @property
+    def book(self) -> dict[str, list[str]]:
+        return {gang: entry["workers"] for gang, entry in reservation._book(self).items()}
+
+    def take(self, gang: str, wanted: int | None, least: int | None = None, holder: str = "me", avoid=()) -> Any:
+        return take(gang, holder, f"topic of {gang}", wanted, least or wanted, avoid, dask_scheduler=self)
+
+
+# -- the book on the scheduler -----------------------------------------------------------------------------
+
+
+def test_workers_of_one_gang_are_not_taken_by_another():
+    scheduler = Scheduler("a:1", "a:2", "b:1")
+    assert scheduler.take("one", 2) == {"workers": {"a:1": "a", "a:2": "a"}}
+    assert scheduler.take("two", 2, holder="you") == {"wanted": 2, "free": 1, "total": 3}
+    assert scheduler.take("two", 1, holder="you") == {"workers": {"b:1": "b"}}
+    assert scheduler.take("three", 1) == {"wanted": 1, "free": 0, "total": 3}
+    give_back("one", scheduler)
+    assert scheduler.take("three", 1)["workers"] == {"a:1": "a"}
+
+
+def test_without_a_number_a_gang_wants_all_workers_also_those_that_are_held():
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.take("one", 1)
+    assert scheduler.take("two", None) == {"wanted": 2, "free": 1, "total": 2}
+    give_back("one", scheduler)
+    assert len(scheduler.take("two", None)["workers"]) == 2
+    assert Scheduler().take("one", None) == {"wanted": 1, "free": 0, "total": 0}
+
+
+@pytest.mark.parametrize("status", [Status.paused, Status.closing, Status.closing_gracefully, Status.init])
+def test_only_running_workers_are_taken(status):
+    scheduler = Scheduler("a:1")
+    scheduler.add("a:2", status)
+    assert scheduler.take("one", 2) == {"wanted": 2, "free": 1, "total": 1}
+
+
+def test_workers_to_avoid_are_not_taken_though_they_are_there():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    assert scheduler.take("one", 2, avoid=["a:1"])["workers"].keys() == {"a:2", "a:3"}
+    assert scheduler.take("one", 3, avoid=["a:1"]) == {"wanted": 3, "free": 2, "total": 2}
+
+
+def test_what_a_gang_held_before_counts_as_free_for_itself():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    scheduler.take("one", 2)
+    assert scheduler.take("one", 3)["workers"].keys() == {"a:1", "a:2", "a:3"}
+    assert scheduler.take("one", 1)["workers"].keys() == {"a:1"}
+    assert scheduler.take("two", 2)["workers"].keys() == {"a:2", "a:3"}
+
+
+def test_a_gang_that_cannot_have_what_it_wants_keeps_what_it_has():
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.take("one", 2)
+    scheduler.remove("a:2")
+    assert scheduler.take("one", 2) == {"wanted": 2, "free": 1, "total": 1}
+    assert scheduler.take("two", 1) == {"wanted": 1, "free": 0, "total": 1}
+
+
+@pytest.mark.parametrize(("there", "got"), [(1, None), (2, 2), (3, 3), (4, 4), (5, 4)])
+def test_a_gang_takes_as_many_as_it_can_have_but_not_fewer_than_the_least(there, got):
+    scheduler = Scheduler(*(f"a:{n}" for n in range(there)))
+    answer = scheduler.take("one", 4, least=2)
+    assert (len(answer["workers"]) if "workers" in answer else None) == got
+
+
+def test_what_a_dead_client_held_is_free():
+    scheduler = Scheduler("a:1")
+    scheduler.take("one", 1, holder="you")
+    del scheduler.clients["you"]  # without a word
+    assert scheduler.take("two", 1)["workers"] == {"a:1": "a"}
+    assert scheduler.book == {"two": ["a:1"]}
+
+
+def test_a_client_that_leaves_gives_back_all_it_held_and_nothing_of_others():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    for gang, holder in (("one", "you"), ("two", "me"), ("three", "you")):
+        scheduler.take(gang, 1, holder=holder)
+    scheduler.remove_client("you")
+    assert scheduler.book == {"two": ["a:2"]}
+
+
+def test_giving_back_what_nobody_holds_is_no_error():
+    scheduler = Scheduler()
+    give_back("one", scheduler)
+    assert scheduler.later == []
+
+
+@given(st.lists(st.tuples(st.sampled_from("ABCD"), st.integers(0, 4), st.sampled_from(["me", "you"])), max_size=20))
+def test_no_worker_is_ever_held_twice(wishes):
+    scheduler = Scheduler("a:1", "a:2", "b:1", "b:2")
+    for gang, wanted, holder in wishes:
+        if wanted:
+            scheduler.take(gang, wanted, holder=holder)
+        else:
+            give_back(gang, scheduler)
+        held = [worker for workers in scheduler.book.values() for worker in workers]
+        assert len(held) == len(set(held))
+        assert len(scheduler.plugins) == 1
+
+
+# -- its topics --------------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_told_to_the_gang_that_holds_it():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    told: list[tuple[str, Any]] = []
+    scheduler.take("one", 1)
+    scheduler.take("two", 1)
+    scheduler.log_event = lambda topic, message: told.append((topic, message))
+    scheduler.remove("a:2")
+    scheduler.remove("a:3")
+    assert told == [("topic of two", {"action": "remove-worker", "worker": "a:2"})]
+
+
+def test_records_do_not_pile_up_in_the_topics_of_gangs_and_those_of_others_stay():
+    scheduler = Scheduler("a:1")
+    scheduler.take("one", 1)
+    for topic in ("topic of one", "of somebody else"):
+        scheduler.log_event(topic, b"record")
+    assert scheduler.topics == {"topic of one": [], "of somebody else": [b"record"]}
+
+
+def test_a_topic_is_forgotten_with_its_gang_also_when_a_last_word_makes_it_once_more():
+    scheduler = Scheduler("a:1")
+    scheduler.take("one", 1)
+    scheduler.log_event("topic of one", b"record")
+    give_back("one", scheduler)
+    assert scheduler.topics == {}
+    scheduler.log_event("topic of one", b"last word")
+    ((after_s, act),) = scheduler.later
+    act()
+    assert (after_s, scheduler.topics) == (LATE_S, {})
+
+
+def test_the_topic_of_the_attempt_before_is_forgotten_with_the_next():
+    scheduler = Scheduler("a:1")
+    take("one", "me", "first", 1, 1, dask_scheduler=scheduler)
+    scheduler.log_event("first", b"record")
+    take("one", "me", "second", 1, 1, dask_scheduler=scheduler)
+    scheduler.log_event("second", b"record")
+    assert scheduler.topics == {"second": []}
+    assert len(scheduler.later) == 1
+
+
+def test_while_a_gang_waits_its_topic_stays():
+    scheduler = Scheduler("a:1")
+    take("one", "me", "first", 1, 1, dask_scheduler=scheduler)
+    take("one", "me", "second", 2, 2, dask_scheduler=scheduler)
+    assert reservation._book(scheduler)["one"]["topic"] == "first"
+
+
+def test_a_scheduler_without_topics_is_fine():
+    scheduler = Scheduler("a:1")
+    del scheduler._broker
+    scheduler.take("one", 1)
+    give_back("one", scheduler)
+    assert scheduler.book == {}
+
+
+# -- the client's side -------------------------------------------------------------------------------------
+
+
+class Client:
+    """A Dask client that asks the scheduler above at once."""
+
+    id, status = "me", "running"
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.lost, self.answering = scheduler, False, set(scheduler.workers)
+        self.pinged: list[list[str]] = []
+
+    def scheduler_info(self, n_workers: int = 5) -> dict[str, Any]:
+        return {"address": "tcp://s:8786", "workers": dict(self.scheduler.workers) if n_workers == -1 else {}}
+
+    def sync(self, function, *args, callback_timeout=None, **kwargs) -> Any:
+        assert callback_timeout is not None, "the scheduler may be gone"
+        return function(*args, **kwargs)
+
+    def _run_on_scheduler(self, function, *args, **kwargs) -> Any:
+        if self.lost:
+            raise OSError("connection refused")
+        return function(*args, dask_scheduler=self.scheduler, **kwargs)
+
+    def _run(self, function, workers, on_error) -> dict[str, Any]:
+        assert on_error == "ignore"
+        self.pinged.append(workers)
+        return {worker: function() for worker in workers if worker in self.answering}
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """Time passes only in `sleep`, where things happen at their time."""
+
+    def sleep(seconds: float) -> None:
+        made.now += seconds
+        for when in sorted(when for when in made.events if when <= made.now):
+            made.events.pop(when)()
+
+    made = SimpleNamespace(now=0.0, events={}, sleep=sleep, monotonic=lambda: made.now)
+    monkeypatch.setattr(reservation, "time", made)
+    return made
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler("a:1", "a:2", "b:1", "b:2")
+
+
+@pytest.fixture
+def client(scheduler) -> Client:
+    return Client(scheduler)
+
+
+def test_workers_are_held_inside_the_block_and_given_back_after_it(scheduler, client):
+    with Reservation(client, "one", 2) as held:
+        assert held.take("t", 1.0) == {"a:1": "a", "a:2": "a"}
+        assert scheduler.book == {"one": ["a:1", "a:2"]}
+    assert scheduler.book == {}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ClusterError, ZeroDivisionError])
+def test_workers_are_given_back_however_the_block_ends(scheduler, client, error):
+    def end():
+        with Reservation(client, "one", 2) as held:
+            held.take("t", 1.0)
+            raise error
+
+    with pytest.raises(error):
+        end()
+    assert scheduler.book == {}
+
+
+@pytest.mark.parametrize("how", ["lost", "closed"])
+def test_a_scheduler_that_is_gone_does_not_hide_why_the_block_ended(client, how):
+    def end():
+        with Reservation(client, "one", 2) as held:
+            held.take("t", 1.0)
+            client.lost, client.status = True, "running" if how == "lost" else "closed"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        end()
+
+
+def test_a_scheduler_that_does_not_answer_is_told_in_a_sentence(client):
+    client.lost = True
+    with Reservation(client, "one", 2) as held:
+        for ask in (lambda: held.take("t", 1.0), lambda: held.renew("t", [], None, 1.0)):
+            with pytest.raises(ClusterError, match="the scheduler tcp://s:8786 does not answer: connection refused"):
+                ask()
+
+
+def test_a_gang_waits_for_others_to_let_go(scheduler, client, clock):
+    scheduler.take("other", 3, holder="you")
+    clock.events[30.0] = lambda: give_back("other", scheduler)
+    with Reservation(client, "one", 2) as held:
+        assert len(held.take("t", 60.0)) == 2
+    assert clock.now >= 30
+
+
+def test_a_gang_that_waited_too_long_says_what_was_free(scheduler, client, clock):
+    scheduler.take("other", 3, holder="you")
+    with (
+        Reservation(client, "one", 2) as held,
+        pytest.raises(
+            ClusterError, match=r"2 workers were wanted, 1 of 4 are free after 5 s: .*dispatch.ranks=1 or less"
+        ),
+    ):
+        held.take("t", 5.0)
+    assert list(scheduler.book) == ["other"]
+
+
+def test_a_cluster_that_is_too_small_may_grow_but_not_for_long(scheduler, client, clock):
+    clock.events[5.0] = lambda: scheduler.add("b:3")
+    with Reservation(client, "one", 5) as held:
+        assert len(held.take("t", 1e6)) == 5
+    with (
+        Reservation(client, "one", 6) as held,
+        pytest.raises(ClusterError, match=r"dispatch.ranks=6, but the cluster has 5 workers"),
+    ):
+        held.take("t", 1e6)
+    assert clock.now < 60
+
+
+def test_the_number_of_workers_stays_what_it_was_at_first(scheduler, client, clock):
+    with Reservation(client, "one", None) as held:
+        assert len(held.take("t", 1.0)) == 4
+        scheduler.add("b:3")
+        assert len(held.renew("t-1", [], None, 1.0)) == 4
+
+
+def test_a_lost_worker_is_replaced_and_survivors_stay_held_while_waiting(scheduler, client, clock):
+    seen = []
+    with Reservation(client, "one", 2) as held:
+        held.take("t", 1.0)
+        scheduler.take("other", 2, holder="you")
+        scheduler.remove("a:2")
+        clock.events[10.0] = lambda: seen.append(scheduler.take("thief", 1))
+        clock.events[20.0] = lambda: scheduler.add("c:1")
+        assert held.renew("t-1", [], None, 60.0) == {"a:1": "a", "c:1": "c"}
+    assert seen == [{"wanted": 1, "free": 0, "total": 3}]
+    assert reservation._book(scheduler).keys() == {"other"}
+
+
+def test_where_all_have_come_nobody_waits(client, clock):
+    with Reservation(client, "one", 2) as held:
+        held.take("t", 1.0)
+        assert len(held.renew("t-1", [], 1, 60.0)) == 2
+    assert clock.now == 0
+
+
+def test_in_the_end_a_gang_goes_on_with_the_least_it_may(scheduler, client, clock):
+    with Reservation(client, "one", 4) as held:
+        held.take("t", 1.0)
+        scheduler.remove("a:2")
+        assert held.renew("t-1", [], 2, 10.0).keys() == {"a:1", "b:1", "b:2"}
+        assert clock.now > 10
+        scheduler.add("a:3")
+        assert len(held.renew("t-2", [], 2, 10.0)) == 4
+
+
+@pytest.mark.parametrize(("least", "need"), [(None, 4), (4, 4), (99, 4), (2, 2)])
+def test_below_the_least_it_gives_up_and_says_what_to_do(scheduler, client, clock, least, need):
+    with Reservation(client, "one", 4) as held:
+        held.take("t", 1.0)
+        for worker in ("a:1", "a:2", "b:1"):
+            scheduler.remove(worker)
+        with pytest.raises(ClusterError) as caught:
+            held.renew("t-1", [], least, 10.0)
+    assert "after dispatch.restart_wait_s=10 s, 1 of 4 workers are there" in str(caught.value)
+    assert f"fewer than {need}: " in str(caught.value)
+    assert "dispatch.min_ranks=1" in str(caught.value)
+
+
+def test_without_patience_the_least_is_taken_at_once(scheduler, client, clock):
+    with Reservation(client, "one", 4) as held:
+        held.take("t", 1.0)
+        scheduler.remove("a:2")
+        assert len(held.renew("t-1", [], 1, 0.0)) == 3
+    assert clock.now < 1
+
+
+def test_a_silent_worker_is_taken_again_only_when_it_answers(scheduler, client, clock):
+    client.answering = {"a:1"}
+    clock.events[5.0] = lambda: client.answering.add("a:2")
+    with Reservation(client, "one", 4) as held:
+        held.take("t", 1.0)
+        assert held.renew("t-1", ["a:1", "a:2", "never:1"], None, 60.0).keys() == set(scheduler.workers)
+    assert clock.now >= 5
+    assert [sorted(asked) for asked in client.pinged[:2]] == [["a:1", "a:2"], ["a:2"]]
+
+
+def test_a_silent_worker_that_stays_silent_is_done_without(client, clock):
+    client.answering = set()
+    with Reservation(client, "one", 4) as held:
+        held.take("t", 1.0)
+        assert "b:2" not in held.renew("t-1", ["b:2"], 1, 5.0)
+
+
+def test_a_ping_that_fails_is_no_answer(client, clock, monkeypatch):
+    def fail(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(client, "_run", fail)
+    with Reservation(client, "one", 4) as held:
+        held.take("t", 1.0)
+        assert len(held.renew("t-1", ["b:2"], 1, 5.0)) == 3

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra.outcome import Failure
+from ddp_hydra.restarts import OWN_FAULT, Ended, Restarts
+
+LOST = ("lost", "its worker tcp://10.0.0.1:4711 left the cluster")
+
+
+def failed(kind="raised", message="ValueError: bad", step=20, attempt=0, **more) -> Ended:
+    return Ended(attempt, 4, max(0, step - 1), Failure(kind, 1, "h", message, step=step, attempt=attempt, **more))
+
+
+@given(st.integers(0, 5))
+def test_there_are_as_many_new_attempts_as_the_budget_has(most):
+    restarts = Restarts(most)
+    answers = [restarts.note(failed(*LOST, attempt=attempt)) for attempt in range(most + 1)]
+    assert answers[:-1] == [None] * most
+    assert answers[-1] == ("" if most == 0 else f"all {most} restarts of dispatch.max_restarts={most} are used up")
+    assert [ended.attempt for ended in restarts.ended] == list(range(most + 1))
+
+
+def test_a_users_mistake_is_not_tried_again_and_needs_no_other_reason():
+    assert Restarts(3).note(failed(mistake=True)) == ""
+
+
+@pytest.mark.parametrize("kind", OWN_FAULT)
+def test_the_same_failure_at_the_same_step_twice_is_not_tried_a_third_time(kind):
+    restarts = Restarts(5)
+    assert restarts.note(failed(kind)) is None
+    assert restarts.note(failed(kind)) == "the same failure in step 20 in two attempts running: it was not tried again"
+
+
+def test_before_the_first_step_the_reason_says_so():
+    restarts = Restarts(5)
+    restarts.note(failed(step=0))
+    assert restarts.note(failed(step=0)).startswith("the same failure before the first step in two attempts")
+
+
+@pytest.mark.parametrize("kind", ["lost", "hung", "start", "never heard of"])
+def test_what_is_not_a_ranks_own_fault_is_tried_again_however_often(kind):
+    restarts = Restarts(3)
+    assert [restarts.note(failed(kind)) for _ in range(3)] == [None] * 3
+
+
+@pytest.mark.parametrize("change", [{"step": 21}, {"message": "KeyError: 'x'"}, {"kind": "exited"}])
+def test_another_failure_or_another_step_is_tried_again(change):
+    restarts = Restarts(3)
+    restarts.note(failed())
+    assert restarts.note(failed(**change)) is None
+
+
+def test_only_two_attempts_running_are_the_same():
+    restarts = Restarts(5)
+    assert [restarts.note(failed(step=step)) for step in (20, 21, 20)] == [None] * 3
+    assert restarts.note(failed(step=20)).startswith("the same failure in step 20")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("object at 0x7f00dead", "object at 0xBEEF"),
+        ("worker tcp://10.0.0.1:4711, pid 12", "worker tcp://10.0.0.2:80, pid 31337"),
+        ("its peak memory was 3,072 MiB", "its peak memory was 978 MiB"),
+        ("after 1800000ms", "after 17.25ms"),
+    ],
+)
+def test_numbers_and_addresses_do_not_make_another_failure(one, other):
+    assert failed(message=one).cause() == failed(message=other).cause()
+
+
+@given(st.lists(st.integers(0, 10**12), max_size=4), st.lists(st.integers(0, 10**12), max_size=4))
+def test_two_messages_are_the_same_whatever_their_numbers_are(some, others):
+    texts = [" x ".join(map(str, numbers)) for numbers in (some, others)]
+    assert (failed(message=texts[0]).cause() == failed(message=texts[1]).cause()) == (len(some) == len(others))
+
+
+def test_words_do_make_another_failure():
+    assert failed(message="bad label 12").cause() != failed(message="bad image 12").cause()
+
+
+def test_an_attempt_is_told_in_plain_fields():
+    shown = json.loads(json.dumps(Ended(2, 4, 19, Failure("hung", 1, "h", "m", step=20, attempt=2), 3.5).as_dict()))
+    assert shown["failure"]["kind"] == "hung"
+    assert {name: shown[name] for name in shown.keys() - {"failure"}} == {
+        "attempt": 2,
+        "world_size": 4,
+        "steps_done": 19,
+        "wall_s": 3.5,
+    }

@@ -1,0 +1,270 @@
+"""The loop's way through steps, epochs, checkpoints and interrupts, on one rank in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from ddp_hydra import faults, pulse, results
+from ddp_hydra.checkpoint import read
+from ddp_hydra.config import TrainerConfig
+from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.inline import DirectSender
+from ddp_hydra.results import Record
+from ddp_hydra.train import fit
+
+STEPS = 4
+"""In an epoch: 9 samples, 2 in a step, one left over."""
+
+
+class Numbers:
+    """Samples of three classes."""
+
+    def __init__(self, n: int) -> None:
+        self.x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n))
+        self.y = torch.arange(n) % 3
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def config(**trainer: Any) -> Any:
+    given = {"epochs": 2, "log_every_steps": 3, "device": "cpu", **trainer}
+    return OmegaConf.create(
+        {
+            "seed": 0,
+            "data": {"batch_size": 2},
+            "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
+            "sampler": {"_target_": "ddp_hydra.samplers.Distributed", "seed": 0},
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+            "scheduler": {"_target_": "ddp_hydra.schedules.cosine"},
+            "trainer": OmegaConf.to_container(OmegaConf.structured(TrainerConfig(**given)), enum_to_str=True),
+            "objective": {"metric": "val/accuracy", "direction": "maximize"},
+        }
+    )
+
+
+class Run:
+    """One run of the loop, and what it said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: list[Record] = []
+        self.value: dict[str, Any] = {}
+
+    @property
+    def saved(self) -> list[Record]:
+        return [record for record in self.records if record.kind == "file"]
+
+    @property
+    def steps_saved(self) -> list[int]:
+        return [record.step for record in self.saved]
+
+    @property
+    def last(self) -> Path:
+        return Path(self.saved[-1].data["source"])
+
+    def metrics(self, name: str) -> list[tuple[int, float]]:
+        logged = [record for record in self.records if record.kind == "metrics"]
+        return [(record.step, record.data["metrics"][name]) for record in logged if name in record.data["metrics"]]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    results.connect(None)
+    faults.arm(0, 0, {})
+    pulse.connect(None)
+
+
+@pytest.fixture
+def train(group, tmp_path):
+    """Run the loop; `stop_at` is the place where it is asked to finish."""
+    runs = 0
+
+    def run(resume=None, stop_at=None, fault=(), val=5, **trainer: Any) -> Run:
+        nonlocal runs
+        runs += 1
+        made = Run(tmp_path / str(runs))
+        made.folder.mkdir()
+        pulse.connect(None)
+        board = pulse.here()
+        if stop_at is not None:
+            pulse.on_phase(lambda *place: board.ask_to_finish(1) if place == stop_at else None)
+        results.connect(DirectSender(made.records.append, made.folder))
+        faults.arm(0, 0, {})
+        armed = faults.wait(fault)
+        made.value = fit(config(**trainer), Numbers(9), Numbers(val) if val else None, resume, armed)
+        return made
+
+    return run
+
+
+def same(one: Path, other: Path) -> bool:
+    return flat(read(one)) == flat(read(other))
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: flat(part) for key, part in value.items() if key != "config"}
+    return [flat(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- from end to end ---------------------------------------------------------------------------------------
+
+
+def test_a_run_of_two_epochs_logs_validates_and_saves(train):
+    run = train()
+    assert (run.value["steps"], run.value["samples"], run.value["interrupted"]) == (8, 16, "")
+    assert [step for step, _ in run.metrics("train/loss")] == [3, 4, 6, 8]
+    assert [step for step, _ in run.metrics("val/loss")] == [4, 8]
+    assert run.steps_saved == [4, 8]
+    assert run.value["metrics"].keys() >= {"train/loss", "val/accuracy", "lr"}
+    content = read(run.last)
+    assert content["position"] == {"step": 8, "epoch": 2, "samples": 16, "offset": 0}
+    assert content["pending"] is False
+
+
+@pytest.mark.parametrize("epochs", [None, 99])
+def test_a_run_may_end_in_the_middle_of_an_epoch(epochs, train):
+    run = train(epochs=epochs, max_steps=6)
+    assert (run.value["steps"], run.steps_saved) == (6, [4, 6])
+    assert [step for step, _ in run.metrics("val/loss")] == [4, 6]
+    assert read(run.last)["position"] == {"step": 6, "epoch": 1, "samples": 12, "offset": 4}
+
+
+@pytest.mark.parametrize(
+    ("by_steps", "by_epochs", "saved"),
+    [(0, 0, [12]), (0, 2, [8, 12]), (3, 0, [3, 6, 9, 12]), (4, 0, [4, 8, 12]), (2, 1, [2, 4, 6, 8, 10, 12])],
+)
+def test_checkpoints_come_when_they_are_due_also_at_the_end_of_an_epoch(by_steps, by_epochs, saved, train):
+    run = train(epochs=3, checkpoint_every_steps=by_steps, checkpoint_every_epochs=by_epochs)
+    assert run.steps_saved == saved
+
+
+def test_without_validation_data_a_run_trains_and_saves(train):
+    run = train(val=0)
+    assert (run.steps_saved, run.metrics("val/loss")) == ([4, 8], [])
+
+
+# -- resumed -----------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_to_do(train):
+    run = train()
+    again = train(resume=run.last)
+    assert (again.value["steps"], again.value["samples"], again.value["interrupted"]) == (8, 16, "")
+    assert [record.kind for record in again.records] == ["start"]
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_epochs(train):
+    again = train(resume=train().last, epochs=3)
+    assert (again.value["steps"], again.steps_saved) == (12, [12])
+    assert [step for step, _ in again.metrics("train/loss")] == [9, 12]
+
+
+PLACES = [
+    (phase, step)
+    for step in (1, STEPS, 2 * STEPS)
+    for phase in ("forward", "update", "validate", "save")
+    if phase not in ("validate", "save") or step % STEPS == 0
+]
+
+
+def end_of(*runs: Run) -> dict[str, Any]:
+    """All that tells one end from another; of a run and what it was resumed as."""
+    validations = {
+        name: dict(point for run in runs for point in run.metrics(name)) for name in ("val/loss", "val/accuracy")
+    }
+    best = runs[-1].saved[-1].data["checkpoint"]["best"]
+    return {"state": flat(read(runs[-1].last)), "best": best, **validations}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
+def test_a_run_that_is_stopped_anywhere_and_resumed_ends_as_if_it_never_had(place, train):
+    runs = [train(stop_at=place)]
+    if place != ("save", 2 * STEPS):  # there it is over before it can look
+        assert runs[0].value["interrupted"] == "interrupt"
+        assert runs[0].steps_saved[-1] == runs[0].value["steps"]
+        runs.append(train(resume=runs[0].last))
+    assert runs[-1].value["interrupted"] == ""
+    if not NEVER_STOPPED:
+        NEVER_STOPPED.update(end_of(train()))
+    assert end_of(*runs) == NEVER_STOPPED
+
+
+NEVER_STOPPED: dict[str, Any] = {}
+
+
+def test_a_validation_that_was_stopped_is_not_logged_and_comes_first_when_resumed(train):
+    stopped = train(stop_at=("validate", 4))
+    assert (stopped.metrics("val/loss"), stopped.steps_saved) == ([], [4])
+    assert read(stopped.last)["pending"] is True
+    resumed = train(resume=stopped.last)
+    assert [record.kind for record in resumed.records][:2] == ["start", "metrics"]
+    assert [step for step, _ in resumed.metrics("val/loss")] == [4, 8]
+
+
+def test_a_run_whose_time_is_up_makes_one_step_and_saves_it(train):
+    run = train(time_limit_s=0.0)
+    assert (run.value["steps"], run.steps_saved, run.value["interrupted"]) == (1, [1], "time_limit")
+
+
+# -- losses that are not numbers ---------------------------------------------------------------------------
+
+
+def test_a_step_with_a_bad_loss_ends_the_run_by_default(train):
+    with pytest.raises(NonFiniteLoss, match="the loss is nan in step 6; samples of this rank: "):
+        train(fault=["nan,step=6"])
+
+
+def test_a_step_with_a_bad_loss_may_be_left_out(train):
+    run = train(fault=["nan,step=6"], on_nonfinite="skip")
+    assert (run.value["steps"], run.steps_saved) == (8, [4, 8])
+    assert all(value == value for _, value in run.metrics("train/loss"))
+
+
+@pytest.mark.parametrize(("step", "every"), [(1, 3), (4, 0), (4, 3), (6, 3)])
+def test_a_rollback_comes_to_the_same_end_as_leaving_the_step_out(step, every, train):
+    fault, log = [f"nan,step={step}"], {"log_every_steps": 1}
+    skipped = train(fault=fault, on_nonfinite="skip", checkpoint_every_steps=every, **log)
+    rolled = train(fault=fault, on_nonfinite="rollback", checkpoint_every_steps=every, **log)
+    assert same(rolled.last, skipped.last)
+    assert (rolled.value["steps"], rolled.value["samples"]) == (8, 16)
+    assert rolled.metrics("val/loss") == skipped.metrics("val/loss")
+    assert dict(rolled.metrics("train/loss")) == dict(skipped.metrics("train/loss"))
+    assert min(speed for _, speed in rolled.metrics("samples_per_s")) >= 0
+
+
+def test_what_was_counted_before_a_rollback_is_not_counted_twice(train):
+    options = {"log_every_steps": 4, "checkpoint_every_epochs": 0}
+    skipped = train(fault=["nan,step=3"], on_nonfinite="skip", **options)
+    rolled = train(fault=["nan,step=3"], on_nonfinite="rollback", **options)
+    assert rolled.metrics("train/loss") == skipped.metrics("train/loss")
+    assert all(speed > 0 for _, speed in rolled.metrics("samples_per_s"))
+
+
+def test_a_rollback_may_go_back_into_the_epoch_before(train):
+    options = {"epochs": 3, "checkpoint_every_epochs": 0, "checkpoint_every_steps": 3}
+    run = train(fault=["nan,step=6"], on_nonfinite="rollback", **options)
+    assert run.value["steps"] == 12
+    assert [step for step, _ in run.metrics("val/loss")] == [4, 4, 8, 12]
+
+
+def test_too_many_bad_steps_end_the_run(train):
+    with pytest.raises(NonFiniteLoss, match="in step 3, and 2 such steps were allowed"):
+        train(fault=["nan"], on_nonfinite="skip", max_nonfinite=2)

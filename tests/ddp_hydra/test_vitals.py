@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_hydra.pulse import PHASES
+from ddp_hydra.vitals import DOING, GAP_S, Beat, Vitals
+
+LOST_S, HANG_S, FIRST_S, JOIN_S = 15.0, 60.0, 600.0, 300.0
+
+
+def vitals(hang_s=HANG_S, first_s=FIRST_S) -> Vitals:
+    return Vitals(LOST_S, hang_s, first_s, JOIN_S)
+
+
+def at(phase, step=5, age_s=0.0, **more):
+    return {"phase": phase, "step": step, "age_s": age_s, "first": False, "stopped": False, **more}
+
+
+def gang(*beats, now=0.0) -> Vitals:
+    """Ranks 0, 1 … where they said they are."""
+    seen = vitals()
+    for rank, beat in enumerate(beats):
+        seen.beat(rank, beat, now)
+    return seen
+
+
+# -- who hangs ---------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_is_least_far_holds_up_the_others():
+    seen = gang(at("backward", age_s=61), at("load", age_s=70), at("backward", age_s=61), at("backward", age_s=61))
+    hang = seen.hang(range(4), 0.0)
+    assert hang.rank == 1
+    assert hang.message == (
+        "hangs: no progress for 70 s in loading data of step 5; rank 0, 2-3 wait for it further on; "
+        "the stack of every rank is in its log"
+    )
+
+
+def test_a_rank_of_an_earlier_step_is_less_far_whatever_it_does():
+    assert gang(at("load", 6, 99), at("save", 5, 99)).hang([0, 1], 0.0).rank == 1
+
+
+def test_one_rank_alone_hangs_without_others():
+    message = gang(at("forward", 3, 100)).hang([0], 0.0).message
+    assert message.startswith("hangs: no progress for 100 s in the forward pass of step 3; the stack of every")
+
+
+def test_of_several_at_one_place_the_suspended_one_is_named():
+    hang = gang(at("forward", age_s=80), at("forward", age_s=70, stopped=True), at("log", age_s=70)).hang(range(3), 0.0)
+    assert hang.rank == 1
+    assert "its process is suspended (SIGSTOP, or a debugger); rank 0 stands at the same place" in hang.message
+    assert "rank 2 waits for it further on" in hang.message
+
+
+def test_of_several_at_one_place_one_that_does_not_wait_is_named_unless_another_is_suspended():
+    beats = [at("forward", age_s=80), at("forward", age_s=80), at("forward", age_s=80)]
+    assert gang(*beats).hang(range(3), 0.0).rank == 0
+    assert gang(*beats).hang(range(3), 0.0, waiting=[0, 1]).rank == 2
+    beats[1]["stopped"] = True
+    assert gang(*beats).hang(range(3), 0.0, waiting=[0, 1]).rank == 1
+
+
+def test_a_suspended_rank_that_is_further_than_others_is_not_to_blame():
+    assert gang(at("load", age_s=80), at("backward", age_s=80, stopped=True)).hang([0, 1], 0.0).rank == 0
+
+
+def test_nobody_hangs_while_the_one_that_is_least_far_moves():
+    assert gang(at("backward", age_s=500), at("load", age_s=1)).hang([0, 1], 0.0) is None
+
+
+def test_time_since_the_last_beat_counts_too():
+    seen = gang(at("load", age_s=50), now=100.0)
+    assert seen.hang([0], 109.0) is None
+    assert seen.hang([0], 111.0).rank == 0
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "run"])
+def test_a_phase_that_is_visited_for_the_first_time_may_take_longer(phase):
+    limit_s = JOIN_S if phase == "join" else FIRST_S
+    assert gang(at(phase, age_s=limit_s - 1, first=True)).hang([0], 0.0) is None
+    assert gang(at(phase, age_s=limit_s + 1, first=True)).hang([0], 0.0).rank == 0
+    assert gang(at(phase, age_s=HANG_S + 1, first=False)).hang([0], 0.0).rank == 0
+
+
+def test_a_suspended_process_gets_no_time_for_its_first_visit():
+    assert gang(at("forward", age_s=HANG_S + 1, first=True, stopped=True)).hang([0], 0.0).rank == 0
+
+
+def test_a_first_visit_never_gets_less_time_than_later_ones():
+    seen = vitals(hang_s=60, first_s=5)
+    seen.beat(0, at("load", age_s=30, first=True), 0.0)
+    assert seen.hang([0], 0.0) is None
+
+
+@pytest.mark.parametrize("other", ["run", "load"])
+def test_there_is_no_alarm_where_some_rank_runs_a_function_that_says_nothing_of_itself(other):
+    assert gang(at("run", 0, 1e6), at(other, 0, 1e6)).hang([0, 1], 0.0) is None
+
+
+def test_there_is_no_alarm_before_all_have_said_where_they_are():
+    assert gang(at("load", age_s=1e6)).hang([0, 1], 0.0) is None
+
+
+def test_ranks_that_have_ended_or_are_about_to_are_waited_for_by_nobody():
+    seen = gang(at("load", age_s=1e6), at("backward", age_s=1e6), at("end", 2, age_s=1e6))
+    assert seen.hang([1, 2], 0.0).rank == 1
+    assert seen.hang([], 0.0) is None
+
+
+def test_a_gang_that_does_not_come_out_of_its_end_hangs_there():
+    hang = gang(at("end", 20, 61), at("end", 20, 62)).hang([0, 1], 0.0)
+    assert hang.rank == 0
+    assert "in leaving the process group of step 20; rank 1 stands at the same place" in hang.message
+
+
+def test_every_phase_in_which_a_rank_can_hang_has_words_for_it():
+    assert DOING.keys() == set(PHASES) - {"run"}
+
+
+def test_before_the_first_step_no_step_is_named():
+    assert "in joining the process group;" in gang(at("join", 0, 1e6)).hang([0], 0.0).message
+
+
+# -- who is silent -----------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_silent_when_nothing_was_heard_for_too_long():
+    seen = vitals()
+    seen.hear(0, 0.0)
+    seen.hear(1, 10.0)
+    assert seen.silent([0, 1], 15.0) == []
+    assert seen.silent([0, 1], 15.1) == [0]
+    assert seen.silent([1], 15.1) == []
+    assert seen.overdue([0, 1], 15.1, after_s=3.0) == [0, 1]
+
+
+def test_a_rank_that_was_never_heard_is_not_silent_but_late():
+    assert vitals().silent([0], 1e9) == []
+
+
+# -- the watcher itself ------------------------------------------------------------------------------------
+
+
+def looking(seen: Vitals, begin: float, end: float, every_s: float = 1.0) -> None:
+    for n in range(int((end - begin) / every_s) + 1):
+        seen.look(begin + n * every_s)
+
+
+@given(st.floats(GAP_S + 0.01, 1e6), st.floats(0, 10))
+def test_time_in_which_the_watcher_slept_is_nobodys_fault(slept_s, silent_s):
+    seen = vitals()
+    seen.hear(0, 0.0)
+    seen.beat(0, at("load", age_s=0), 0.0)
+    looking(seen, 0.0, silent_s)
+    seen.look(silent_s)
+    now = silent_s + slept_s
+    seen.look(now)
+    assert seen.silent([0], now) == []
+    assert seen.hang([0], now) is None
+    assert seen.silent([0], now + LOST_S - silent_s - 0.1) == []
+
+
+def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others():
+    seen = vitals()
+    seen.look(0.0)
+    seen.hear(0, 1000.0)
+    seen.beat(0, at("load"), 1000.0)
+    seen.look(1000.1)
+    assert seen.silent([0], 1000.1 + LOST_S + 0.1) == [0]
+    assert seen.hang([0], 1000.1 + HANG_S + 0.1).rank == 0
+
+
+def test_a_watcher_that_looks_on_time_gives_nobody_any():
+    seen = vitals()
+    seen.hear(0, 0.0)
+    seen.beat(0, at("load"), 0.0)
+    looking(seen, 0.0, HANG_S + 1)
+    assert seen.silent([0], HANG_S + 1) == [0]
+    assert seen.hang([0], HANG_S + 1).rank == 0
+
+
+# -- what hosts say ----------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(PHASES),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+beats = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("step", "phase", "first", "age_s", "stopped", "more"), json_values)
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(beats, min_size=1, max_size=4), st.floats(0, 1e6))
+def test_malformed_beats_are_harmless(said, now):
+    seen = vitals()
+    for rank, beat in enumerate(said):
+        seen.beat(rank, json.loads(json.dumps(beat)), 0.0)
+    hang = seen.hang(range(len(said)), now)
+    assert hang is None or (hang.rank in range(len(said)) and hang.message.startswith("hangs: "))
+    assert 0 <= seen.steps_done < 2**63
+    assert seen.in_loop(range(len(said))) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("beat", "step", "phase", "age_s"),
+    [
+        ({}, 0, "run", 0.0),
+        ({"step": -1, "phase": ["load"], "age_s": -1}, 0, "run", 0.0),
+        ({"step": 2**63, "phase": "lunch", "age_s": float("nan")}, 0, "run", 0.0),
+        ({"step": 1.5, "phase": None, "age_s": 10**400}, 0, "run", 0.0),
+        ({"step": 2**63 - 1, "phase": "save", "age_s": 3}, 2**63 - 1, "save", 3.0),
+    ],
+)
+def test_odd_values_become_harmless_ones(beat, step, phase, age_s):
+    found = Beat.of(beat, 7.0)
+    assert (found.place.step, found.place.phase, found.age_s, found.at_s) == (step, phase, age_s, 7.0)
+    assert found.stuck_s(9.0) == age_s + 2.0
+
+
+# -- how far the gang is -----------------------------------------------------------------------------------
+
+
+def test_the_gang_has_done_what_its_furthest_rank_has():
+    assert vitals().steps_done == 0
+    assert gang(at("load", 5), at("log", 5), at("forward", 5)).steps_done == 5
+
+
+@pytest.mark.parametrize("phase", ["join", "run", "start"])
+def test_the_loop_is_reached_when_all_are_in_it(phase):
+    assert gang(at("load"), at("save")).in_loop([0, 1])
+    assert not gang(at("load"), at(phase)).in_loop([0, 1])
+    assert not gang(at("load")).in_loop([0, 1])
+    assert gang(at("load"), at(phase)).in_loop([0])
+
+
+def test_joining_the_others_has_a_limit_of_its_own():
+    seen = gang(*[at("join", 0, JOIN_S - 1, first=True)] * 2)
+    assert seen.hang([0, 1], 0.5) is None
+    message = seen.hang([0, 1], 1.5).message
+    assert "joining the process group" in message
+    assert "they may all wait for each other" in message
