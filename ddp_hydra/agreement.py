@@ -48,7 +48,7 @@ class Vote:
 class Agreement:
     """Votes of a gang: 16 bytes that travel while the gradients do, so nobody waits for them.
 
-    They go over the CPU, so that no rank has to wait for its GPU.
+    They go over the CPU: what is voted on has to be there.
     """
 
     def __init__(self) -> None:

@@ -86,11 +86,12 @@ class Attempt:
             with self.submitted(call):
                 try:
                     self.watch()
-                except RankFailed:
-                    self.read_rest()
+                except RankFailed as failed:
+                    self.read_rest(failed)
                     raise
                 while not self.reader.catch_up(until=time.monotonic() + CHECK_S):
                     self.check_reader()
+                    self.hurry()
             return [self.values[spec.rank] for spec in self.specs]
         except KeyboardInterrupt:
             self.gang.on_give_up()
@@ -190,11 +191,20 @@ class Attempt:
         while self.running and not enough() and time.monotonic() < until:
             self.handle_next(timeout_s=0.05)
 
-    def read_rest(self) -> None:
+    def read_rest(self, failed: RankFailed) -> None:
         """Read what a failed attempt has said before; what is lost with a host is lost."""
         until = time.monotonic() + REST_S
-        while not self.reader.catch_up(until) and time.monotonic() < until:
-            self.check_reader()
+        try:
+            while not self.reader.catch_up(time.monotonic() + CHECK_S) and time.monotonic() < until:
+                self.check_reader()
+                self.hurry()
+        except Exception as error:
+            failed.add_reason(f"and what came before could not be read: {error}")
+
+    def hurry(self) -> None:
+        """Where the ranks have ended, a first Ctrl-C ends the waiting for a full disk."""
+        if self.gang.interrupts.wanted:
+            self.gang.on_give_up()
 
     # -- what no record tells ------------------------------------------------------------------------------
 
@@ -220,7 +230,9 @@ class Attempt:
         failed = self.reader.failed
         if failed is not None and failed.kind == "file":
             worker = self.specs[failed.rank].worker
-            self.drain(until=time.monotonic() + CALL_S, enough=lambda: worker in self.lost)
+            until = time.monotonic() + CALL_S
+            while worker not in self.lost and time.monotonic() < until:  # also when all ranks have ended
+                self.handle_next(timeout_s=0.05)
             if worker in self.lost:
                 self.reader.forgive()
                 return
@@ -252,7 +264,7 @@ class Attempt:
             if future.status == "error":
                 reason = future.exception()
                 message = f"its task ended before it did: {reason!r}; is ddp_hydra installed on worker {spec.worker}?"
-                self.failures.append(Failure("start", spec.rank, spec.host, message, attempt=self.number))
+                self.failures.append(self.failure("start", spec, message))
                 self.ended.add(spec.rank)
         late = [spec.rank for spec in self.specs if spec.rank not in self.started]
         if late and time.monotonic() - self.begun > self.gang.start_timeout_s:
@@ -260,8 +272,7 @@ class Attempt:
                 f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s="
                 f"{self.gang.start_timeout_s:g}: the workers are busy with other Dask tasks, or stuck"
             )
-            host = self.specs[late[0]].host
-            self.failures.append(Failure("start", late[0], host, message, attempt=self.number))
+            self.failures.append(self.failure("start", self.specs[late[0]], message))
 
     def scheduler_lost(self, how: str) -> ClusterError:
         """What to say when there is no scheduler any more; nothing more is asked of it."""

@@ -173,7 +173,7 @@ class Gang:
         done = max(self.attempt.vitals.steps_done, error.failure.step - 1)
         wall_s = time.monotonic() - self.attempt.begun
         why_not = self.restarts.note(Ended(self.attempt.number, self.world_size, done, error.failure, wall_s))
-        if why_not is not None or self.interrupts.wanted:
+        if why_not is not None or self.interrupts.wanted or self.attempt.reader.error:
             if why_not:
                 error.add_reason(why_not)
             raise error

@@ -116,6 +116,7 @@ class Job:
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_world_size = 0
+        self.saved = False
 
     @contextmanager
     def handler(self, fetch: Any, client: Any = None) -> Iterator[ResultsHandler]:
@@ -186,12 +187,16 @@ class Job:
             self.first_world_size = world_size
             return Call(TRAIN, (plain,), files=self.files)
         plain["data"]["batch_size"] = self.batch_size(world_size)
-        try:
-            files = {"resume": find_checkpoint(self.run_dir).absolute()}
-        except CheckpointError as error:
-            log.warning("from the beginning again: %s", error)
-            files = self.files
-        return Call(TRAIN, (plain,), files=files)
+        return Call(TRAIN, (plain,), files=self.last_files())
+
+    def last_files(self) -> dict[str, Path]:
+        """What to go on from: this job's last whole checkpoint, or else what it began with."""
+        if self.saved:  # in a run directory that is used again, others' may lie, too
+            try:
+                return {"resume": find_checkpoint(self.run_dir).absolute()}
+            except CheckpointError as error:
+                log.warning("from the beginning again: %s", error)
+        return self.files
 
     def spent_s(self) -> float:
         """Time since the job began."""
@@ -219,6 +224,7 @@ class Job:
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
         """Write a record; where an attempt goes on, count what it has to do again."""
         handler.handle(record)
+        self.saved |= record.data.get("checkpoint") is not None
         if record.kind == "start" and record.attempt and gang.restarts.ended:
             begin = record.step or 0
             lost = max(0, gang.restarts.ended[-1].steps_done - begin)

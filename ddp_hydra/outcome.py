@@ -112,7 +112,11 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
 
 def explain(failure: Failure, symptoms: Sequence[Failure] = (), log: str | None = None) -> str:
     """Say what happened, for a person."""
-    where = f" (in step {failure.step})" if failure.step and f"step {failure.step}" not in failure.message else ""
+    where = (
+        f" (in step {failure.step})"
+        if failure.step and not re.search(rf"step {failure.step}\b", failure.message)
+        else ""
+    )
     lines = [f"rank {failure.rank} on {failure.host}: {failure.message}{where}"]
     if failure.traceback and not failure.mistake:
         lines += ["", failure.traceback.rstrip()]

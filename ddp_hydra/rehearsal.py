@@ -65,7 +65,7 @@ class RehearsalWriter:
 
 def damage(path: Path) -> None:
     """Change a byte in the middle of a file, and of all its other names."""
-    if path.exists():
+    if path.exists() and path.stat().st_size:
         with path.open("r+b") as file:
             file.seek(path.stat().st_size // 2)
             byte = file.read(1)

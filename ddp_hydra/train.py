@@ -35,14 +35,16 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         end, or "".
     """
     cfg = OmegaConf.create(dict(config))
-    fault = faults.wait(cfg.faults)
+    fault, finish = faults.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
     pulse.at("start", 0)
     with build.datasets(cfg) as (train_set, val_set):
-        value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None, fault)
+        value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None, fault, finish)
         return value | {"bad_samples": report_bad(train_set, val_set)}
 
 
-def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, fault: faults.Armed) -> dict[str, Any]:
+def fit(
+    cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, fault: faults.Armed, finish: Finish
+) -> dict[str, Any]:
     """Train on a data set.
 
     Args:
@@ -51,6 +53,7 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, faul
         val_set: the validation data, or None.
         resume: the checkpoint to go on from; only rank 0 reads it.
         fault: what shall go wrong on this rank on purpose.
+        finish: whether to stop before the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
@@ -79,7 +82,6 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, faul
     val_loader = Loader(val_set, device, channels_last) if val_set is not None else None
     meter, saver, agreement = Meter(device), Saver(), Agreement()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
-    finish = Finish(cfg.trainer.time_limit_s)
     metrics: dict[str, float] = {}
     stop = 0
     if rank == 0:
@@ -120,6 +122,7 @@ def fit(cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, faul
             else:
                 samples = next(iter(sampler.batches(position.epoch, position.offset)))
                 if nonfinite.refuse(verdict.bad_rank, rank, loss.item(), samples):
+                    stop = 0  # at the next step, from where there is something to save
                     meter.clear()  # what was counted since is done again
                     watch.lap(position.samples, loader)
                     break

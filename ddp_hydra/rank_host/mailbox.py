@@ -23,9 +23,14 @@ _ended: deque[tuple[str, int]] = deque(maxlen=MAX_BOXES)
 
 
 class Mailbox:
-    """A queue with a file descriptor to wait on."""
+    """A queue with a file descriptor to wait on.
+
+    Attributes:
+        manned: a relay is here to read it.
+    """
 
     def __init__(self) -> None:
+        self.manned = False
         self.messages: deque[Message] = deque()
         self.reader, self.writer = socket.socketpair()
         self.reader.setblocking(False)
@@ -74,7 +79,7 @@ def deliver(gang: str, letters: Mapping[str, tuple[int, Message]], dask_worker: 
 def tell_all(message: Message) -> list[tuple[str, int]]:
     """Leave a message for every rank of this worker; returns which there are."""
     with _lock:
-        here = dict(_boxes)
+        here = {who: mailbox for who, mailbox in _boxes.items() if mailbox.manned}
     for mailbox in here.values():
         mailbox.put(message)
     return list(here)
@@ -87,16 +92,19 @@ def has_any(ranks: list[tuple[str, int]]) -> bool:
 
 
 def box(gang: str, rank: int) -> Mailbox:
-    """The mailbox of a rank, made where it does not exist yet."""
+    """The mailbox of a rank, for its relay; made where it does not exist yet."""
     with _lock:
-        return _box(gang, rank)
+        found = _box(gang, rank)
+        found.manned = True
+        return found
 
 
 def _box(gang: str, rank: int) -> Mailbox:
     if (gang, rank) not in _boxes:
+        unread = [who for who, mailbox in _boxes.items() if not mailbox.manned]
+        for who in unread[: max(0, len(unread) - MAX_BOXES + 1)]:
+            _boxes.pop(who).close()
         _boxes[gang, rank] = Mailbox()
-        while len(_boxes) > MAX_BOXES:
-            _boxes.popitem(last=False)[1].close()
     return _boxes[gang, rank]
 
 

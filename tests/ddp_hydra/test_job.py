@@ -53,6 +53,7 @@ def config(**changes: Any) -> DictConfig:
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
     made = Job(run_dir, cfg, plain(cfg), files or {}, {"steps_lost": 0})
+    made.saved = (run_dir / "checkpoints").exists()
     made.first_world_size = first_world_size
     return made
 
@@ -127,7 +128,14 @@ def test_where_no_checkpoint_is_whole_the_job_begins_as_it_did_at_first(there, f
     if there == "no manifest to be read":
         (tmp_path / "checkpoints" / "manifest.json").write_text("{")
     assert make(tmp_path, first_world_size=4, files=files).call(1, 4).files == files
-    assert "from the beginning again: " in caplog.text
+    assert ("from the beginning again: " in caplog.text) == (there != "nothing")
+
+
+def test_checkpoints_that_lay_there_before_are_of_another_job(tmp_path):
+    checkpoint(tmp_path, 10, 20)
+    made = make(tmp_path, first_world_size=4)
+    made.saved = False
+    assert made.call(1, 4).files == {}
 
 
 @pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 100.0), (30.5, 69.5), (100.0, 0.0), (1e6, 0.0)])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from ddp_hydra import faults, pulse, results
+from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
 from ddp_hydra.config import TrainerConfig
 from ddp_hydra.errors import NonFiniteLoss
@@ -106,7 +107,9 @@ def train(group, tmp_path):
         results.connect(DirectSender(made.records.append, made.folder))
         faults.arm(0, 0, {})
         armed = faults.wait(fault)
-        made.value = fit(config(**trainer), Numbers(9), Numbers(val) if val else None, resume, armed)
+        cfg = config(**trainer)
+        finish = Finish(cfg.trainer.time_limit_s)
+        made.value = fit(cfg, Numbers(9), Numbers(val) if val else None, resume, armed, finish)
         return made
 
     return run

@@ -104,8 +104,21 @@ def test_a_letter_that_comes_too_late_opens_no_new_box(gang):
 
 def test_letters_to_ranks_that_never_come_are_forgotten_the_oldest_first(gang, monkeypatch):
     monkeypatch.setattr(mailbox, "MAX_BOXES", 3)
-    first = mailbox.box(gang, 0)
-    for rank in range(4):
+    post(gang, 0, {"n": 0})
+    first = mailbox._boxes[gang, 0]
+    here = mailbox.box(gang, 9)
+    for rank in range(1, 4):
         post(gang, rank, {"n": rank})
-    assert [rank for _, rank in mailbox._boxes] == [1, 2, 3]
+    assert [rank for _, rank in mailbox._boxes] == [9, 1, 2, 3]
     assert first.reader.fileno() == -1
+    assert here.reader.fileno() != -1  # a rank is there to read it
+
+
+def test_only_ranks_that_are_here_are_told_of_the_end_of_their_worker(gang):
+    post(gang, 0, {"n": 0})
+    box = mailbox.box(gang, 1)
+    assert mailbox.tell_all({"preempted": True}) == [(gang, 1)]
+    assert box.take() == [{"preempted": True}]
+    assert mailbox.has_any([(gang, 1)])
+    mailbox.remove(gang, 1)
+    assert not mailbox.has_any([(gang, 1)])
