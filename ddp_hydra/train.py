@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra import build, faults, pulse, results
 from ddp_hydra.agreement import Agreement, Finish
+from ddp_hydra.buckets import settle_buckets
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import plain
 from ddp_hydra.evaluate import evaluate
@@ -126,7 +127,6 @@ def fit(
                     meter.clear()  # what was counted since is done again
                     watch.lap(position.samples, loader)
                     break
-                vars(optimizer)["_opt_called"] = True  # or torch would warn of a schedule without an optimizer's step
             scheduler.step()
             position.advance(sampler.global_batch)
 
@@ -179,36 +179,6 @@ def fit(
     total = watch.total(position.samples)
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics}
     return ended | total | {"interrupted": pulse.REASONS[stop]}
-
-
-class Touch(nn.Module):
-    """Gives every parameter a gradient of nothing, the last parameter's first.
-
-    Args:
-        model: whose parameters.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self) -> torch.Tensor:
-        """Return a scalar."""
-        return torch.stack([(part * 0).sum() for part in self.model.parameters() if part.requires_grad]).sum()
-
-
-def settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Have DDP lay out its buckets for good before the first step, not after it.
-
-    Where a gradient lies in its bucket decides in which order more than two ranks' are summed. After a restart the
-    next step shall sum as it would have without.
-    """
-    model = ddp.module
-    if dist.get_world_size() > 2 and not any(getattr(part, "sparse", False) for part in model.modules()):
-        ddp.module = Touch(model)
-        ddp().backward()
-        ddp.module = model
-        ddp.zero_grad(set_to_none=True)
 
 
 def epoch_over(sampler: Any, position: Position) -> bool:

@@ -19,7 +19,7 @@ FLOORS = [
         "project", "loader", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals",
     ),
     # 3: on the worker
-    ("rank_host", "rank", "build", "evaluate", "train", "trained", "generate", "dry_run"),
+    ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
     (
         "cluster", "reservation", "transfer", "attempt", "reader", "interrupts", "dispatch", "inline", "writers",
