@@ -27,9 +27,6 @@ STEPS = 60_000
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Gives each attempt of torchrun a new store. In the one it shares otherwise, ranks find addresses of the attempt
 before, connect to nobody, and fail again and again (torch 2.15, issue 135712)."""
-KEEP_NANNIES = {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": "1h"}
-"""Dask looks 15 s after a worker was lost whether it is there again, and closes its nanny if not: also where it has
-been there meanwhile and was killed once more just before."""
 EVERY = 10
 """Steps from one checkpoint to the next; it stands in the script by hand, too."""
 PATIENCE_S = 60.0
@@ -197,7 +194,7 @@ def ddp_hydra(ranks: int, spare: int = 0) -> Iterator[Training]:
             "objective.direction=minimize",
         ]
         command = commands.job(*overrides, run_dir=Path(folder) / "run")
-        with Running(command, {**variables, **KEEP_NANNIES, "BENCH_FOLDER": folder}) as running:
+        with Running(command, {**variables, "BENCH_FOLDER": folder}) as running:
             yield Training(running, Path(folder), ranks, r"attempt \d+ failed", ranks + spare)
 
 

@@ -18,8 +18,10 @@ QUIET = {
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "2s",
     "distributed.worker.memory.monitor-interval": "2s",
+    "distributed.deploy.lost-worker-timeout": "1h",
 }
-"""Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise."""
+"""Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise. And
+nannies stay: Dask would close one whose worker was killed twice within 15 s, though it has brought up another."""
 OURS = ("wait_timeout_s",)
 """Keys of a cluster's config that are not arguments of its class."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ SETTINGS = (
 """Whatever a resume could lose is there: dropout, Adam's moments, a schedule, and stops in the middle of an epoch. An
 epoch has 6 steps: 96 samples, 16 in a global batch."""
 CLOCKS = ("time", "samples_per_s", "data_wait")
-TABLES = {2: "data.batch_size=8", 4: "data.batch_size=4"}
+SHARES = {2: ("data.batch_size=8",), 4: ("data.batch_size=4",)}
 """The same global batch on 2 and on 4 ranks."""
 
 
@@ -176,7 +177,7 @@ class Chaos:
         """
         story = Story(self.folder / str(len(self.stories)))
         self.stories.append(story)
-        cfg = composed(self.project, TABLES.get(ranks, ""), f"dispatch.ranks={ranks}", *overrides).copy()
+        cfg = composed(self.project, *SHARES.get(ranks, ()), f"dispatch.ranks={ranks}", *overrides).copy()
         cfg.faults = list(faults)
         cfg.resume = str(resume.folder) if resume else None
         ranks_alive = self.ranks_alive
@@ -259,7 +260,7 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
 
 
 class Dask:
-    """A cluster as people start it by hand: `dask scheduler`, and `dask worker` some times.
+    """A cluster as people start it by hand: `dask scheduler`, and `dask worker` some times. No children of the tests.
 
     Args:
         folder: for its files.
@@ -268,50 +269,55 @@ class Dask:
     """
 
     def __init__(self, folder: Path, programs: int, workers_each: int = 1) -> None:
-        self.folder, self.file, self.n = folder, folder / "scheduler.json", programs * workers_each
+        self.folder, self.file, self.workers_each = folder, folder / "scheduler.json", workers_each
+        self.started = 0
         self.scheduler = self.start("scheduler", "--host", "127.0.0.1", "--port", "0")
-        self.programs = [self.add(workers_each) for _ in range(programs)]
+        self.programs = [self.add() for _ in range(programs)]
 
-    def start(self, what: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start one of Dask's programs, as the leader of its own process group."""
+    def start(self, what: str, *arguments: str) -> psutil.Process:
+        """Start one of Dask's programs."""
+        self.started += 1
+        pid = self.folder / f"{self.started}.pid"
         command = [sys.executable, "-m", f"distributed.cli.dask_{what}", "--scheduler-file", str(self.file)]
+        command += ["--no-dashboard", "--pid-file", str(pid), *arguments]
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(
-                [*command, "--no-dashboard", *arguments],
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-                start_new_session=True,
-            )
+            subprocess.run(["setsid", "--fork", *command], stdout=log, stderr=log, cwd=self.folder, check=True)
+        wait_for(lambda: pid.exists() and pid.read_text(), 60, f"dask {what} is up")
+        return psutil.Process(int(pid.read_text()))
 
-    def heal(self) -> None:
-        """Start new programs for those that have ended; others stay."""
-        self.programs = [self.add() if program.poll() is not None else program for program in self.programs]
-
-    def add(self, workers: int = 1) -> subprocess.Popen[bytes]:
+    def add(self) -> psutil.Process:
         """Start one more program of workers, with nannies."""
         where = ("--host", "127.0.0.1", "--local-directory", str(self.folder))
-        return self.start("worker", "--nthreads", "1", "--nworkers", str(workers), *where)
+        return self.start("worker", "--nthreads", "1", "--nworkers", str(self.workers_each), *where)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
         """A client, once all workers are there."""
         wait_for(self.file.exists, 30, "the scheduler is up")
         with Client(scheduler_file=str(self.file), timeout="30s", set_as_default=False) as client:
-            client.wait_for_workers(self.n, timeout=60)
+            client.wait_for_workers(len(self.programs) * self.workers_each, timeout=60)
             yield client
+
+    def heal(self, client: Client) -> None:
+        """Start new programs for those that have ended or are about to; returns once all workers are there."""
+
+        def healed() -> bool:
+            self.programs = [program if program.is_running() else self.add() for program in self.programs]
+            workers = client.run(os.getppid, on_error="ignore").values()
+            return set(workers) == {program.pid for program in self.programs}
+
+        wait_for(healed, 60, "all workers are there")
 
     def close(self) -> None:
         """Kill all of it, whatever state it is in."""
         for program in (*self.programs, self.scheduler):
             signal_all(program, signal.SIGKILL)
-            program.wait()
 
 
-def signal_all(program: subprocess.Popen[bytes], number: int) -> None:
+def signal_all(program: psutil.Process, number: int) -> None:
     """Send a signal to a program of Dask and all its workers."""
-    if program.poll() is None:
-        for process in (psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (program, *program.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
