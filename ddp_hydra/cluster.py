@@ -21,7 +21,7 @@ QUIET = {
     "distributed.deploy.lost-worker-timeout": "1h",
 }
 """Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise. And
-nannies stay: Dask would close one whose worker was killed twice within 15 s, though it has brought up another."""
+nannies stay: Dask would close one whose worker is not there 15 s after it was lost, be it lost once more by then."""
 OURS = ("wait_timeout_s",)
 """Keys of a cluster's config that are not arguments of its class."""
 

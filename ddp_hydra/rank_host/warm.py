@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -65,11 +66,16 @@ def release() -> None:
 
 def socket_path() -> Path:
     """Where the server of this user and this Python environment listens."""
-    versions = [importlib.metadata.version(name) for name in ("torch", "distributed")]
-    versions += [str(max(file.stat().st_mtime_ns for file in Path(ddp_hydra.__file__).parent.rglob("*.py")))]
-    identity = "\0".join([sys.executable, sys.prefix, *ddp_hydra.__path__, *versions, *_import_time_variables()])
+    identity = "\0".join([sys.executable, sys.prefix, *ddp_hydra.__path__, *_versions(), *_import_time_variables()])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return runtime_folder() / f"{name}.sock"
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """Of what a server has loaded; for a process that runs, an edit is none of a new server's."""
+    newest = max(file.stat().st_mtime_ns for file in Path(ddp_hydra.__file__).parent.rglob("*.py"))
+    return [*(importlib.metadata.version(name) for name in ("torch", "distributed")), str(newest)]
 
 
 def runtime_folder() -> Path:

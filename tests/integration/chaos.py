@@ -259,6 +259,10 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, f"{where}: {one} is not {other}"
 
 
+IDLE = "15 minutes"
+"""After so long, a cluster ends that was left behind by tests that were killed."""
+
+
 class Dask:
     """A cluster as people start it by hand: `dask scheduler`, and `dask worker` some times. No children of the tests.
 
@@ -271,7 +275,7 @@ class Dask:
     def __init__(self, folder: Path, programs: int, workers_each: int = 1) -> None:
         self.folder, self.file, self.workers_each = folder, folder / "scheduler.json", workers_each
         self.started = 0
-        self.scheduler = self.start("scheduler", "--host", "127.0.0.1", "--port", "0")
+        self.scheduler = self.start("scheduler", "--host", "127.0.0.1", "--port", "0", "--idle-timeout", IDLE)
         self.programs = [self.add() for _ in range(programs)]
 
     def start(self, what: str, *arguments: str) -> psutil.Process:

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ STOP_S = 2.0
 """How soon after a fault all ranks are gone."""
 HANG_S = 3.0
 """The same of a hang, after its timeout."""
+LOADED = 3
+"""How many times as long it may take now and then, on a machine that has other things to do."""
 
 
 @pytest.fixture
@@ -63,6 +66,12 @@ def clients_to_kill(warm_server, tmp_path_factory) -> Iterator[dict[int, Client]
         yield {2: two, 4: four}
 
 
+@pytest.fixture(scope="module")
+def stopped_in() -> list[float]:
+    """How long it took from each fault until no rank ran any more, as a share of what is allowed."""
+    return []
+
+
 # -- the matrix --------------------------------------------------------------------------------------------
 
 FAULTS = {
@@ -78,14 +87,17 @@ FAULTS = {
 
 LAST = -1
 MOMENTS = {
-    "first step": (0, 1, "forward"),
-    "mid-epoch": (LAST, 9, "backward"),
-    "checkpoint": (LAST, 8, "save"),
-    "validation": (0, 12, "validate"),
-    "set-up": (LAST, 0, "start"),
-    "checkpoint's file": (0, 8, "write"),
+    "first step": (0, 1, "forward", 0),
+    "mid-epoch": (LAST, 9, "backward", 6),
+    "checkpoint": (LAST, 8, "save", 4),
+    "validation": (0, 12, "validate", 6),
+    "set-up": (LAST, 0, "start", 0),
+    "checkpoint's file": (0, 8, "write", 6),
 }
-"""Which rank, in which step, doing what. An epoch ends after steps 6, 12 and 18; checkpoints come after 4, 8 and 16."""
+"""Which rank, in which step, doing what, and from which step on there may be something to do again.
+
+An epoch ends after steps 6, 12 and 18. Checkpoints come after 4, 6, 8, 12, 16 and 18, in the background.
+"""
 
 MATRIX = [
     pytest.param(fault, moment, ranks, id=f"{fault}-{moment}-{ranks}")
@@ -99,11 +111,11 @@ MATRIX = [
 
 @pytest.mark.parametrize(("fault", "moment", "ranks"), MATRIX)
 def test_a_fault_is_named_stopped_cleaned_up_and_makes_no_difference(
-    chaos, clients, clients_to_kill, uninterrupted, fault, moment, ranks
+    chaos, clients, clients_to_kill, uninterrupted, stopped_in, fault, moment, ranks
 ):
     client = (clients_to_kill if fault == "worker" else clients)[ranks]
     whole = uninterrupted(clients[ranks], ranks)
-    rank, step, place = MOMENTS[moment]
+    rank, step, place, saved = MOMENTS[moment]
     rank %= ranks
     story = chaos.done(client, f"{fault},rank={rank},step={step},at={place}", ranks=ranks)
 
@@ -115,9 +127,19 @@ def test_a_fault_is_named_stopped_cleaned_up_and_makes_no_difference(
     assert over.ranks == []
     if fault != "worker":  # whose relay can't pass on what the rank says last
         (struck,) = story.strikes()
-        assert over.at_s - struck < allowed_s(fault, moment)
+        took = (over.at_s - struck) / allowed_s(fault, moment)
+        stopped_in.append(took)
+        assert took < LOADED
+        (begin,) = (record.step for record in story.records if record.kind == "start" and record.attempt == 1)
+        assert begin >= saved
+    else:
+        assert over.at_s - over.failure.time_s < LOADED * STOP_S
 
     assert_survived(story, whole, restarts=1)
+
+
+def test_all_ranks_are_gone_in_time(stopped_in):
+    assert not stopped_in or statistics.median(stopped_in) < 1
 
 
 def assert_step(found: int, fault: str, step: int, place: str) -> None:
@@ -317,8 +339,9 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
         if record.kind == "metrics" and record.step == step and "train/loss" in record.data["metrics"]:
             os.kill(os.getpid(), number)
 
-    story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=SLOW)
-    assert step <= story.summary["steps"] < 18
+    slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
+    story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
+    assert step <= story.summary["steps"] <= 18
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
 
 
@@ -349,7 +372,7 @@ def test_a_second_interrupt_ends_at_once(chaos, client2):
 
     patient = ("dispatch.hang_timeout_s=60", "dispatch.first_step_timeout_s=60")
     story = chaos(client2, "hang,rank=1,step=9", on_record=interrupt, overrides=patient)
-    assert time.monotonic() - struck[1] < STOP_S
+    assert time.monotonic() - struck[1] < 5  # of 60 for the hang, and 300 of grace
     assert isinstance(story.error, KeyboardInterrupt)
     assert not isinstance(story.error, Interrupted)
     assert story.summary["status"] == "interrupted"
@@ -464,7 +487,8 @@ def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
 def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, step, place, ranks):
     """Sent to the nanny, as by a batch system that ends a job step."""
     cluster, client = machines
-    story = chaos(client, f"term,rank=1,step={step},at={place}", ranks=ranks, overrides=SLOW)
+    slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
+    story = chaos(client, f"term,rank=1,step={step},at={place}", ranks=ranks, overrides=slow)
     assert "a worker is being shut down (SIGTERM); saved at step" in str(story.error)
     assert story.over == []
     assert story.summary["steps"] >= step
