@@ -189,7 +189,7 @@ class Gang:
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""
         assert self.read_from is not None, "fetch belongs into on_record"
-        self.read_from.fetch(record, target)
+        self.read_from.crew.fetch(record, target)
 
     def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> relay.Order:
         """What the worker of one rank is told."""

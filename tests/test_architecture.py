@@ -16,14 +16,14 @@ FLOORS = [
     # 2: pure parts
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
-        "project", "loader", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals",
+        "project", "loader", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals", "roster",
     ),
     # 3: on the worker
     ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
     (
-        "cluster", "reservation", "transfer", "attempt", "reader", "interrupts", "dispatch", "inline", "writers",
-        "bucket", "mirror", "rehearsal",
+        "cluster", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
+        "writers", "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "cli", "__main__"),

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hydra import attempt as module
-from ddp_hydra import placement, values
+from ddp_hydra import placement, transfer, values
 from ddp_hydra.attempt import Attempt
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.interrupts import Interrupts
+from ddp_hydra.rank_host import mailbox
 from ddp_hydra.results import Record
 
 OK = base64.b64encode(values.encode("done")).decode()
@@ -69,7 +70,7 @@ class Client:
 
     def _run(self, function: Any, *args: Any, workers: list[str], on_error: str) -> None:
         assert on_error == "ignore"
-        if function is not module.mailbox.deliver:
+        if function is not mailbox.deliver:
             return
         gang, letters = args
         for worker in workers:
@@ -294,9 +295,9 @@ def test_whatever_a_rank_says_ends_in_an_error_of_ours_or_in_none(kind, data):
         one.on_record(Record.decode(Record(kind, data, 1).encode()), 1)
     except RecordError:
         return
-    assert one.vitals.hang(one.running, 1e9) is None or kind == "beat"
-    if one.failures:
-        assert str(one.error()).startswith("rank 1 on h: ")
+    assert one.vitals.hang(one.roster.running, 1e9) is None or kind == "beat"
+    if one.roster.failures:
+        assert str(one.roster.error()).startswith("rank 1 on h: ")
 
 
 # -- what no record tells ----------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost(make, monkey
         raise OSError("Timed out trying to connect")
 
     one = make()
-    monkeypatch.setattr(module.transfer, "call", fail)
+    monkeypatch.setattr(transfer, "call", fail)
     (tmp_path / "a.pt").write_bytes(b"x")
     with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
         one.send({"resume": tmp_path / "a.pt"})
