@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import config, project
 from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
 
@@ -30,7 +31,7 @@ def main(cfg: DictConfig) -> float | None:
     hydra_cfg = HydraConfig.get()
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
-    return job.run(cfg, Path(hydra_cfg.runtime.output_dir))
+    return job.run(cfg, Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task)
 
 
 def entry() -> None:
@@ -49,7 +50,10 @@ def compose_and_run() -> None:
     sys.argv[1:] = with_faults(with_resumed_overrides(sys.argv[1:]))
     # Hydra 1.3 wants to be told its version, 1.4 would rather not be.
     version = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-    hydra.main(config_path=str(root / "conf"), config_name="config", **version)(main)()
+    try:
+        hydra.main(config_path=str(root / "conf"), config_name="config", **version)(main)()
+    finally:
+        launcher.close_all()  # Hydra does not tell launchers when a sweep is over
 
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:

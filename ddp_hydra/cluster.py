@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import dask
@@ -42,7 +43,7 @@ def is_local(cfg: DictConfig) -> bool:
 
 @contextmanager
 def connect(cfg: DictConfig) -> Iterator[Any]:
-    """Bring up a cluster, wait for its workers, and take it down at the end (inside `kept`: at its end).
+    """Bring up a cluster, wait for its workers, and take it down at the end; or use the one that is lent.
 
     Args:
         cfg: `_target_` and its arguments; n_workers, wait_timeout_s.
@@ -53,41 +54,59 @@ def connect(cfg: DictConfig) -> Iterator[Any]:
     Raises:
         ClusterError: it cannot be started, or too few workers came in time.
     """
-    if _kept is None:
-        with ExitStack() as stack:
-            yield _start(cfg, stack)
-        return
-    name = OmegaConf.to_yaml(cfg, resolve=True, sort_keys=True)
-    if name not in _kept.clients:
-        _kept.clients[name] = _start(cfg, _kept.stack)
-    yield _kept.clients[name]
-
-
-class _Kept:
-    """Clusters that outlive a job."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack = stack
-        self.clients: dict[str, Any] = {}
-
-
-_kept: _Kept | None = None
-
-
-@contextmanager
-def kept() -> Iterator[None]:
-    """Let the jobs inside share clusters of equal config."""
-    global _kept
     with ExitStack() as stack:
-        _kept = _Kept(stack)
-        try:
-            yield
-        finally:
-            _kept = None
+        yield start(cfg, stack) if _lent is None else stack.enter_context(_lent.client())
 
 
-def _start(cfg: DictConfig, stack: ExitStack) -> Any:
-    """Start a cluster whose end is up to `stack`; returns its client."""
+@dataclass(frozen=True)
+class Scheduler:
+    """Where a cluster that somebody else has brought up can be reached.
+
+    Args:
+        address: of its scheduler.
+        security: for TLS, as Dask's clients take it.
+        sweep: on whose behalf workers are reserved there.
+    """
+
+    address: str
+    security: Any = None
+    sweep: str = ""
+
+    def client(self) -> Any:
+        """Connect.
+
+        Raises:
+            ClusterError: it does not answer.
+        """
+        with dask.config.set(QUIET):
+            from distributed import Client
+
+            try:
+                return Client(self.address, security=self.security)
+            except OSError as error:
+                raise ClusterError(f"the scheduler {self.address} does not answer: {error}") from error
+
+
+_lent: Scheduler | None = None
+
+
+def lend(scheduler: Scheduler) -> None:
+    """Have all jobs of this process use a cluster that is there already."""
+    global _lent
+    _lent = scheduler
+
+
+def sweep() -> str:
+    """On whose behalf this process reserves workers: that of a sweep, or "" for its own."""
+    return _lent.sweep if _lent else ""
+
+
+def start(cfg: DictConfig, stack: ExitStack) -> Any:
+    """Start a cluster whose end is up to `stack`; returns its client.
+
+    Raises:
+        ClusterError: it cannot be started, or too few workers came in time.
+    """
     if is_local(cfg):
         # Importing torch takes longer than starting workers, so it begins first, beside them.
         from ddp_hydra.rank_host import warm

@@ -95,6 +95,7 @@ class Gang:
         hang_timeout_s: a rank that says where it is (`pulse.at`) and makes no progress for so long hangs.
         first_step_timeout_s: the same where it is in a phase for the first time.
         grace_s: after Ctrl-C or SIGTERM, how long ranks may take to finish; 0 ends them at once.
+        sweep: whose job it is, where several wait for workers.
         on_give_up: called when the user ends it at once: `on_record` should not wait for anything any more.
     """
 
@@ -117,6 +118,7 @@ class Gang:
     hang_timeout_s: float = 300.0
     first_step_timeout_s: float = 1800.0
     grace_s: float = 0.0
+    sweep: str = ""
     on_give_up: Callable[[], None] = field(default=lambda: None, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
@@ -138,7 +140,8 @@ class Gang:
         """
         name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts = Restarts(self.max_restarts)
-        with self.interrupts.caught(self.grace_s > 0), Reservation(self.client, name, self.ranks) as reservation:
+        reserved = Reservation(self.client, name, self.ranks, self.sweep)
+        with self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = 0, name
             workers = reservation.take(topic, self.queue_timeout_s)
             while True:

@@ -6,6 +6,7 @@ DdpHydraError
 ├── RecordError            a record is malformed, or points out of the run directory
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
 ├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
+├── SweepFailed            some jobs of a sweep failed
 └── JobFailed              the gang failed; carries the root cause
     └── RankFailed         a rank raised, exited, was killed, was lost with its worker, or hung
 
@@ -17,7 +18,7 @@ a traceback. Nothing is imported here: workers and ranks load this module, too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_hydra.outcome import Failure
@@ -56,6 +57,10 @@ class NonFiniteLoss(DdpHydraError):
         self.consequence = consequence
 
 
+class SweepFailed(DdpHydraError):
+    """Some jobs of a sweep failed; the others were run all the same."""
+
+
 class Interrupted(KeyboardInterrupt):
     """The job was asked to end, and has saved what it had: no failure, but not done."""
 
@@ -73,6 +78,9 @@ class JobFailed(DdpHydraError):
         super().__init__(message)
         self.failure = failure
         self.symptoms = symptoms
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.failure, self.symptoms)
 
     def add_reason(self, reason: str) -> None:
         """Say, too, why there was no other attempt."""

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ TRAIN = "ddp_hydra.train:train"
 """By name: importing it here would import torch."""
 
 
-def run(cfg: DictConfig, run_dir: Path) -> float | None:
+def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float | None:
     """Train one job.
 
     Args:
         cfg: the composed config.
         run_dir: where its results go.
+        overrides: what it was composed with, for TensorBoard's HParams tab.
 
     Returns:
         The objective's last value, for sweepers.
@@ -49,7 +50,9 @@ def run(cfg: DictConfig, run_dir: Path) -> float | None:
         check(cfg)
         _dry_run(configs.plain(cfg))
         return None
-    with summarised(run_dir, cfg) as summary:
+    from ddp_hydra.writers import hparams
+
+    with summarised(run_dir, cfg) as summary, hparams.session(run_dir, overrides):
         check(cfg)
         plain = configs.plain(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
@@ -160,6 +163,7 @@ class Job:
                 name="job",
                 project=packed,
                 threads=self.cfg.trainer.threads,
+                sweep=cluster.sweep(),
                 on_give_up=self.give_up.set,
                 port_range=(ports[0], ports[1]) if ports else None,
                 **{str(name): value for name, value in settings.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Self
@@ -21,11 +22,14 @@ from ddp_hydra import placement
 from ddp_hydra.errors import ClusterError
 
 log = logging.getLogger(__name__)
-POLL_S = 0.2
+POLL_S = 0.05
+"""How often the first in the queue asks; the second half as often, and so on."""
 RENEW_POLL_S = 0.05
 GROW_S = 10.0
 """How long a cluster that is too small may take to grow."""
 LATE_S = 2.0
+ABSENT_S = 10.0
+"""Who has not asked for so long has left the queue."""
 ANSWER_S = 10.0
 """How long the scheduler may take to answer."""
 PING_S = 2.0
@@ -39,10 +43,11 @@ class Reservation:
         client: who holds them.
         name: the gang's name.
         ranks: how many; None for all workers of the cluster, whose number then stays.
+        sweep: whose job it is; sweeps that wait for workers get them in turn.
     """
 
-    def __init__(self, client: Client, name: str, ranks: int | None) -> None:
-        self.client, self.name, self.ranks = client, name, ranks
+    def __init__(self, client: Client, name: str, ranks: int | None, sweep: str = "") -> None:
+        self.client, self.name, self.ranks, self.sweep = client, name, ranks, sweep or name
         self.address = client.scheduler_info(n_workers=0)["address"]
 
     def __enter__(self) -> Self:
@@ -71,13 +76,14 @@ class Reservation:
         begin, told = time.monotonic(), False
         while "workers" not in (answer := self._ask(topic, self.ranks, self.ranks)):
             waited_s = time.monotonic() - begin
+            ahead = answer.pop("ahead")
             enough = answer["total"] >= answer["wanted"]
             if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
                 raise ClusterError(_too_few(enough=enough, waited_s=waited_s, **answer))
             if waited_s > 1 and not told:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
                 told = True
-            time.sleep(POLL_S)
+            time.sleep(min(POLL_S * (1 + ahead), ABSENT_S / 4))
         self.ranks = len(answer["workers"])
         return answer["workers"]
 
@@ -115,7 +121,7 @@ class Reservation:
 
     def _ask(self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = ()) -> dict[str, Any]:
         return self._on_scheduler(
-            take, self.name, self.client.id, topic=topic, wanted=wanted, least=least, avoid=list(silent)
+            take, self.name, self.client.id, self.sweep, topic, wanted=wanted, least=least, avoid=list(silent)
         )
 
     def _on_scheduler(self, function: Callable[..., Any], *args: Any, answer_s: float = ANSWER_S, **kwargs: Any) -> Any:
@@ -162,6 +168,7 @@ def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float) 
 def take(
     gang: str,
     holder: str,
+    sweep: str,
     topic: str,
     wanted: int | None,
     least: int | None,
@@ -170,16 +177,21 @@ def take(
 ) -> dict[str, Any]:
     """Take workers where enough are free; what the gang held before counts as free. Runs on the scheduler.
 
+    Who finds too few waits in a queue: first the sweeps that have the fewest gangs at work, and among equals
+    who came first. Nobody overtakes, so a gang of many is not kept waiting by gangs of few; but one that is larger
+    than the cluster keeps nobody waiting.
+
     Args:
         gang: who takes them.
         holder: the client's id.
+        sweep: whose gang it is.
         topic: where to tell of lost workers.
         wanted: how many; None for all.
         least: so many will do.
         avoid: addresses that are not to be taken.
         dask_scheduler: given by Dask.
     """
-    book = _book(dask_scheduler)
+    book, queue = _book(dask_scheduler), dask_scheduler._ddp_hydra_queue
     for other, entry in list(book.items()):
         if entry["holder"] not in dask_scheduler.clients:
             give_back(other, dask_scheduler)
@@ -190,18 +202,39 @@ def take(
         if worker.status.name == "running" and address not in avoid
     }
     free = {address: host for address, host in running.items() if address not in held}
-    wanted = wanted or max(1, len(running))
-    if len(free) < min(wanted, least or wanted):
-        return {"wanted": wanted, "free": len(free), "total": len(running)}
+    total, now = len(running), time.monotonic()
+    wanted = wanted or max(1, total)
+    least = min(wanted, least or wanted)
+    if gang not in book:  # one that starts again keeps what it holds, and waits for nobody
+        queue.setdefault(gang, {"since": now, "sweep": sweep})
+        queue[gang] |= {"asked": now, "holder": holder, "least": least}
+    ahead = _ahead(gang, dask_scheduler, total, now)
+    if ahead or len(free) < least:
+        return {"wanted": wanted, "free": len(free), "total": total, "ahead": ahead}
+    queue.pop(gang, None)
     chosen = placement.choose(free, min(wanted, len(free)))
     _forget_topic(book.get(gang, {}).get("topic"), dask_scheduler)
-    book[gang] = {"holder": holder, "workers": list(chosen), "topic": topic}
+    book[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
     return {"workers": chosen}
+
+
+def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
+    """How many come before a gang in the queue."""
+    queue = scheduler._ddp_hydra_queue
+    for other, entry in list(queue.items()):
+        if entry["holder"] not in scheduler.clients or now - entry["asked"] > ABSENT_S:
+            del queue[other]
+    if gang not in queue:
+        return 0
+    holding = Counter(entry["sweep"] for entry in _book(scheduler).values())
+    order = sorted(queue, key=lambda name: (holding[queue[name]["sweep"]], queue[name]["since"]))
+    return sum(queue[name]["least"] <= total for name in order[: order.index(gang)])
 
 
 def give_back(gang: str, dask_scheduler: Any = None) -> None:
     """Let go of a gang's workers, and of the records that the scheduler still keeps of it."""
     entry = _book(dask_scheduler).pop(gang, None)
+    dask_scheduler._ddp_hydra_queue.pop(gang, None)
     if entry is not None:
         _forget_topic(entry["topic"], dask_scheduler)
 
@@ -244,6 +277,6 @@ class Guard(SchedulerPlugin):
 
 def _book(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_book"):
-        scheduler._ddp_hydra_book = {}
+        scheduler._ddp_hydra_book, scheduler._ddp_hydra_queue = {}, {}
         scheduler.add_plugin(Guard(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_book

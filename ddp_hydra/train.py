@@ -266,4 +266,5 @@ def header(
         "total_steps": total_steps,
         "epochs": epochs,
         "steps_per_epoch": len(sampler),
+        "world_size": world_size,
     }

@@ -17,6 +17,7 @@ FLOORS = [
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals", "roster",
+        "processes",
     ),
     # 3: on the worker
     ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),

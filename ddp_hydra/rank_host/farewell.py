@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import time
+from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
@@ -20,6 +21,7 @@ from ddp_hydra.rank_host import mailbox, spool
 NAME = "ddp_hydra-farewell"
 GRACE_S = 7.0
 """`dask worker` waits 8 s for its workers to close, then kills them."""
+SEND_S = 0.5
 
 
 class Farewell(WorkerPlugin):
@@ -36,7 +38,16 @@ class Farewell(WorkerPlugin):
             told = mailbox.tell_all({"preempted": True})
             while told and time.monotonic() < deadline and (mailbox.has_any(told) or spool.waiting(worker)):
                 await asyncio.sleep(0.05)
+            if told:
+                await _sent(stream, until=time.monotonic() + SEND_S)
         mailbox.tell_all({"stop": True})  # Dask would wait for their tasks for half a minute
+
+
+async def _sent(stream: Any, until: float) -> None:
+    """Wait until the last words of the ranks are on their way: a worker that is killed takes along what is not."""
+    await asyncio.sleep(0.01)  # what another thread has said is handed to the stream by this loop
+    while (stream.buffer or stream.next_deadline) and not stream.closed() and time.monotonic() < until:
+        await asyncio.sleep(0.01)
 
 
 def prepare(worker: Worker) -> None:

@@ -82,14 +82,15 @@ def run_rank(order: Order) -> None:
         publish(worker, order, "end", {"status": "lost", "message": f"its worker {order.spec.worker} went away"})
         return
     try:
-        with ExitStack() as stack:
-            end = Relay(worker, order, stack).run()
-    except Exception as error:  # ours, or the host's: no file descriptors, a full disk, no torch
-        message = f"could not be started: {type(error).__name__}: {error}"
-        end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
+        try:
+            with ExitStack() as stack:
+                end = Relay(worker, order, stack).run()
+        except Exception as error:  # ours, or the host's: no file descriptors, a full disk, no torch
+            message = f"could not be started: {type(error).__name__}: {error}"
+            end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
+        publish(worker, order, "end", {"time_s": time.time(), **end})
     finally:
-        mailbox.remove(order.gang, order.spec.rank)
-    publish(worker, order, "end", {"time_s": time.time(), **end})
+        mailbox.remove(order.gang, order.spec.rank)  # after its last word: a worker that closes waits for this
 
 
 def publish(worker: Worker, order: Order, kind: str, data: dict[str, Any]) -> None:

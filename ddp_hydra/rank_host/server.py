@@ -14,7 +14,6 @@ it is in.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -28,6 +27,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from ddp_hydra.processes import die_with_parent, kill_group
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
@@ -209,21 +210,6 @@ class Server:
             return True
         finally:
             os.close(folder)
-
-
-def kill_group(pid: int) -> None:
-    """Kill what is left of a process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def preload() -> None:

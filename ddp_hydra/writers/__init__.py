@@ -4,11 +4,13 @@
     checks       what a record must look like before a writer sees it
     jsonl        metrics.jsonl
     tensorboard  tensorboard/events…
+    hparams      what TensorBoard's HParams tab wants; no writer, for it knows how the job ended
     files        any file a rank submits
     checkpoints  checkpoints/, with last.pt, best.pt, manifest.json and retention
     mirror       a copy of checkpoints/ in a bucket
     logs         logs/rank-<r>.log
     progress     the live display
+    status       status.json, while the job runs
     incoming, disk, patience, plain    what they share: complete files, careful disk access, waiting for a full
                                        disk, harmless text
 
@@ -97,6 +99,9 @@ def default_writers(
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
         writers.append(TensorBoardWriter(folder))
+    from ddp_hydra.writers.status import StatusWriter
+
+    writers.append(StatusWriter(folder))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter
 

@@ -11,7 +11,14 @@ from ddp_hydra.results import Record
 
 _NUMBER = (int, float)
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "start": {"title": str, "lines": list, "total_steps": int, "epochs": _NUMBER, "steps_per_epoch": int},
+    "start": {
+        "title": str,
+        "lines": list,
+        "total_steps": int,
+        "epochs": _NUMBER,
+        "steps_per_epoch": int,
+        "world_size": int,
+    },
     "metrics": {"metrics": dict, "epoch": _NUMBER, "samples": _NUMBER},
     "text": {"name": str, "text": str},
     "image": {"name": str, "png": str},

@@ -22,24 +22,24 @@ class Pace:
         self.step: int | None = None
         self.epoch: float | None = None
         self.total_steps: int | None = None
-        self._epochs: float | None = None
+        self.epochs: float | None = None
         self._steps_per_epoch: int | None = None
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._first: tuple[float, int] = (clock(), 0)
 
     def start(self, record: Record) -> None:
         """Begin an attempt, from the step of its start record."""
         self.step = self.epoch = None
-        self._metrics.clear()
+        self.metrics.clear()
         self.total_steps = record.data.get("total_steps")
-        self._epochs = record.data.get("epochs")
+        self.epochs = record.data.get("epochs")
         self._steps_per_epoch = record.data.get("steps_per_epoch")
         self._first = (self._clock(), record.step or 0)
 
     def update(self, record: Record) -> None:
         """Take a metrics record."""
         self.epoch = self.epoch_of(record)
-        self._metrics.update(metric_values(record))
+        self.metrics.update(metric_values(record))
         self.step = record.step if record.step is not None else self.step or 0
 
     def epoch_of(self, record: Record) -> float | None:
@@ -53,7 +53,7 @@ class Pace:
 
     def forget_validation(self) -> None:
         """Let later lines not repeat numbers that were not measured again."""
-        self._metrics = {n: value for n, value in self._metrics.items() if not n.startswith("val/")}
+        self.metrics = {n: value for n, value in self.metrics.items() if not n.startswith("val/")}
 
     def mark(self) -> float | None:
         """Return what a lasting line stands for: the epoch, or the step where there are no epochs."""
@@ -68,27 +68,34 @@ class Pace:
         """Return for example 'epoch 3/5', or the step where there are no epochs."""
         if self.epoch is None:
             return self.where()
-        return f"epoch {_of(self.epoch, self._epochs)}"
+        return f"epoch {_of(self.epoch, self.epochs)}"
 
     def numbers(self, validation: bool = False) -> str:
         """Return the losses and accuracies, and the samples/s; with those of validation or without."""
         shown = [
             f"{plain(name)} {value:.4g}"
-            for name, value in sorted(self._metrics.items(), key=_rank_of_name)
+            for name, value in sorted(self.metrics.items(), key=_rank_of_name)
             if name.startswith("train/") or (validation and name.startswith("val/"))
         ]
-        speed = self._metrics.get("samples_per_s")
+        speed = self.metrics.get("samples_per_s")
         if speed is not None:
             shown.append(f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.3g} samples/s")
         return "  ".join(shown)
 
+    def eta_s(self) -> float | None:
+        """Return how many seconds the rest is likely to take; None while it is not known."""
+        began, first = self._first
+        step = self.step or 0
+        if not self.total_steps or step <= first or self.total_steps <= step:
+            return None
+        return (self._clock() - began) / (step - first) * (self.total_steps - step)
+
     def eta(self) -> str:
         """Return for example 'ETA 0:01:32', or nothing while it is not known."""
-        began, first = self._first
-        done = (self.step or 0) - first
-        if not self.total_steps or done <= 0 or self.total_steps <= (self.step or 0):
+        seconds = self.eta_s()
+        if seconds is None:
             return ""
-        left_s = round((self._clock() - began) / done * (self.total_steps - (self.step or 0)))
+        left_s = round(seconds)
         return f"ETA {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
 
 

@@ -42,9 +42,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # Programs read the files of one folder in the order of their names.
-        name = f"events.out.tfevents.{int(time.time()):010d}.{os.getpid()}.{next(_numbers):06d}"
-        self._file = AppendFile(place(run_dir, f"tensorboard/{name}"))
+        self._file = AppendFile(place(run_dir, f"tensorboard/{file_name()}"))
         self._empty = True
         self._attempt: int | None = None
         self._purge = False
@@ -82,14 +80,21 @@ class TensorBoardWriter:
 
     def _append(self, event: Event) -> None:
         if self._empty:
-            self._append_one(Event(wall_time=event.wall_time, file_version="brain.Event:2"))
+            self._file.append(encoded(Event(wall_time=event.wall_time, file_version="brain.Event:2")))
             self._empty = False
-        self._append_one(event)
+        self._file.append(encoded(event))
 
-    def _append_one(self, event: Event) -> None:
-        buffer = io.BytesIO()
-        RecordWriter(buffer).write(event.SerializeToString())
-        self._file.append(buffer.getvalue())
+
+def file_name() -> str:
+    """A new name for a file of events. Programs read those of one folder in the order of their names."""
+    return f"events.out.tfevents.{int(time.time()):010d}.{os.getpid()}.{next(_numbers):06d}"
+
+
+def encoded(event: Event) -> bytes:
+    """An event as it stands in a file."""
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
 
 
 def _scalars(record: Record) -> Summary:

@@ -2,16 +2,26 @@
 
 from hydra.core.config_store import ConfigStore
 
-from ddp_hydra.sweep import SharedClusterLauncher
+from ddp_hydra.sweep.launcher import GangLauncher
 
 
-class DaskDDPLauncher(SharedClusterLauncher):
+class DaskDDPLauncher(GangLauncher):
     """The launcher under the name that Hydra wants."""
 
 
 ConfigStore.instance().store(
     group="hydra/launcher",
     name="dask_ddp",
-    node={"_target_": f"{__name__}.{DaskDDPLauncher.__qualname__}"},
+    node={
+        "_target_": f"{__name__}.{DaskDDPLauncher.__qualname__}",
+        "_recursive_": False,
+        "max_jobs": None,
+        "fail_fast": False,
+        "resume": None,
+        "retry_failed": False,
+        "job_timeout_s": None,
+        "ranks": None,
+        "cluster": None,
+    },
     provider="ddp_hydra",
 )

@@ -57,8 +57,13 @@ class Scheduler:
     def book(self) -> dict[str, list[str]]:
         return {gang: entry["workers"] for gang, entry in reservation._book(self).items()}
 
-    def take(self, gang: str, wanted: int | None, least: int | None = None, holder: str = "me", avoid=()) -> Any:
-        return take(gang, holder, f"topic of {gang}", wanted, least or wanted, avoid, dask_scheduler=self)
+    def take(
+        self, gang: str, wanted: int | None, least: int | None = None, holder: str = "me", avoid=(), sweep: str = ""
+    ) -> Any:
+        topic = f"topic of {gang}"
+        answer = take(gang, holder, sweep or gang, topic, wanted, least or wanted, avoid, dask_scheduler=self)
+        answer.pop("ahead", None)
+        return answer
 
 
 # -- the book on the scheduler -----------------------------------------------------------------------------
@@ -188,11 +193,63 @@ def test_a_topic_is_forgotten_with_its_gang_also_when_a_last_word_makes_it_once_
     assert (after_s, scheduler.topics) == (LATE_S, {})
 
 
+def test_nobody_overtakes_so_a_large_gang_is_not_kept_waiting_by_small_ones():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    scheduler.take("small", 1)
+    assert "workers" not in scheduler.take("large", 3)
+    assert "workers" not in scheduler.take("next", 1)
+    give_back("small", scheduler)
+    assert "workers" not in scheduler.take("next", 1)
+    assert len(scheduler.take("large", 3)["workers"]) == 3
+    give_back("large", scheduler)
+    assert "workers" in scheduler.take("next", 1)
+
+
+def test_sweeps_get_workers_in_turn_whoever_has_more_jobs():
+    scheduler = Scheduler("a:1", "a:2")
+    for job in ("a1", "a2", "a3", "a4"):
+        scheduler.take(job, 1, sweep="a")
+    assert "workers" not in scheduler.take("b1", 1, sweep="b")
+    give_back("a1", scheduler)
+    assert "workers" not in scheduler.take("a3", 1, sweep="a")  # it came first, but its sweep has a gang at work
+    assert "workers" in scheduler.take("b1", 1, sweep="b")
+    give_back("a2", scheduler)
+    assert "workers" in scheduler.take("a3", 1, sweep="a")
+
+
+def test_a_gang_larger_than_the_cluster_keeps_nobody_waiting():
+    scheduler = Scheduler("a:1")
+    assert "workers" not in scheduler.take("large", 2)
+    assert "workers" in scheduler.take("small", 1)
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_who_has_left_the_queue_keeps_nobody_waiting(how, monkeypatch):
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.take("one", 1)
+    scheduler.take("large", 2, holder="you")
+    assert "workers" not in scheduler.take("small", 1)
+    if how == "gone":
+        del scheduler.clients["you"]
+    else:
+        monkeypatch.setattr(reservation, "ABSENT_S", -1.0)
+    assert "workers" in scheduler.take("small", 1)
+
+
+def test_a_gang_that_starts_again_waits_for_nobody():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    scheduler.take("one", 2)
+    scheduler.take("large", 3)
+    scheduler.remove("a:1")
+    scheduler.add("a:4")
+    assert len(scheduler.take("one", 2)["workers"]) == 2
+
+
 def test_the_topic_of_the_attempt_before_is_forgotten_with_the_next():
     scheduler = Scheduler("a:1")
-    take("one", "me", "first", 1, 1, dask_scheduler=scheduler)
+    take("one", "me", "sweep", "first", 1, 1, dask_scheduler=scheduler)
     scheduler.log_event("first", b"record")
-    take("one", "me", "second", 1, 1, dask_scheduler=scheduler)
+    take("one", "me", "sweep", "second", 1, 1, dask_scheduler=scheduler)
     scheduler.log_event("second", b"record")
     assert scheduler.topics == {"second": []}
     assert len(scheduler.later) == 1
@@ -200,8 +257,8 @@ def test_the_topic_of_the_attempt_before_is_forgotten_with_the_next():
 
 def test_while_a_gang_waits_its_topic_stays():
     scheduler = Scheduler("a:1")
-    take("one", "me", "first", 1, 1, dask_scheduler=scheduler)
-    take("one", "me", "second", 2, 2, dask_scheduler=scheduler)
+    take("one", "me", "sweep", "first", 1, 1, dask_scheduler=scheduler)
+    take("one", "me", "sweep", "second", 2, 2, dask_scheduler=scheduler)
     assert reservation._book(scheduler)["one"]["topic"] == "first"
 
 

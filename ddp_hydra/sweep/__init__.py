@@ -1,0 +1,16 @@
+"""Many jobs: what our Hydra launcher does for a sweep.
+
+    launcher     what Hydra calls: plan, run, return
+    plan         which jobs, of what need, in which folders, and which of them are done already
+    rows         what is known of each job
+    loop         starts jobs as they fit, watches them, stops them
+    child        a forked process that says what comes of its work, and dies with us
+    coordinator  one job in such a process
+    host         a cluster in such a process, for all jobs
+    foreign      the task of somebody else's app, on each rank of a gang
+    overview     sweep.json, sweep.csv, sweep.md, always up to date
+    display      the live table
+    picture      sweep.png
+
+Hydra imports every plugin at the start of every app: only `launcher` is imported for that, and it is light.
+"""

@@ -1,0 +1,119 @@
+"""The live table of a sweep's jobs on a terminal; elsewhere a line when something changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
+from ddp_hydra.writers.plain import plain
+
+REFRESH_S = 0.5
+STYLES = {State.done: "green", State.failed: "red", State.interrupted: "yellow", State.running: "bold"}
+
+
+class Display:
+    """Shows jobs while they run.
+
+    Args:
+        objective: what they are compared by; None where that is not known.
+        console: where to show them; None is stderr, as for Hydra's own words.
+        clock: seconds, growing.
+    """
+
+    def __init__(
+        self,
+        objective: Objective | None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.objective, self.clock = objective, clock
+        self.console = console or Console(stderr=True, highlight=False)
+        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live: Live | None = None
+        self.drawn = -REFRESH_S
+        self.told: dict[int, State] = {}
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Show how things are; cheap where nothing has changed."""
+        if not self.is_live:
+            self._tell(rows)
+        elif self.clock() - self.drawn >= REFRESH_S:
+            self.drawn = self.clock()
+            if self.live is None:  # refreshed by us, not by a thread: this process forks
+                self.live = Live(console=self.console, auto_refresh=False, transient=True)
+                self.live.start()
+            self.live.update(self._table(rows, most=max(5, self.console.height - 6)), refresh=True)
+
+    def close(self, rows: Sequence[Row], lines: Sequence[str]) -> None:
+        """Show how it ended: the table, and some last lines."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+        if self.is_live:
+            self.console.print(self._table(rows))
+        else:
+            self._tell(rows)
+        for line in lines:
+            self.console.print(Text(line), soft_wrap=True)
+
+    def _tell(self, rows: Sequence[Row]) -> None:
+        what = swept(rows)
+        for row in rows:
+            if row.state == self.told.get(row.number) or row.state == State.queued:
+                continue
+            self.told[row.number] = row.state
+            ended = sum(other.state.has_ended for other in rows)
+            words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in what[row.number].items())]
+            if row.objective is not None and self.objective and row.state.has_ended:
+                words.append(f"-> {self.objective.metric} {row.objective:.4g}")
+            words += [f"({plain(row.message)})"] if row.message else []
+            words += [f"[{ended}/{len(rows)}]"] if row.state.has_ended else []
+            self.console.print(Text(plain(" ".join(words))), soft_wrap=True)
+
+    def _table(self, rows: Sequence[Row], most: int | None = None) -> Group:
+        what = swept(rows)
+        keys = list(dict.fromkeys(key for values in what.values() for key in values))
+        metric = self.objective.metric if self.objective else "value"
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        for name in ("job", "state", *keys, "at", metric, "workers", "left"):
+            table.add_column(
+                Text(plain(name)), justify="left" if name in ("state", *keys) else "right", overflow="fold"
+            )
+        ordered = best_first(rows, self.objective)
+        if most is not None and len(ordered) > most:
+            running = [row for row in ordered if row.state == State.running]
+            ordered = (running + [row for row in ordered if row.state != State.running])[:most]
+        for row in ordered:
+            table.add_row(
+                str(row.number),
+                Text(row.state.value, style=STYLES.get(row.state, "dim")),
+                *(Text(plain(what[row.number].get(key, ""))) for key in keys),
+                _where(row),
+                "" if row.objective is None else f"{row.objective:.4g}",
+                str(row.workers) if row.workers else "",
+                _duration(row.eta_s) if row.state == State.running else _duration(row.wall_s or None),
+            )
+        hidden = len(rows) - len(ordered)
+        note = counted(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
+        return Group(table, Text(note, style="dim"))
+
+
+def _where(row: Row) -> str:
+    if row.epoch is not None:
+        return f"epoch {row.epoch:g}" + (f"/{row.epochs:g}" if row.epochs else "")
+    if row.step is not None:
+        return f"step {row.step}" + (f"/{row.total_steps}" if row.total_steps else "")
+    return "waits" if row.state == State.running and not row.workers else ""
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -1,0 +1,58 @@
+"""The task of somebody else's app, on each rank of a gang: `hydra.launcher.ranks=2`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from hydra.core.utils import setup_globals
+from hydra.types import TaskFunction
+from omegaconf import DictConfig
+
+
+def on_ranks(task: TaskFunction, ranks: int) -> Callable[[DictConfig], Any]:
+    """Return a task function that runs `task` on each rank of a gang, inside its process group.
+
+    Args:
+        task: finds RANK, WORLD_SIZE and so on in the environment, and `torch.distributed` initialised.
+        ranks: how many.
+
+    Returns:
+        A function of the config that returns what rank 0 returned: None, a number, a text, a tensor, or a list or
+        dict of such.
+    """
+
+    def run(cfg: DictConfig) -> Any:
+        from ddp_hydra import cluster
+        from ddp_hydra.dispatch import Gang
+        from ddp_hydra.writers import ResultsHandler, default_writers
+
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        call = cloudpickle.dumps((task, cfg, HydraConfig.instance().cfg, Singleton.get_state()))
+        with cluster.connect(DictConfig({})) as client:
+            gang = Gang(client, ranks, name="task", sweep=cluster.sweep())
+            with ResultsHandler(default_writers(folder, gang.fetch, tensorboard=False)) as handler:
+                gang.on_record = handler.handle
+                return gang.run("ddp_hydra.sweep.foreign:perform", call, sys.path)[0]
+
+    return run
+
+
+def perform(call: bytes, path: list[str]) -> Any:
+    """Run the task; called on a rank.
+
+    Args:
+        call: what `on_ranks` has pickled.
+        path: where the app's modules are.
+    """
+    sys.path += [folder for folder in path if folder not in sys.path]
+    task, cfg, hydra_cfg, state = cloudpickle.loads(call)
+    setup_globals()
+    Singleton.set_state(state)
+    HydraConfig.instance().cfg = hydra_cfg
+    return task(cfg)

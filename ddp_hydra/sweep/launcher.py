@@ -1,0 +1,76 @@
+"""What Hydra calls to run the jobs of a sweep. Every Hydra app imports this, so it imports little."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn, configure_log, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from ddp_hydra.sweep.loop import Sweep
+
+
+_open: list[GangLauncher] = []
+
+
+@atexit.register
+def close_all() -> None:
+    """Take down the clusters of sweeps. Hydra does not say when one is over: at the latest, when the program is."""
+    for launcher in list(_open):
+        launcher.close()
+
+
+class GangLauncher(Launcher):
+    """Run each composed config as a job on Dask.
+
+    Args:
+        resume: folder of an earlier sweep to go on with; None for `hydra.sweep.dir`.
+        settings: see `loop.Settings`.
+    """
+
+    def __init__(self, resume: str | None = None, **settings: Any) -> None:
+        self.resume, self.settings = resume, settings
+        self.sweep: Sweep | None = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Called by Hydra before the first batch."""
+        self.context, self.task, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run one batch of jobs.
+
+        Args:
+            job_overrides: the overrides of each job.
+            initial_job_idx: number of the first.
+
+        Returns:
+            One result per job, in order; a failed one raises when its value is read.
+        """
+        from ddp_hydra.sweep.loop import Settings, Sweep
+
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        if self.sweep is None:
+            folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            settings, resumes = Settings(**self.settings), self.resume is not None
+            self.sweep = Sweep(folder, settings, self.context, self.task, self.config, resumes)
+            _open.append(self)
+        try:
+            return self.sweep.run(job_overrides, initial_job_idx)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take down the cluster of this sweep."""
+        sweep, self.sweep = self.sweep, None
+        if sweep is not None:
+            _open.remove(self)
+            sweep.close()

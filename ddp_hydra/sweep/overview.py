@@ -1,0 +1,211 @@
+"""The files that say how a sweep stands: sweep.json to resume it from, sweep.csv and sweep.md to read.
+
+And the columns of TensorBoard's HParams tab, once there are curves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.tables import csv_text, markdown_text
+from ddp_hydra.writers.disk import part_of, remove_parts, write_atomic, writing
+
+log = logging.getLogger(__name__)
+_VERSION = 1
+_REST = 20
+"""Writing takes at most one part in so many of the time, as long as no job begins or ends."""
+_MAX_WAIT_S = 5.0
+_WHAT_TO_DO = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
+
+
+class Overview:
+    """Keep the files of a sweep up to date.
+
+    A disk that is full or away does not end the sweep: that is said once, and later calls try again.
+
+    Args:
+        folder: of the sweep; made if it is missing.
+        objective: what jobs are compared by, if anything.
+    """
+
+    def __init__(self, folder: Path, objective: Objective | None) -> None:
+        self.folder, self.objective = folder, objective
+        self._written: dict[str, object] = {}
+        self._states: list[tuple[int, State]] | None = None
+        self._wait_until = 0.0
+        self._warned = False
+
+    def write(self, rows: Sequence[Row], now: bool = False) -> None:
+        """Write what changed: at once where a job began or ended, else every now and then.
+
+        Args:
+            rows: all jobs of the sweep.
+            now: do not wait.
+        """
+        begin = time.monotonic()
+        states = [(row.number, row.state) for row in rows]
+        if states == self._states and begin < self._wait_until and not now:
+            return
+        try:
+            if self._states is None:
+                self._open()
+            self._update("sweep.json", json_text(rows, self.objective), write_atomic)
+            self._update("sweep.csv", csv_text(rows, self.objective), _replace)
+            self._update("sweep.md", markdown_text(rows, self.objective), _replace)
+            self._update_columns(rows)
+            self._states = states
+        except RecordError as error:
+            if not self._warned:
+                log.warning("the sweep goes on, but its overview is out of date: %s", error)
+            self._warned = True
+        end = time.monotonic()
+        self._wait_until = end + min(_MAX_WAIT_S, _REST * (end - begin))
+
+    def _open(self) -> None:
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            remove_parts(self.folder)
+
+    def _update(self, name: str, text: str, write: Callable[[Path, bytes], None]) -> None:
+        if self._written.get(name) != text:
+            write(self.folder / name, text.encode(errors="replace"))
+            self._written[name] = text
+
+    def _update_columns(self, rows: Sequence[Row]) -> None:
+        """Of the HParams tab: TensorBoard sticks to what it reads first, so they wait for the metrics' names."""
+        names = {name for row in rows for name in row.metrics}
+        wanted = self._metric_names(names), [row.overrides for row in rows]
+        if not names or self._written.get("columns") == wanted:
+            return
+        if any((Path(row.folder) / "tensorboard").is_dir() for row in rows if row.metrics):
+            from ddp_hydra.writers import hparams
+
+            hparams.write_experiment(self.folder, wanted[1], wanted[0])
+            self._written["columns"] = wanted[0], [list(overrides) for overrides in wanted[1]]
+
+    def _metric_names(self, names: set[str]) -> list[str]:
+        """The objective, then the other losses and accuracies; all metrics where none is called so."""
+        first = {self.objective.metric: None} if self.objective else {}
+        others = sorted(name for name in names if name.startswith(("val/", "train/"))) or sorted(names)
+        return list(first | dict.fromkeys(others))
+
+
+def json_text(rows: Iterable[Row], objective: Objective | None) -> str:
+    """All that is known, a line a job."""
+    lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(Row)}) for row in rows)
+    head = f'"version": {_VERSION}, "objective": {_strict(vars(objective) if objective else None)}'
+    return f'{{{head}, "jobs": [\n{lines}\n]}}\n'
+
+
+def read(folder: Path) -> list[Row]:
+    """Read the jobs of a sweep from its sweep.json; none where there is no such file.
+
+    Raises:
+        ConfigError: it is not what `Overview` writes.
+    """
+    path = folder / "sweep.json"
+    try:
+        content = json.loads(path.read_bytes().decode(), parse_constant=_no_constant)
+        if not isinstance(content, dict) or content.get("version") != _VERSION or isinstance(content["version"], bool):
+            raise ValueError(f"it has no version {_VERSION}")
+        jobs = content.get("jobs")
+        if not isinstance(jobs, list):
+            raise ValueError("it has no list of jobs")
+        rows = [_row(job, place) for place, job in enumerate(jobs)]
+        if len({row.number for row in rows}) < len(rows):
+            raise ValueError("two jobs have the same number")
+        return rows
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {_WHAT_TO_DO}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not what a sweep writes ({error}): {_WHAT_TO_DO}") from None
+
+
+def _row(job: object, place: int) -> Row:
+    if not isinstance(job, dict):
+        raise ValueError(f"job {place} in it is {job!r:.60}")
+    for name, kind in _KINDS.items():
+        words, is_good = _CHECKS[kind.removesuffix("?")]
+        if name not in job:
+            raise ValueError(f"job {place} in it has no {name}")
+        if not (is_good(job[name]) or (job[name] is None and kind.endswith("?"))):
+            raise ValueError(f"{name} of job {place} in it is {job[name]!r:.60}, not {words}")
+    values = {name: job[name] for name in _KINDS}
+    for name, kind in _KINDS.items():
+        if kind.startswith("number") and values[name] is not None:
+            values[name] = float(values[name])
+    values["metrics"] = {name: None if value is None else float(value) for name, value in values["metrics"].items()}
+    return Row(**values | {"state": State(values["state"])})
+
+
+def _is_number(value: object) -> bool:
+    with contextlib.suppress(OverflowError):
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return False
+
+
+def _is_returned(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_returned, value))
+    return value is None or isinstance(value, (str, bool, int, float))
+
+
+_KINDS = {
+    "number": "count", "overrides": "texts", "folder": "text", "state": "state", "objective": "number?",
+    "metrics": "metrics", "step": "count?", "total_steps": "count?", "epoch": "number?", "epochs": "number?",
+    "workers": "count", "wall_s": "number", "eta_s": "number?", "message": "text", "value": "returned",
+}  # fmt: skip
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "count": ("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
+    "number": ("a number", _is_number),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "texts": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
+    "state": (f"one of {', '.join(State.__members__)}", lambda value: value in list(State.__members__)),
+    "metrics": (
+        "a table of numbers",
+        lambda value: isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values()),
+    ),
+    "returned": ("a number, a text, or a list of such", _is_returned),
+}
+
+
+def _strict(value: object) -> str:
+    return json.dumps(_finite(value), allow_nan=False, default=str)
+
+
+def _finite(value: object) -> object:
+    """With null for what JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value.value if isinstance(value, State) else value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all, but without the wait for the disk: this can be written anew from sweep.json."""
+    part = part_of(path)
+    with writing(path):
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""A sweep as a table: for spreadsheets, and for people."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
+from ddp_hydra.writers.plain import plain
+
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
+_MARKUP = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")
+_MAX_MESSAGE = 300
+
+
+def csv_text(rows: Sequence[Row], objective: Objective | None) -> str:
+    """A line a job, best first, for a spreadsheet."""
+    overrides = swept(rows)
+    keys = _keys(overrides.values())
+    first = [objective.metric] if objective else []
+    metrics = sorted({name for row in rows for name in row.metrics}.difference(first))
+    head = ["number", "state", *keys, *first, *metrics, "steps", "workers", "wall_s", "folder", "message"]
+    target = io.StringIO()
+    table = csv.writer(target, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    table.writerow(map(_cell, head))
+    for row in best_first(rows, objective):
+        values = [overrides[row.number].get(key) for key in keys]
+        numbers = [row.objective] * len(first) + [row.metrics.get(name) for name in metrics]
+        rest = [row.step, row.workers, round(row.wall_s, 3), row.folder, row.message]
+        table.writerow(map(_cell, [row.number, row.state.value, *values, *numbers, *rest]))
+    return target.getvalue()
+
+
+def markdown_text(rows: Sequence[Row], objective: Objective | None) -> str:
+    """A heading with counts, and a table of what matters, best first."""
+    overrides = swept(rows)
+    keys = _keys(overrides.values())
+    metrics = [objective.metric] if objective else []
+    head = ["job", "state", *keys, *metrics, "steps", "time", "message"]
+    kinds = ["--:", ":--", *(":--" for _ in keys), *("--:" for _ in metrics), "--:", "--:", ":--"]
+    lines = [f"# Sweep of {counted(rows)}", ""]
+    if objective:
+        better = "higher" if objective.maximize else "lower"
+        lines += [f"Best first by {_markup(objective.metric)}: {better} is better.", ""]
+    lines += [_line(map(_markup, head)), _line(kinds)]
+    ordered = best_first(rows, objective)
+    best = next((row for row in ordered if row.objective is not None and math.isfinite(row.objective)), None)
+    for row in ordered:
+        number = "" if row.objective is None or not math.isfinite(row.objective) else f"{row.objective:.5g}"
+        if row is best and objective and row.state is not State.failed:
+            number = f"**{number}**"
+        steps = "" if row.step is None else f"{row.step}"
+        if row.total_steps and row.state is not State.done:
+            steps = f"{row.step or 0}/{row.total_steps}"
+        values = [_markup(overrides[row.number].get(key, "")) for key in keys]
+        message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
+        took = _clock(row.wall_s) if row.wall_s and math.isfinite(row.wall_s) else ""
+        lines.append(_line([str(row.number), row.state.value, *values, *[number] * len(metrics), steps, took, message]))
+    return "\n".join(lines) + "\n"
+
+
+def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(key for values in overrides for key in values))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(plain(text).split())
+
+
+def _cell(value: object) -> object:
+    """What a spreadsheet takes neither for a formula nor for more than one line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if not isinstance(value, str):
+        return value
+    text = _one_line(value)
+    return f"'{text}" if text.startswith(_FORMULA) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII) is not None
+
+
+def _markup(text: str) -> str:
+    """As it is, whatever Markdown would make of it."""
+    return _MARKUP.sub(r"\\\g<0>", _one_line(text))
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"

@@ -1,0 +1,193 @@
+"""What TensorBoard's HParams tab knows of a job, and of a sweep.
+
+The tab wants a session start and a session end in the folder of a job's curves, and, in the folder above, an
+experiment: the columns of its table. Each is a file of its own, named `….hparams`: TensorBoard believes the first
+session of a folder, so a job that runs again in its old folder takes the old ones away.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import (
+    DATA_TYPE_BOOL,
+    DATA_TYPE_FLOAT64,
+    DATA_TYPE_STRING,
+    STATUS_FAILURE,
+    STATUS_SUCCESS,
+    STATUS_UNKNOWN,
+    Experiment,
+    HParamInfo,
+    MetricInfo,
+    MetricName,
+)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+
+from ddp_hydra.errors import RecordError
+from ddp_hydra.writers.disk import place, write_atomic, writing
+from ddp_hydra.writers.tensorboard import encoded, file_name
+
+log = logging.getLogger(__name__)
+
+Value = bool | float | str
+_MAX_BOXES = 12
+_NO_HPARAMS = {"resume", "dry_run", "fault", "faults", "results", "hydra"}
+_SECRET = {
+    "auth", "authorization", "cookie", "credential", "credentials", "key", "passphrase", "passwd", "password", "pw",
+    "pwd", "secret", "signature", "token",
+}  # fmt: skip
+
+
+def values(overrides: Iterable[str]) -> dict[str, Value]:
+    """What tells a job from others: each key that was given, with its value.
+
+    Numbers and booleans are such, everything else is text as it was typed: a group's option, a list, an interpolation
+    (what that stands for may be a secret). Left out are keys and addresses that look like holding a secret, and keys
+    that do not make another job.
+
+    Args:
+        overrides: of the command line. What Hydra cannot read is left out.
+    """
+    parser = OverridesParser.create()
+    found: dict[str, Value] = {}
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            continue
+        name = override.key_or_group + (f"@{override.package}" if override.package else "")
+        if override.is_delete() or re.split("[./]", name)[0] in _NO_HPARAMS or _is_secret(name, override.value()):
+            continue
+        found[_utf8(name)] = _value(override, text.partition("=")[2])
+    return found
+
+
+@contextmanager
+def session(run_dir: Path, overrides: Iterable[str]) -> Iterator[None]:
+    """Show a job in the HParams tab: what it was given, when it began and ended, and whether it succeeded.
+
+    One that is interrupted ends with an unknown status. Where this cannot be written, the job goes on without.
+
+    Args:
+        run_dir: of the job.
+        overrides: of the command line; none: it is not shown.
+    """
+    given = values(overrides)
+    _forget(run_dir / "tensorboard")
+    if not given:
+        yield
+        return
+    start = SessionStartInfo(start_time_secs=time.time())
+    for name, value in given.items():
+        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
+        setattr(start.hparams[name], kind, value)
+    _put(run_dir, metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start))
+    status = STATUS_FAILURE
+    try:
+        yield
+        status = STATUS_SUCCESS
+    except KeyboardInterrupt:
+        status = STATUS_UNKNOWN
+        raise
+    finally:
+        end = SessionEndInfo(status=status, end_time_secs=time.time())
+        _put(run_dir, metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end))
+
+
+def write_experiment(folder: Path, jobs: Iterable[Iterable[str]], metrics: Iterable[str]) -> None:
+    """Name the columns of the HParams tab, for `tensorboard --logdir <folder>`: what differs between the jobs.
+
+    Without this, the tab has a column for every override and every metric, by name.
+
+    Args:
+        folder: of a sweep.
+        jobs: the overrides of each.
+        metrics: to be shown, in this order.
+    """
+    given = [values(overrides) for overrides in jobs]
+    columns = {name: [job.get(name) for job in given] for name in dict.fromkeys(name for job in given for name in job)}
+    experiment = Experiment(time_created_secs=time.time())
+    for name, column in columns.items():
+        if len(given) == 1 or any(value != column[0] for value in column):
+            experiment.hparam_infos.append(_info(name, column))
+    experiment.metric_infos.extend(MetricInfo(name=MetricName(tag=_utf8(name))) for name in metrics)
+    _forget(folder)
+    _put(folder, metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment), below=".")
+
+
+def _value(override: Override, typed: str) -> Value:
+    value = override.value()
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)) and abs(value) < 1e300 and not math.isnan(value):  # JSON has no word for those
+        return float(value)
+    return _utf8(_bare(value if isinstance(value, str) else typed))
+
+
+def _is_secret(name: str, value: object) -> bool:
+    return any(map(_named_secret, name.split("@"))) or _holds_secret(value)
+
+
+def _named_secret(name: str) -> bool:
+    words = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
+    return not _SECRET.isdisjoint(re.split("[^a-z]+", words)) or "apikey" in words or "password" in words
+
+
+def _holds_secret(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(_named_secret(str(key)) or _holds_secret(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(_holds_secret(inner) for inner in value)
+
+
+def _bare(text: str) -> str:
+    """Without what an address may hold of secrets: user and password, and the query of a signed one."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", re.sub(r"(://[^?\s]*)\?[^\s'\",\]}]*", r"\1", text))
+
+
+def _info(name: str, column: Iterable[Value | None]) -> HParamInfo:
+    """A column; where it has few values, of one type, a box to tick for each."""
+    found = dict.fromkeys(value for value in column if value is not None)
+    kinds = {type(value) for value in found}
+    data_type = DATA_TYPE_BOOL if kinds == {bool} else DATA_TYPE_FLOAT64 if kinds == {float} else DATA_TYPE_STRING
+    info = HParamInfo(name=name, type=data_type, differs=True)
+    if len(kinds) == 1 and len(found) <= _MAX_BOXES:
+        info.domain_discrete.extend(sorted(found))
+    return info
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
+def _put(folder: Path, tag: str, data: HParamsPluginData, below: str = "tensorboard") -> None:
+    summary_metadata = metadata.create_summary_metadata(data)
+    summary = Summary(value=[Summary.Value(tag=tag, metadata=summary_metadata, tensor=metadata.NULL_TENSOR)])
+    events = Event(file_version="brain.Event:2"), Event(summary=summary)
+    for event in events:
+        event.wall_time = time.time()
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(place(folder, f"{below}/{file_name()}.hparams"), b"".join(map(encoded, events)))
+    except RecordError as error:
+        log.warning("TensorBoard's HParams tab goes without %s: %s", folder, error)
+
+
+def _forget(folder: Path) -> None:
+    try:
+        for old in folder.glob("events.out.tfevents.*.hparams"):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("TensorBoard may show what is past: %s", error)

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep import overview
+from ddp_hydra.sweep.overview import Overview, json_text, read
+from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.tables import csv_text, markdown_text
+from ddp_hydra.writers import hparams
+
+ACCURACY = Objective("val/accuracy", maximize=True)
+
+
+def job(number: int, *overrides: str, **changes: Any) -> Row:
+    given = {"overrides": list(overrides) or [f"optimizer.lr={number}"], "folder": f"multirun/{number}"}
+    return Row(number, **given | changes)
+
+
+def done(number: int, objective: float, *overrides: str, **changes: Any) -> Row:
+    metrics = {"val/accuracy": objective, "train/loss": 1 - objective}
+    return job(number, *overrides, state=State.done, objective=objective, metrics=metrics, step=100, **changes)
+
+
+ROWS = [
+    done(0, 0.5, "optimizer.lr=0.1", "model=a", "seed=1", wall_s=61.25, workers=2),
+    done(1, 0.75, "optimizer.lr=0.01", "model=a", "seed=1", wall_s=3725.0),
+    job(2, "optimizer.lr=9", "model=a|b", "seed=1", state=State.failed, step=3, message="no\n*sense* | at <all>"),
+    job(3, "optimizer.lr=1", "model=a", "seed=1", state=State.running, step=5, total_steps=100, workers=1),
+    job(4, "optimizer.lr=2", "model=a", "seed=1"),
+]
+
+
+def table(text: str) -> list[list[str]]:
+    return list(csv.reader(text.splitlines()))
+
+
+def cells(text: str) -> list[list[str]]:
+    """What a reader of the Markdown sees, row by row."""
+    html = MarkdownIt().enable("table").render(text)
+    plain = [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", html, re.DOTALL)]
+    width = len(re.findall("<th", html)) - len(re.findall("<thead", html))
+    unescaped = [
+        cell.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&") for cell in plain
+    ]
+    return [unescaped[start : start + width] for start in range(0, len(unescaped), width)]
+
+
+# -- sweep.json --------------------------------------------------------------------------------------------
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**70)
+returned = st.recursive(
+    st.none() | st.booleans() | counts | numbers | st.text(), lambda inner: st.lists(inner, max_size=3)
+)
+texts = st.text(st.characters())
+rows = st.builds(
+    Row,
+    number=counts,
+    overrides=st.lists(texts, max_size=3),
+    folder=texts,
+    state=st.sampled_from(State),
+    objective=st.none() | numbers,
+    metrics=st.dictionaries(texts, st.none() | numbers, max_size=3),
+    step=st.none() | counts,
+    total_steps=st.none() | counts,
+    epoch=st.none() | numbers,
+    epochs=st.none() | numbers,
+    workers=counts,
+    wall_s=numbers,
+    eta_s=st.none() | numbers,
+    message=texts,
+    value=returned,
+)
+
+
+@settings(deadline=None)
+@given(st.lists(rows, max_size=3, unique_by=lambda row: row.number))
+def test_what_was_written_is_read(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("sweep")
+    Overview(folder, ACCURACY).write(rows)
+    assert read(folder) == rows
+    assert {path.name for path in folder.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
+
+
+def test_no_file_no_jobs(tmp_path):
+    assert read(tmp_path) == read(tmp_path / "none") == []
+
+
+def test_json_has_no_word_for_nan(tmp_path):
+    odd = done(0, math.nan, value=[math.inf, (1, math.nan)], wall_s=1.0, eta_s=math.inf)
+    Overview(tmp_path, None).write([odd])
+    text = (tmp_path / "sweep.json").read_text()
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert content["objective"] is None
+    (row,) = read(tmp_path)
+    assert (row.objective, row.metrics["val/accuracy"], row.value, row.eta_s) == (None, None, [None, [1, None]], None)
+
+
+def test_the_objective_is_in_it():
+    assert json.loads(json_text([], ACCURACY))["objective"] == {"metric": "val/accuracy", "maximize": True}
+
+
+GOOD = json.loads(json_text([done(0, 0.5)], ACCURACY))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"number": -1}, "number of job 0 in it is -1, not a whole number of at least 0"),
+        ({"number": True}, "number of job 0 in it is True"),
+        ({"number": None}, "number of job 0 in it is None"),
+        ({"overrides": "a=1"}, "not a list of texts"),
+        ({"overrides": [1]}, "not a list of texts"),
+        ({"folder": 1}, "folder of job 0 in it is 1, not a text"),
+        (
+            {"state": "asleep"},
+            "state of job 0 in it is 'asleep', not one of queued, running, done, failed, interrupted",
+        ),
+        ({"state": ["done"]}, "state of job 0"),
+        ({"objective": "0.5"}, "objective of job 0 in it is '0.5', not a number"),
+        ({"objective": 10**400}, "objective of job 0"),
+        ({"metrics": []}, "not a table of numbers"),
+        ({"metrics": {"a": "b"}}, "not a table of numbers"),
+        ({"step": 1.5}, "step of job 0 in it is 1.5"),
+        ({"wall_s": None}, "wall_s of job 0 in it is None, not a number"),
+        ({"wall_s": False}, "wall_s of job 0"),
+        ({"message": None}, "message of job 0"),
+        ({"value": {"a": 1}}, "value of job 0 in it is {'a': 1}, not a number, a text, or a list of such"),
+    ],
+)
+def test_a_job_that_is_none_is_refused(tmp_path, changes, words):
+    (tmp_path / "sweep.json").write_text(json.dumps(GOOD | {"jobs": [GOOD["jobs"][0] | changes]}))
+    with pytest.raises(ConfigError, match=re.escape(words)) as error:
+        read(tmp_path)
+    assert str(tmp_path / "sweep.json") in str(error.value)
+    assert "hydra.sweep.dir=<folder>" in str(error.value)
+
+
+@pytest.mark.parametrize("key", GOOD["jobs"][0])
+def test_a_job_with_a_missing_key_is_refused(tmp_path, key):
+    rest = {name: value for name, value in GOOD["jobs"][0].items() if name != key}
+    (tmp_path / "sweep.json").write_text(json.dumps(GOOD | {"jobs": [rest]}))
+    with pytest.raises(ConfigError, match=f"job 0 in it has no {key}"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}',
+        b'{"version": true, "jobs": []}',
+        b'{"version": 2, "jobs": []}', b'{"version": 1, "jobs": {}}', b'{"version": 1, "jobs": [1]}',
+        json.dumps(GOOD | {"jobs": GOOD["jobs"] * 2}).encode(), json.dumps(GOOD).replace("0.5", "NaN").encode(),
+        json.dumps(GOOD).replace("0.5", "1e999").encode(), json.dumps(GOOD).replace("0.5", "9" * 5000).encode(),
+    ],
+    ids=lambda content: content[:30].decode(errors="replace"),
+)  # fmt: skip
+def test_any_other_file_is_refused(tmp_path, content):
+    (tmp_path / "sweep.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"sweep\.json is not what a sweep writes \(.+\): move it away"):
+        read(tmp_path)
+
+
+def test_a_folder_in_its_place_is_refused(tmp_path):
+    (tmp_path / "sweep.json").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path)
+
+
+def test_what_a_newer_version_adds_does_not_matter(tmp_path):
+    (tmp_path / "sweep.json").write_text(json.dumps(GOOD | {"more": 1, "jobs": [GOOD["jobs"][0] | {"more": 1}]}))
+    assert read(tmp_path) == [done(0, 0.5)]
+
+
+# -- sweep.csv ---------------------------------------------------------------------------------------------
+
+
+def test_the_csv_has_a_line_a_job_best_first():
+    assert table(csv_text(ROWS, ACCURACY)) == [
+        [
+            "number", "state", "optimizer.lr", "model", "val/accuracy", "train/loss", "steps", "workers", "wall_s",
+            "folder", "message",
+        ],
+        ["1", "done", "0.01", "a", "0.75", "0.25", "100", "0", "3725.0", "multirun/1", ""],
+        ["0", "done", "0.1", "a", "0.5", "0.5", "100", "2", "61.25", "multirun/0", ""],
+        ["3", "running", "1", "a", "", "", "5", "1", "0.0", "multirun/3", ""],
+        ["4", "queued", "2", "a", "", "", "", "0", "0.0", "multirun/4", ""],
+        ["2", "failed", "9", "a|b", "", "", "3", "0", "0.0", "multirun/2", "no *sense* | at <all>"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+cmd|x", "-2+3", "@SUM(A1)", "\t=1", " =1", "\x00=1", "\uff1d1", "\r\n=1"])
+def test_no_cell_is_a_formula(text):
+    rows = [job(0, f"a={text}", message=text), job(1, "a=1", metrics={text: 1.0}, folder=text)]
+    for line in table(csv_text(rows, None)):
+        assert not [cell for cell in line if re.match(r"\s*[=+\-@\uff1d]", cell)]
+
+
+def test_negative_numbers_stay_numbers():
+    lines = table(csv_text([job(0, "a=-1"), job(1, "a=+2.5e-3"), job(2, "a=-1-1")], None))
+    assert [line[2] for line in lines] == ["a", "-1", "+2.5e-3", "'-1-1"]
+
+
+@given(st.lists(rows, min_size=1, max_size=3, unique_by=lambda row: row.number), st.sampled_from([ACCURACY, None]))
+def test_each_job_is_one_line_of_each_table(rows, objective):
+    text = csv_text(rows, objective)
+    assert len(text.splitlines()) == len(rows) + 1
+    assert len({len(line) for line in table(text)}) == 1
+    markdown = markdown_text(rows, objective)
+    assert len([line for line in markdown.split("\n") if line.startswith("|")]) == len(rows) + 2
+    markdown.encode(), text.encode()
+
+
+# -- sweep.md ----------------------------------------------------------------------------------------------
+
+
+def test_the_markdown_is_a_table_best_first():
+    text = markdown_text(ROWS, ACCURACY)
+    assert text.startswith(
+        "# Sweep of 5 jobs: 2 done, 1 failed, 1 running, 1 queued\n\nBest first by val/accuracy: higher"
+    )
+    assert cells(text) == [
+        ["job", "state", "optimizer.lr", "model", "val/accuracy", "steps", "time", "message"],
+        ["1", "done", "0.01", "a", "0.75", "100", "1:02:05", ""],
+        ["0", "done", "0.1", "a", "0.5", "100", "0:01:01", ""],
+        ["3", "running", "1", "a", "", "5/100", "", ""],
+        ["4", "queued", "2", "a", "", "", "", ""],
+        ["2", "failed", "9", "a|b", "", "3", "", "no *sense* | at <all>"],
+    ]
+    assert text.count("**") == 2
+
+
+@given(st.text(st.sampled_from("|\\`*_[]<>&~$#!a1 \n-=.:;()'\"")))
+def test_the_markdown_shows_what_was_said(text):
+    shown = cells(markdown_text([job(0, "a=1", message=text), job(1, "a=2")], None))
+    assert shown[1][-1].split() == text.split()
+
+
+def test_one_job_alone_shows_all_that_was_given():
+    assert cells(markdown_text([done(0, 0.5, "a=1", "b=2")], ACCURACY))[0][2:4] == ["a", "b"]
+
+
+def test_a_long_message_is_cut():
+    assert len(cells(markdown_text([job(0, message="word " * 1000)], None))[1][-1]) <= 300
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+def test_changes_on_the_way_are_written_now_and_then_ends_at_once(tmp_path, monkeypatch):
+    rows = [job(number, state=State.running, step=0) for number in range(500)]
+    made = Overview(tmp_path / "new" / "sweep", ACCURACY)
+    made.write(rows)
+    monkeypatch.setattr(overview, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(overview, "_REST", 1e9)
+    made.write(rows, now=True)
+    begin = time.monotonic()
+    for step in range(1000):
+        rows[0].step = step
+        made.write(rows)
+    assert time.monotonic() - begin < 2
+    assert read(made.folder)[0].step == 0
+    rows[1].state = State.done
+    made.write(rows)
+    assert read(made.folder) == rows
+    rows[0].step = 2000
+    made.write(rows, now=True)
+    assert read(made.folder) == rows
+
+
+def test_a_file_that_would_be_the_same_is_left(tmp_path):
+    made = Overview(tmp_path, ACCURACY)
+    made.write(ROWS)
+    before = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    made.write(ROWS, now=True)
+    assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == before
+
+
+def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog):
+    made = Overview(tmp_path, ACCURACY)
+    made.write(ROWS[:1])
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        write_bytes(path, content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    made.write(ROWS)
+    made.write(ROWS, now=True)
+    assert len(caplog.messages) == 1
+    assert "the sweep goes on" in caplog.text
+    assert "free some space" in caplog.text
+    assert read(tmp_path) == ROWS[:1]
+    monkeypatch.undo()
+    made.write(ROWS)
+    assert read(tmp_path) == ROWS
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
+
+
+def test_a_folder_that_cannot_be_made_ends_no_sweep(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    Overview(tmp_path / "file" / "sweep", ACCURACY).write(ROWS)
+    assert "the sweep goes on" in caplog.text
+
+
+def test_drafts_of_a_killed_sweep_are_removed(tmp_path):
+    (tmp_path / ".part-0123").write_text("half")
+    Overview(tmp_path, None).write(ROWS)
+    assert not list(tmp_path.glob(".part-*"))
+
+
+# -- the HParams tab ---------------------------------------------------------------------------------------
+
+
+def test_the_tab_gets_its_columns_once_there_are_curves(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
+    rows = [job(0, folder=str(tmp_path / "0")), job(1, folder=str(tmp_path / "1"))]
+    made = Overview(tmp_path, ACCURACY)
+    made.write(rows, now=True)
+    rows[0].metrics = {"lr": 1.0, "train/loss": 1.0}
+    made.write(rows, now=True)
+    assert calls == []
+    (tmp_path / "0" / "tensorboard").mkdir(parents=True)
+    for step in range(3):
+        rows[0].step = step
+        made.write(rows, now=True)
+    given = [row.overrides for row in rows]
+    assert calls == [(tmp_path, given, ["val/accuracy", "train/loss"])]
+    rows.append(job(2))
+    made.write(rows, now=True)
+    assert calls[1][1:] == ([*given, rows[2].overrides], ["val/accuracy", "train/loss"])
+
+
+def test_metrics_with_other_names_are_all_shown(tmp_path, monkeypatch):
+    (tmp_path / "tensorboard").mkdir()
+    calls = []
+    monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
+    Overview(tmp_path, None).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
+    assert calls[0][2] == ["a", "b"]
