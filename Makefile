@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENV14 ?= .venv-hydra14
+READY14 := $(VENV14)/.ready
 
-.PHONY: demo test test-fast check format clean
+.PHONY: demo test test-fast test-hydra14 check format clean
 
 demo: $(READY)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
@@ -14,6 +16,9 @@ test: $(READY)  ## all tests
 
 test-fast: $(READY)  ## the tests that start no processes
 	$(BIN)/python -m pytest -m "not integration"
+
+test-hydra14: $(READY14)  ## the tests that touch Hydra, with its next version
+	$(VENV14)/bin/python -m pytest $(TOUCHES_HYDRA)
 
 check: $(READY)  ## lint, format, types, spelling
 	$(BIN)/ruff check .
@@ -31,5 +36,12 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(READY)
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+$(READY14): pyproject.toml
+	test -x $(VENV14)/bin/python || $(PYTHON) -m venv $(VENV14)
+	$(VENV14)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(VENV14)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+		'hydra-core>=1.4.0rc3' 'hydra-optuna-sweeper>=1.4.0rc3'
+	touch $(READY14)
+
+clean:  ## remove the virtual environments and caches
+	rm -rf $(VENV) $(VENV14) .pytest_cache .ruff_cache .mypy_cache

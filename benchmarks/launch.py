@@ -15,6 +15,7 @@ from benchmarks.report import Figure, Goal
 from ddp_hydra import cluster, config, project
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.job import TRAIN
+from ddp_hydra.versions import VERSION_BASE
 
 RANKS = (2, 4)
 WARM = 3
@@ -76,7 +77,7 @@ def torchrun(ranks: int, stamp: Path) -> float:
 def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
     """From a dispatch to the first step, on a cluster that has run one gang before."""
     config.register()
-    with initialize_config_dir(str(commands.ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(commands.ROOT / "conf"), **VERSION_BASE):
         cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])
     plain: dict[str, Any] = config.plain(cfg)
     packed = project.pack(commands.ROOT)

@@ -16,7 +16,6 @@ The framework knows no model and no data set; it asks of a data set
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,29 +23,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, get_method, instantiate
+from hydra.utils import get_class, get_method
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.versions import instantiate
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a node of the config; what the class says of a bad argument is passed on as a ConfigError."""
-    with warnings.catch_warnings():
-        # Hydra 1.4 asks for a list of allowed targets; here they are the user's own, from the user's own config.
-        warnings.filterwarnings("ignore", message=".*whitelist.*")
-        try:
-            return instantiate(node, *args, **kwargs)
-        except InstantiationException as error:
-            cause = error.__cause__
-            if isinstance(cause, DdpHydraError):
-                raise cause from None
-            if cause is None or isinstance(cause, (ImportError, AttributeError)):
-                raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
-            if isinstance(cause, (OSError, ValueError, TypeError, LookupError)):
-                raise ConfigError(f"{node.get('_target_')}: {cause}") from error
-            raise
+    try:
+        return instantiate(node, *args, **kwargs)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, DdpHydraError):
+            raise cause from None
+        if cause is None or isinstance(cause, (ImportError, AttributeError)):
+            raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
+        if isinstance(cause, (OSError, ValueError, TypeError, LookupError)):
+            raise ConfigError(f"{node.get('_target_')}: {cause}") from error
+        raise
 
 
 def _last_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra import config, project
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.sweep import launcher
+from ddp_hydra.versions import VERSION_BASE
 
 INTERRUPTED = 130
 
@@ -48,10 +49,8 @@ def compose_and_run() -> None:
     sys.path.insert(0, str(root))
     config.register()
     sys.argv[1:] = with_faults(with_resumed_overrides(sys.argv[1:]))
-    # Hydra 1.3 wants to be told its version, 1.4 would rather not be.
-    version = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
     try:
-        hydra.main(config_path=str(root / "conf"), config_name="config", **version)(main)()
+        hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell launchers when a sweep is over
 

@@ -12,6 +12,7 @@ import dask
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.errors import ClusterError
+from ddp_hydra.versions import instantiate
 
 QUIET = {
     "logging.distributed": "warning",
@@ -39,6 +40,12 @@ def is_inline(cfg: DictConfig) -> bool:
 def is_local(cfg: DictConfig) -> bool:
     """Whether the workers will be children of this process, in its own environment."""
     return str(cfg.get("_target_", "")).rpartition(".")[2] in ("LocalCluster", "LocalCUDACluster")
+
+
+def load() -> None:
+    """Import Dask's distributed, which sets up its loggers at that moment: from warnings on."""
+    with dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
+        import distributed  # noqa: F401
 
 
 @contextmanager
@@ -78,9 +85,10 @@ class Scheduler:
         Raises:
             ClusterError: it does not answer.
         """
-        with dask.config.set(QUIET):
-            from distributed import Client
+        load()
+        from distributed import Client
 
+        with dask.config.set(QUIET):
             try:
                 return Client(self.address, security=self.security)
             except OSError as error:
@@ -113,17 +121,18 @@ def start(cfg: DictConfig, stack: ExitStack) -> Any:
 
         warm.hold()
         stack.callback(warm.release)
-    # Before the import, which sets up Dask's loggers.
+    load()
     stack.enter_context(dask.config.set(QUIET))
     from distributed import Client
-    from hydra.utils import instantiate
+    from hydra.errors import InstantiationException
 
     native = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OURS])
     try:
         cluster = stack.enter_context(instantiate(native))
         client = stack.enter_context(Client(cluster))
     except Exception as error:
-        raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {error}") from error
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {cause!r}") from error
     wait_for_workers(client, cfg.get("n_workers") or 1, cfg.get("wait_timeout_s", 60.0))
     return client
 

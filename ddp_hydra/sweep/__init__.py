@@ -9,6 +9,7 @@
     host         a cluster in such a process, for all jobs
     foreign      the task of somebody else's app, on each rank of a gang
     overview     sweep.json, sweep.csv, sweep.md, always up to date
+    tables       the last two of them
     display      the live table
     picture      sweep.png
 

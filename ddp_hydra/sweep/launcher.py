@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _open: list[GangLauncher] = []
 
 
-@atexit.register
 def close_all() -> None:
     """Take down the clusters of sweeps. Hydra does not say when one is over: at the latest, when the program is."""
     for launcher in list(_open):
@@ -62,6 +61,8 @@ class GangLauncher(Launcher):
             settings, resumes = Settings(**self.settings), self.resume is not None
             self.sweep = Sweep(folder, settings, self.context, self.task, self.config, resumes)
             _open.append(self)
+            atexit.unregister(close_all)
+            atexit.register(close_all)  # now, so that it comes before multiprocessing waits for its children
         try:
             return self.sweep.run(job_overrides, initial_job_idx)
         except BaseException:

@@ -24,6 +24,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from ddp_hydra import cluster
 from ddp_hydra.cluster import Scheduler
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted, SweepFailed
 from ddp_hydra.interrupts import Interrupts
@@ -218,8 +219,7 @@ class Sweep:
         if self.host is not None and (self.host.config != need.cluster or self.host.is_gone):
             self.close_host()
         if self.host is None and need.cluster:
-            import distributed  # noqa: F401, once for all the processes to come
-
+            cluster.load()  # once, for all the processes to come
             self.host = ClusterHost(need.cluster, self.name, self.folder / "cluster.log")
         if self.host is not None:
             self.host.wait()
@@ -273,7 +273,7 @@ class Sweep:
         if ended.state == State.done and ended.result is not None:
             row.value = plain_value(ended.result.return_value)
             if isinstance(row.value, float | int) and not isinstance(row.value, bool):
-                row.objective = float(row.value)
+                row.objective = row.metrics["value"] = float(row.value)
         if job.planned.is_ours:
             self.read_summary(job.planned)
         if ended.state == State.failed and self.settings.fail_fast and not self.stop_reason:
@@ -362,7 +362,7 @@ class Sweep:
 
     def show(self, last: bool = False) -> None:
         """Write the overview, and show it."""
-        self.overview.write(self.rows)
+        self.overview.write(self.rows, now=last)
         if not last:
             self.display.show(self.rows)
             return

@@ -12,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra.errors import RecordError
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
 from ddp_hydra.writers.disk import write_atomic
 from ddp_hydra.writers.plain import plain
@@ -26,6 +25,8 @@ _LOG_FROM = 100
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
 _MAX_LINE, _MAX_LETTERS, _MAX_WORDS = 12, 40, 18
 _NEARLY_FULL = 0.75
+_HUGE = 1e30
+"""From here on matplotlib gets into trouble, and so it does with what is as near to 0."""
 _STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
     "axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "axes.axisbelow": True,
@@ -55,13 +56,12 @@ def draw(rows: Sequence[Row], objective: Objective | None, path: Path) -> bool:
         return False
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font lacks
-        content = _png(rows, objective, keys)
-    try:
-        write_atomic(path, content)
-    except RecordError as error:
-        log.warning("there is no picture of the sweep: %s", error)
-        return False
-    return True
+        try:
+            write_atomic(path, _png(rows, objective, keys))
+            return True
+        except Exception as error:  # whatever matplotlib makes of it: a sweep does not end for its picture
+            log.warning("there is no picture of the sweep: %s", error)
+            return False
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _good(rows: Sequence[Row], objective: Objective) -> list[Row]:
 
 
 def _has_value(row: Row) -> bool:
-    return row.state != State.failed and row.objective is not None and math.isfinite(row.objective)
+    return row.state != State.failed and row.objective is not None and abs(row.objective) < _HUGE
 
 
 def _is_lost(row: Row) -> bool:
@@ -272,7 +272,7 @@ def _is_lost(row: Row) -> bool:
 
 def _value(row: Row) -> float:
     assert row.objective is not None
-    return row.objective
+    return row.objective if abs(row.objective) > 1 / _HUGE else 0.0
 
 
 def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
@@ -289,7 +289,7 @@ def _number(value: str | None) -> float | None:
         number = float(value or "")
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return number if number == 0 or 1 / _HUGE < abs(number) < _HUGE else None
 
 
 def _plainly(value: float, _: Any = None) -> str:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
+
+from ddp_hydra.versions import VERSION_BASE, instantiate
 
 CONF = str(Path(__file__).parents[2] / "conf")
 
 
 def read(name, *overrides):
-    with initialize_config_dir(CONF, version_base="1.3"):
+    with initialize_config_dir(CONF, **VERSION_BASE):
         return compose(name, overrides=["+seed=5", *overrides])
 
 

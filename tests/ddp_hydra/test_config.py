@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import config
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.versions import VERSION_BASE
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -27,7 +28,7 @@ OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.ya
 
 def composed(*overrides: str) -> DictConfig:
     config.register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         return compose("config", overrides=list(overrides))
 
 

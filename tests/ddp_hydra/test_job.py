@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ddp_hydra import job as jobs
 from ddp_hydra.config import Config, plain
@@ -285,6 +289,23 @@ def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned
         jobs.run(config(), tmp_path)
     summary = summary_of(tmp_path)
     assert (summary["status"], summary["failure"]["kind"], summary["steps"]) == ("failed", "RecordError", 7)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("", STATUS_SUCCESS), ("time_limit", STATUS_UNKNOWN)])
+def test_a_job_shows_in_tensorboard_what_it_was_given_and_how_it_ended(reason, status, returned, tmp_path):
+    returned["interrupted"] = reason
+    with contextlib.suppress(Interrupted):
+        jobs.run(config(), tmp_path, ["optimizer.lr=0.5"])
+    start, end = [
+        HParamsPluginData.FromString(event.summary.value[0].metadata.plugin_data.content)
+        for path in sorted((tmp_path / "tensorboard").glob("*.hparams"))
+        for event in EventFileLoader(str(path)).Load()
+        if event.HasField("summary")
+    ]
+    assert {name: value.number_value for name, value in start.session_start_info.hparams.items()} == {
+        "optimizer.lr": 0.5
+    }
+    assert end.session_end_info.status == status
 
 
 # -- the summary -------------------------------------------------------------------------------------------

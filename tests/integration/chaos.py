@@ -32,6 +32,7 @@ from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import DdpHydraError, RankFailed
 from ddp_hydra.outcome import Failure
 from ddp_hydra.results import Record
+from ddp_hydra.versions import VERSION_BASE
 from tests.integration.conftest import wait_for
 
 SETTINGS = (
@@ -134,7 +135,7 @@ class Story:
 def composed(project: Path, *overrides: str) -> DictConfig:
     """The config of a job."""
     config.register()
-    with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
         return compose("config", [*SETTINGS, *overrides])
 
 

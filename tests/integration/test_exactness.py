@@ -17,6 +17,7 @@ from ddp_hydra import config
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.project import pack
 from ddp_hydra.results import Record
+from ddp_hydra.versions import VERSION_BASE
 from ddp_hydra.writers import ResultsHandler, default_writers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
@@ -55,7 +56,7 @@ def train(project, tmp_path) -> Callable[..., Trained]:
 
     def run(client: Any, name: str, *overrides: str, ranks: int = 2, resume: Path | None = None) -> Trained:
         config.register()
-        with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+        with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
             plain = config.plain(compose("config", [*TINY, *overrides]))
         files = {"resume": resume} if resume else {}
         gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files=files)

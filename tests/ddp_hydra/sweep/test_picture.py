@@ -14,7 +14,7 @@ from PIL import Image
 
 from ddp_hydra.sweep import picture
 from ddp_hydra.sweep.picture import Scale, draw
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import Objective, Row, State, swept
 
 ACCURACY = Objective("val/accuracy", maximize=True)
 LOSS = Objective("val/loss", maximize=False)
@@ -147,6 +147,12 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
     assert "there is no picture of the sweep: cannot write" in caplog.text
 
 
+def test_a_picture_that_fails_ends_no_sweep(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(picture, "_png", lambda *_: 1 / 0)
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "sweep.png")
+    assert "there is no picture of the sweep: division by zero" in caplog.text
+
+
 def test_matplotlib_is_imported_only_to_draw():
     code = "import sys; from ddp_hydra.sweep import picture; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -165,8 +171,11 @@ def test_any_values_can_be_drawn(tmp_path_factory, data):
         for number, value in enumerate(data.draw(st.lists(numbers, max_size=6)))
     ]
     objective = Objective("$loss", data.draw(st.booleans()))
-    drawn = draw(rows, objective, path)
-    assert drawn == path.exists()
+    keys = {key for given in swept(rows).values() for key in given}
+    has_values = any(
+        row.state != State.failed and abs(math.inf if row.objective is None else row.objective) < 1e30 for row in rows
+    )
+    assert draw(rows, objective, path) == path.exists() == (len(rows) > 1 and bool(keys) and has_values)
 
 
 @pytest.mark.parametrize(
