@@ -124,14 +124,15 @@ def start(cfg: DictConfig, stack: ExitStack) -> Any:
     load()
     stack.enter_context(dask.config.set(QUIET))
     from distributed import Client
-    from hydra.errors import InstantiationException
 
     native = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OURS])
     try:
         cluster = stack.enter_context(instantiate(native))
         client = stack.enter_context(Client(cluster))
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Hydra and Dask wrap what has happened
+            cause = cause.__cause__
         raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {cause!r}") from error
     wait_for_workers(client, cfg.get("n_workers") or 1, cfg.get("wait_timeout_s", 60.0))
     return client

@@ -1,6 +1,7 @@
 """Many jobs: what our Hydra launcher does for a sweep.
 
     launcher     what Hydra calls: plan, run, return
+    settings     what it is told by hydra.launcher
     plan         which jobs, of what need, in which folders, and which of them are done already
     rows         what is known of each job
     loop         starts jobs as they fit, watches them, stops them
@@ -8,6 +9,7 @@
     coordinator  one job in such a process
     host         a cluster in such a process, for all jobs
     foreign      the task of somebody else's app, on each rank of a gang
+    reports      what a job says of itself
     overview     sweep.json, sweep.csv, sweep.md, always up to date
     tables       the last two of them
     display      the live table

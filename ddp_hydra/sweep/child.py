@@ -32,30 +32,38 @@ class Child:
     Args:
         work: called there with its end of the pipe; what it returns is sent last.
         output: the file that gets what it prints, appended.
+        not_its: descriptors of ours that it closes.
         survives: it looks itself whether we are still there, and needs time to end well.
     """
 
-    def __init__(self, work: Callable[[Connection], Any], output: Path, survives: bool = False) -> None:
+    def __init__(
+        self,
+        work: Callable[[Connection], Any],
+        output: Path,
+        not_its: Sequence[int] = (),
+        survives: bool = False,
+    ) -> None:
+        self.output, self.not_its, self.survives = output, not_its, survives
         self.pipe, theirs = multiprocessing.Pipe()
         self.values: list[Any] = []
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=self._live, args=(work, theirs, output, survives, os.getpid()))
+        self.process = context.Process(target=self._live, args=(work, theirs, os.getpid()))
         with warnings.catch_warnings():
             # Python 3.12 warns of threads in general; those there may be here are idle ones of libraries.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             self.process.start()
         theirs.close()
 
-    def _live(
-        self, work: Callable[[Connection], Any], theirs: Connection, output: Path, survives: bool, us: int
-    ) -> None:
+    def _live(self, work: Callable[[Connection], Any], theirs: Connection, us: int) -> None:
         os.setpgid(0, 0)  # Ctrl-C is ours to answer
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
-        if not survives:
+        if not self.survives:
             die_with_parent(us)
         self.pipe.close()
-        redirect(output)
+        for descriptor in self.not_its:
+            os.close(descriptor)
+        redirect(self.output)
         theirs.send(work(theirs))
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -14,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra import cluster
 from ddp_hydra.cluster import Scheduler
 from ddp_hydra.errors import ClusterError, DdpHydraError
-from ddp_hydra.sweep.child import Child, listen
+from ddp_hydra.sweep.child import Child
 
 LOOK_S = 1.0
 """How often is looked how many workers there are."""
@@ -29,28 +32,18 @@ class ClusterHost:
         config: of the cluster.
         sweep: on whose behalf its workers are reserved.
         output: the file that gets what the cluster prints.
+        not_its: descriptors of ours that its process closes.
     """
 
-    def __init__(self, config: str, sweep: str, output: Path) -> None:
+    def __init__(self, config: str, sweep: str, output: Path, not_its: Sequence[int] = ()) -> None:
         self.config, self.output = config, output
-        self.child = Child(partial(serve, config, sweep, os.getpid()), output, survives=True)
+        self.child = Child(partial(serve, config, sweep, os.getpid()), output, not_its, survives=True)
         self.scheduler: Scheduler | None = None
         self.workers = 0
         self.is_gone = False
 
-    def wait(self) -> Scheduler:
-        """Wait until it is up.
-
-        Raises:
-            ClusterError: it did not come up.
-        """
-        while self.scheduler is None:
-            listen([self.child], timeout_s=1.0)
-            self.look()
-        return self.scheduler
-
     def look(self) -> None:
-        """Hear how many workers there are.
+        """Hear whether it is up, and how many workers there are.
 
         Raises:
             ClusterError: it did not come up.
@@ -76,6 +69,8 @@ class ClusterHost:
 
 def serve(config: str, sweep: str, parent: int, pipe: Connection) -> tuple[str, Any]:
     """Bring up a cluster and keep it until the sweep's process wants it no more, or is gone."""
+    # Dask's workers would import the program's own file anew, and it may not be written for that.
+    sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         with ExitStack() as stack:
             parsed = OmegaConf.create(config)

@@ -30,7 +30,7 @@ class GangLauncher(Launcher):
 
     Args:
         resume: folder of an earlier sweep to go on with; None for `hydra.sweep.dir`.
-        settings: see `loop.Settings`.
+        settings: see `settings.Settings`.
     """
 
     def __init__(self, resume: str | None = None, **settings: Any) -> None:
@@ -51,23 +51,33 @@ class GangLauncher(Launcher):
         Returns:
             One result per job, in order; a failed one raises when its value is read.
         """
-        from ddp_hydra.sweep.loop import Settings, Sweep
-
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         if self.sweep is None:
-            folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            settings, resumes = Settings(**self.settings), self.resume is not None
-            self.sweep = Sweep(folder, settings, self.context, self.task, self.config, resumes)
-            _open.append(self)
-            atexit.unregister(close_all)
-            atexit.register(close_all)  # now, so that it comes before multiprocessing waits for its children
+            self.sweep = self.open()
         try:
             return self.sweep.run(job_overrides, initial_job_idx)
         except BaseException:
             self.close()
             raise
+
+    def open(self) -> Sweep:
+        """Begin the sweep, or go on with an earlier one."""
+        from ddp_hydra.sweep.loop import Sweep
+        from ddp_hydra.sweep.plan import is_ours
+        from ddp_hydra.sweep.settings import Settings
+
+        ours = is_ours(self.config)
+        dry = ours and self.config.get("dry_run")
+        folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        # Others' apps write over what is there, as Hydra has it, unless they are told to resume.
+        goes_on = not dry and (self.resume is not None or ours)
+        sweep = Sweep(folder, Settings(**self.settings), self.context, self.task, self.config, goes_on)
+        _open.append(self)
+        atexit.unregister(close_all)
+        atexit.register(close_all)  # now, so that it comes before multiprocessing waits for its children
+        return sweep
 
     def close(self) -> None:
         """Take down the cluster of this sweep."""

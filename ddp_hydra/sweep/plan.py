@@ -39,7 +39,7 @@ class Planned:
         config: as Hydra composed it, with its own part.
         need: what it takes.
         folder: its run directory.
-        is_ours: its config is one of ours, so the task runs it as a gang itself.
+        is_ours: its config is one of ours, so the task dispatches a gang itself.
     """
 
     row: Row
@@ -49,13 +49,18 @@ class Planned:
     is_ours: bool
 
     @property
+    def is_dry(self) -> bool:
+        """Whether it is only checked."""
+        return self.is_ours and bool(self.config.get("dry_run"))
+
+    @property
     def task_config(self) -> DictConfig:
         """The config without Hydra's part."""
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
 
 def compose(
-    context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int, own_need: Need, sweep_dir: str
+    context: HydraContext, config: DictConfig, overrides: Sequence[str], own_need: Need, sweep_dir: Path, number: int
 ) -> Planned:
     """Compose one job.
 
@@ -63,15 +68,14 @@ def compose(
         context: Hydra's.
         config: of the sweep.
         overrides: of the job.
-        number: of the job.
         own_need: of a task that is not one of ours.
-        sweep_dir: where the sweep's folders are; Hydra's own where it is "".
+        sweep_dir: where the sweep's folders are.
+        number: of the job.
     """
     composed = context.config_loader.load_sweep_config(config, list(overrides))
     with open_dict(composed):
-        composed.hydra.job.id = composed.hydra.job.num = number
-        if sweep_dir:
-            composed.hydra.sweep.dir = sweep_dir
+        composed.hydra.job.id, composed.hydra.job.num = str(number), number
+        composed.hydra.sweep.dir = str(sweep_dir)
     with hydra_config_of(composed):
         folder = Path(str(composed.hydra.sweep.dir)) / str(composed.hydra.sweep.subdir)
         ours = is_ours(composed)
@@ -160,12 +164,10 @@ def groups(jobs: Sequence[Planned]) -> list[list[Planned]]:
     return list(by_cluster.values())
 
 
-def own_need(ranks: Any, config: Any) -> Need:
+def own_need(ranks: int | None, config: Any) -> Need:
     """What the launcher's own settings ask for tasks of other apps: `hydra.launcher.ranks` and `.cluster`."""
     if ranks is None:
         return Need()
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise ConfigError(f"hydra.launcher.ranks={ranks}: give a whole number of at least 1, or null for no ranks")
     settings = {"_target_": "distributed.LocalCluster", **(config or {})}
     settings.setdefault("n_workers", ranks)
     if settings["_target_"] == "distributed.LocalCluster":

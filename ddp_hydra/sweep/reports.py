@@ -1,0 +1,71 @@
+"""What a job says of itself, in its run directory and by what it returns, taken over into its row."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.sweep.rows import Objective, Row
+
+
+def read_status(row: Row, folder: Path, objective: Objective) -> None:
+    """Take over how far a running job is.
+
+    Args:
+        row: of the job.
+        folder: its run directory.
+        objective: what jobs are compared by.
+    """
+    status = _read(folder / "status.json")
+    row.step, row.total_steps = number(status.get("step"), int), number(status.get("total_steps"), int)
+    row.epoch, row.epochs = number(status.get("epoch")), number(status.get("epochs"))
+    row.workers = number(status.get("world_size"), int) or row.workers
+    row.eta_s = number(status.get("eta_s"))
+    _take_metrics(row, status.get("metrics"), objective)
+
+
+def read_summary(row: Row, folder: Path, objective: Objective) -> None:
+    """Take over how a job ended; arguments as `read_status`."""
+    summary = _read(folder / "summary.json")
+    row.step = number(summary.get("steps"), int)
+    row.workers = number(summary.get("world_size"), int) or row.workers
+    _take_metrics(row, summary.get("metrics"), objective)
+
+
+def take_value(row: Row, value: Any, objective: Objective) -> None:
+    """Take over what the task returned."""
+    row.value = plain_value(value)
+    returned = number(row.value)
+    if returned is not None:
+        row.objective = row.metrics[objective.metric] = returned
+
+
+def plain_value(value: Any) -> Any:
+    """A value as JSON keeps it; None for one that it does not keep."""
+    try:
+        kept = json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return kept if kept == value or isinstance(value, tuple) else None
+
+
+def number(value: Any, kind: type = float) -> Any:
+    """A number as one of `kind`; None for anything else."""
+    return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _take_metrics(row: Row, metrics: Any, objective: Objective) -> None:
+    if isinstance(metrics, dict):
+        row.metrics |= {str(name): number(value) for name, value in metrics.items()}
+        if row.metrics.get(objective.metric) is not None:
+            row.objective = row.metrics[objective.metric]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}

@@ -1,0 +1,57 @@
+"""What a sweep is told: `hydra.launcher`, and what its jobs are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.rows import Objective
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `hydra.launcher` takes.
+
+    Args:
+        max_jobs: run no more at once; None for as many as fit.
+        fail_fast: stop at the first job that fails.
+        retry_failed: run jobs again that failed when the sweep was started before.
+        job_timeout_s: a job that takes longer is stopped, and has failed; None for no limit.
+        ranks: for apps whose config is not one of ours: run the task on so many ranks; None for none.
+        cluster: for the same: `_target_` and arguments of the cluster; None for a local one.
+    """
+
+    max_jobs: int | None = None
+    fail_fast: bool = False
+    retry_failed: bool = False
+    job_timeout_s: float | None = None
+    ranks: int | None = None
+    cluster: Any = None
+
+    def __post_init__(self) -> None:
+        for key in ("max_jobs", "ranks"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"hydra.launcher.{key}={value}: give a whole number of at least 1, or null")
+        limit_s = self.job_timeout_s
+        if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
+            raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
+
+
+def objective_of(config: DictConfig) -> Objective:
+    """What jobs are compared by: `objective` of the config, else what the task returns.
+
+    Args:
+        config: of the sweep. Sweepers say `direction`; where nobody does, less is better, as it is for most sweepers.
+    """
+    objective = config.get("objective")
+    if isinstance(objective, DictConfig) and objective.get("metric"):
+        return Objective(str(objective.metric), _maximizes(objective.get("direction", "maximize")))
+    return Objective("value", _maximizes(config.hydra.sweeper.get("direction", "minimize")))
+
+
+def _maximizes(direction: object) -> bool:
+    return getattr(direction, "name", direction) == "maximize"

@@ -1,0 +1,257 @@
+"""Sweeps through the command line: real clusters, real gangs, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+TINY = ("data=tiny", "model=tiny", "trainer.epochs=2", "cluster.n_workers=4", "dispatch.ranks=2")
+SWEEP = ("-m", *TINY, "hydra.sweep.dir=sweep")
+
+
+def rows(folder: Path) -> dict[int, dict[str, Any]]:
+    return {row["number"]: row for row in json.loads((folder / "sweep.json").read_text())["jobs"]}
+
+
+def states(folder: Path) -> list[str]:
+    return [row["state"] for _, row in sorted(rows(folder).items())]
+
+
+@pytest.fixture
+def nothing_left(cli, wait_for):
+    """No process that a sweep has started is left when its command has ended."""
+
+    def at_work() -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == str(cli.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+        return found
+
+    return lambda: wait_for(lambda: not at_work(), 10, "no process of the sweep left")
+
+
+def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, nothing_left):
+    """Twelve jobs of two ranks on four workers; then those that failed are run again, without the fault."""
+    kinds = "faults=[],['raise,rank=1,step=5'],['segv,rank=0,step=4'],['kill,rank=1,step=3'],['hang,rank=0,step=5'],"
+    kinds += "['exit,rank=1,step=2']"
+    settings = ("dispatch.max_restarts=0", "dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=20")
+    ended = cli.run(*SWEEP, kinds, "optimizer.lr=0.1,0.01", *settings, timeout_s=200)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.splitlines()[-1] == "ddp_hydra: 12 jobs: 2 done, 10 failed  ->  sweep/sweep.md"
+    folder = cli.folder / "sweep"
+    found = rows(folder)
+    assert states(folder) == ["done"] * 2 + ["failed"] * 10
+    for number, words in {
+        2: "RuntimeError: a fault on purpose",
+        4: "SIGSEGV",
+        6: "SIGKILL",
+        8: "no progress",
+        10: "3",
+    }.items():
+        for row in (found[number], found[number + 1]):
+            assert words in row["message"], row
+            failure = json.loads((folder / str(row["number"]) / "summary.json").read_text())["failure"]
+            assert failure["kind"] in ("raised", "killed", "hung", "exited")
+    assert found[0]["objective"] == found[0]["metrics"]["val/accuracy"] > 0.5
+    with (folder / "sweep.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["state"] for row in table] == ["done"] * 2 + ["failed"] * 10
+    assert float(table[0]["val/accuracy"]) >= float(table[1]["val/accuracy"])
+    nothing_left()
+
+    again = cli.run(*SWEEP, kinds, "optimizer.lr=0.1,0.01", *settings, timeout_s=60)
+    assert again.returncode == 1
+    assert "running" not in again.stderr, "nothing is run again unless that is asked for"
+    assert again.stderr.splitlines()[-1] == "ddp_hydra: 12 jobs: 2 done, 10 failed  ->  sweep/sweep.md"
+
+
+def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_left, wait_for):
+    slow = (*SWEEP[:3], "trainer.epochs=4", *SWEEP[4:], "data.delay_s=0.01", "optimizer.lr=0.1,0.05,0.01")
+    other = [word.replace("hydra.sweep.dir=sweep", "hydra.sweep.dir=straight") for word in slow]
+    cli.done(*other, timeout_s=120)
+
+    process = cli.start(*slow)
+    status = cli.folder / "sweep" / "0" / "status.json"
+    wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 8, 60, "some steps")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "go on with the same command and hydra.sweep.dir=sweep" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert states(cli.folder / "sweep")[0] == "interrupted"
+    assert states(cli.folder / "sweep")[2] in ("queued", "interrupted")
+    nothing_left()
+
+    cli.done(*slow, timeout_s=120)
+    assert states(cli.folder / "sweep") == ["done"] * 3
+    for number in range(3):
+        ends = [torch.load(cli.folder / name / f"{number}/checkpoints/last.pt") for name in ("sweep", "straight")]
+        for name, value in ends[0]["model"].items():
+            assert torch.equal(value, ends[1]["model"][name])
+    nothing_left()
+
+
+def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(cli, nothing_left, wait_for, ranks_alive):
+    slow = (*SWEEP, "data.delay_s=0.02", "optimizer.lr=0.1,0.01")
+    process = cli.start(*slow)
+    status = cli.folder / "sweep" / "0" / "status.json"
+    wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 7, 60, "some steps")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    wait_for(lambda: not ranks_alive(), 10, "no rank left")
+    nothing_left()
+    cli.done(*slow, timeout_s=120)
+    assert states(cli.folder / "sweep") == ["done"] * 2
+
+
+def test_a_second_ctrl_c_ends_at_once(cli, nothing_left, wait_for):
+    process = cli.start(*SWEEP, "data.delay_s=1", "optimizer.lr=0.1,0.01")
+    status = cli.folder / "sweep" / "0" / "status.json"
+    wait_for(status.exists, 60, "a job that runs")
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: (cli.folder / "sweep" / "sweep.json").exists(), 10, "the overview")
+    for _ in range(2):
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 130, err
+    nothing_left()
+
+
+def test_a_scaling_study_has_a_cluster_for_each_size(cli, nothing_left):
+    cli.done("-m", *TINY[:3], "cluster.n_workers=1,2", "hydra.sweep.dir=sweep", timeout_s=120)
+    assert [row["workers"] for row in rows(cli.folder / "sweep").values()] == [1, 2]
+    nothing_left()
+
+
+def test_fail_fast_stops_the_others(cli, nothing_left):
+    ended = cli.run(
+        *SWEEP, "hydra.launcher.fail_fast=true", "dispatch.max_restarts=0", "data.delay_s=0.05",
+        "faults=[],['raise,rank=1,step=3'],[]", "optimizer.lr=0.1,0.01",
+    )  # fmt: skip
+    assert ended.returncode == 1
+    found = states(cli.folder / "sweep")
+    assert "failed" in found
+    assert "queued" in found
+    assert "hydra.launcher.fail_fast=true" in ended.stderr
+    nothing_left()
+
+
+def test_a_job_that_takes_too_long_is_a_failed_row(cli, nothing_left):
+    ended = cli.run(*SWEEP, "hydra.launcher.job_timeout_s=8", "data.delay_s=0,0.5", timeout_s=100)
+    assert ended.returncode == 1
+    assert states(cli.folder / "sweep") == ["done", "failed"]
+    assert "longer than hydra.launcher.job_timeout_s=8" in rows(cli.folder / "sweep")[1]["message"]
+    nothing_left()
+
+
+def test_a_cluster_that_does_not_come_up_fails_its_jobs_with_a_sentence(cli, nothing_left):
+    ended = cli.run(*SWEEP, "optimizer.lr=0.1,0.01", "+cluster.no_such_thing=1", timeout_s=60)
+    assert ended.returncode == 1
+    assert states(cli.folder / "sweep") == ["failed"] * 2
+    assert "no_such_thing" in rows(cli.folder / "sweep")[0]["message"]
+    nothing_left()
+
+
+def test_a_dry_run_checks_every_job_without_a_cluster(cli, nothing_left):
+    ended = cli.run(*SWEEP, "dry_run=true", "data.batch_size=8,5000", "model.dropout=0.0,7.0", timeout_s=100)
+    assert ended.returncode == 1, ended.stderr
+    folder = cli.folder / "sweep" / "dry_run"
+    assert not (folder / "cluster.log").exists()
+    assert states(folder)[0] == "done"
+    assert "dropout" in rows(folder)[1]["message"]
+
+
+def test_a_folder_with_other_jobs_is_not_written_over(cli):
+    cli.done("-m", *TINY[:3], "cluster=inline", "hydra.sweep.dir=sweep", "seed=1,2")
+    before = hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest()
+    cli.done("-m", *TINY[:3], "cluster=inline", "hydra.sweep.dir=sweep", "seed=3,2,1")
+    found = rows(cli.folder / "sweep")
+    assert {row["overrides"][-1]: number for number, row in found.items()} == {"seed=1": 0, "seed=2": 1, "seed=3": 2}
+    assert hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest() == before
+
+
+# -- apps that are not ours --------------------------------------------------------------------------------
+
+APP = """
+import os, sys
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from own_module import scaled
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(cfg):
+    if cfg.how == "exit":
+        sys.exit(3)
+    if cfg.how == "crash":
+        os.kill(os.getpid(), 9)
+    if cfg.how == "raise":
+        raise ValueError("not with me")
+    total = 1.0
+    if "RANK" in os.environ:
+        import torch, torch.distributed as dist
+        x = torch.tensor([1.0 + dist.get_rank()])
+        dist.all_reduce(x)
+        total = float(x)
+    print("in", HydraConfig.get().runtime.output_dir)
+    return scaled(total) + HydraConfig.get().job.num
+
+main()
+"""
+
+
+@pytest.fixture
+def app(tmp_path, cli):
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "own_module.py").write_text("def scaled(x):\n    return 10 * x\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "app.py", "-m", "hydra/launcher=dask_ddp", "hydra.sweep.dir=sweep", *arguments],
+            cwd=tmp_path, env=cli.environment(), capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+
+    return run
+
+
+def test_an_app_of_others_runs_its_task_once_for_each_job(app, cli, nothing_left):
+    ended = app("+how=fine,exit,crash,raise,fine2")
+    assert ended.returncode == 1
+    assert states(cli.folder / "sweep") == ["done", "failed", "failed", "failed", "done"]
+    found = rows(cli.folder / "sweep")
+    assert [found[0]["value"], found[4]["value"]] == [10.0, 14.0]
+    assert "sys.exit(3)" in found[1]["message"]
+    assert "SIGKILL" in found[2]["message"]
+    assert found[3]["message"] == "ValueError: not with me"
+    assert "raise ValueError" in (cli.folder / "sweep/3/logs/job.log").read_text()
+    assert f"in {cli.folder}/sweep/0" in (cli.folder / "sweep/0/logs/job.log").read_text()
+    nothing_left()
+
+
+def test_an_app_of_others_gets_ranks_in_a_process_group_of_their_own(app, cli, nothing_left):
+    ended = app("+how=fine,raise,fine2", "hydra.launcher.ranks=2", "hydra.launcher.cluster={n_workers: 4}")
+    assert ended.returncode == 1
+    assert states(cli.folder / "sweep") == ["done", "failed", "done"]
+    found = rows(cli.folder / "sweep")
+    assert [found[0]["value"], found[2]["value"]] == [30.0, 32.0]
+    assert "ValueError: not with me" in found[1]["message"]
+    assert f"in {cli.folder}/sweep/2" in (cli.folder / "sweep/2/logs/rank-1.log").read_text()
+    assert "distributed" not in ended.stderr.replace("torch.distributed", "")
+    nothing_left()
