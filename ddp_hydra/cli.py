@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -48,11 +48,22 @@ def compose_and_run() -> None:
     root = project.find()
     sys.path.insert(0, str(root))
     config.register()
-    sys.argv[1:] = with_faults(with_resumed_overrides(sys.argv[1:]))
+    sys.argv[1:] = with_faults(with_resumed_sweep(with_resumed_overrides(with_search(sys.argv[1:]))))
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell launchers when a sweep is over
+
+
+def with_search(arguments: list[str]) -> list[str]:
+    """Let `hparams_search=<name>` be a sweep without `-m`: Hydra 1.4 lets no config of a group say that.
+
+    Args:
+        arguments: of the command line.
+    """
+    said = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {_key(word) for word in arguments}
+    names = [word.partition("=")[2] for word in arguments if _key(word) == "hparams_search"]
+    return arguments if said or set(names) <= {"", "null"} else [*arguments, "--multirun"]
 
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
@@ -72,6 +83,26 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     given |= {"debug"} if "debug=faults" in map(str, OmegaConf.load(saved)) else set()
     kept = [word for word in map(str, OmegaConf.load(saved)) if not {_key(word), _key(word).split(".")[0]} & given]
     return kept + arguments
+
+
+def with_resumed_sweep(arguments: list[str]) -> list[str]:
+    """Let `-m hydra.sweep.dir=<sweep>` alone go on with a sweep: the overrides that it was started with are kept there.
+
+    Args:
+        arguments: of the command line; `hydra.launcher.resume` means the same as `hydra.sweep.dir`.
+    """
+    if not {"-m", "--multirun"} & set(arguments):
+        return arguments
+    keys = ("hydra.launcher.resume", "hydra.sweep.dir")
+    folders = [word.partition("=")[2].strip("'\"") for word in arguments if _key(word) in keys and "=" in word]
+    saved = Path(folders[0]) / "multirun.yaml" if folders else None
+    if saved is None or not saved.is_file():
+        return arguments
+    given = [word for word in arguments if _key(word) not in keys]
+    if not any("=" in word and not _key(word).startswith("hydra") for word in given):
+        before = OmegaConf.load(saved).hydra.overrides
+        given += [word for word in (*before.hydra, *before.task) if _key(word) not in (*keys, *map(_key, given))]
+    return [*given, f"hydra.sweep.dir='{folders[0]}'"]
 
 
 def with_faults(arguments: list[str]) -> list[str]:
@@ -113,7 +144,9 @@ def sentence(error: Exception) -> str:
     """What a person should read of an error: its own words, or the traceback where it has none for them."""
     if isinstance(error, DdpHydraError):
         return str(error)
-    if isinstance(error, CompactHydraException):
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
+        return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
+    if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
         lines = [str(part) for part in (error, error.__cause__) if part]
         if "not in 'Config'" in lines[-1]:  # Hydra would have it appended, which is no help for a misspelt name
             lines.append(f"the groups and keys are {', '.join(field.name for field in fields(config.Config))}")

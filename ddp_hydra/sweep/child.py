@@ -7,6 +7,7 @@ nothing has to be imported anew. The process that forks runs no threads of ours.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -119,3 +120,4 @@ def redirect(output: Path) -> None:
     os.close(file)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable()

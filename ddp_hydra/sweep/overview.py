@@ -87,7 +87,7 @@ class Overview:
         wanted = self._metric_names(names), [row.overrides for row in rows]
         if not names or self._written.get("columns") == wanted:
             return
-        if any((Path(row.folder) / "tensorboard").is_dir() for row in rows if row.metrics):
+        if any((self.folder / row.folder / "tensorboard").is_dir() for row in rows if row.metrics):
             from ddp_hydra.writers import hparams
 
             hparams.write_experiment(self.folder, wanted[1], wanted[0])

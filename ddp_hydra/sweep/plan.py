@@ -77,11 +77,11 @@ def compose(
         composed.hydra.job.id, composed.hydra.job.num = str(number), number
         composed.hydra.sweep.dir = str(sweep_dir)
     with hydra_config_of(composed):
-        folder = Path(str(composed.hydra.sweep.dir)) / str(composed.hydra.sweep.subdir)
+        subdir = str(composed.hydra.sweep.subdir)
         ours = is_ours(composed)
         need = _need(composed) if ours else own_need
     task_overrides = [str(override) for override in composed.hydra.overrides.task]
-    return Planned(Row(number, task_overrides, folder.name), composed, need, folder.absolute(), ours)
+    return Planned(Row(number, task_overrides, subdir), composed, need, sweep_dir / subdir, ours)
 
 
 @contextmanager

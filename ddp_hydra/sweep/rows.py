@@ -30,7 +30,7 @@ class Row:
     Args:
         number: Hydra's `hydra.job.num`.
         overrides: what makes the job, as typed.
-        folder: its run directory.
+        folder: its run directory, in the sweep's folder.
         state: where it is.
         objective: the last value of the metric to go by; None while there is none.
         metrics: the last value of each metric.

@@ -34,18 +34,20 @@ _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 class TensorBoardWriter:
     """Write scalars of rank 0, texts and images of any rank to `<run_dir>/tensorboard`.
 
-    When a new attempt starts, points after the step it restarts from are taken back: curves stay clean. (The
-    fast loader of TensorBoard takes them back tag by tag instead, from the first new point on.)
+    When a new attempt starts, or the job is run again in the same folder, points after the step it starts from are
+    taken back: curves stay clean. (The fast loader of TensorBoard takes them back tag by tag instead, from the first
+    new point on.)
 
     Args:
         run_dir: the job's run directory.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = AppendFile(place(run_dir, f"tensorboard/{file_name()}"))
+        path = place(run_dir, f"tensorboard/{file_name()}")
+        self._file = AppendFile(path)
         self._empty = True
         self._attempt: int | None = None
-        self._purge = False
+        self._purge = bool(_events_in(path.parent))  # a job that is run again, or goes on, where it was before
 
     def write(self, record: Record) -> None:
         """Append the event of a metrics, text or image record; a start may take points back.
@@ -95,6 +97,11 @@ def encoded(event: Event) -> bytes:
     buffer = io.BytesIO()
     RecordWriter(buffer).write(event.SerializeToString())
     return buffer.getvalue()
+
+
+def _events_in(folder: Path) -> list[Path]:
+    """The files of an earlier writer."""
+    return [path for path in folder.glob("events.out.tfevents.*") if path.suffix != ".hparams"]
 
 
 def _scalars(record: Record) -> Summary:

@@ -4,7 +4,8 @@ import os
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
+from omegaconf import OmegaConf
 
 from ddp_hydra import cli
 from ddp_hydra.errors import ConfigError, Interrupted
@@ -41,9 +42,59 @@ def test_a_checkpoint_file_brings_the_overrides_of_its_run(run):
     assert len(cli.with_resumed_overrides(arguments)) == 5
 
 
+@pytest.fixture
+def sweep(tmp_path):
+    task = ["data=tiny", "optimizer.lr=0.1,0.01"]
+    before = {
+        "hydra": {"overrides": {"task": task, "hydra": ["hydra.launcher.max_jobs=2", f"hydra.sweep.dir={tmp_path}"]}}
+    }
+    OmegaConf.save(OmegaConf.create(before), tmp_path / "multirun.yaml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", ["hydra.sweep.dir", "hydra.launcher.resume"])
+def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
+    found = cli.with_resumed_sweep(["-m", f"{key}={sweep}", "hydra.launcher.retry_failed=true"])
+    assert found == [
+        "-m", "hydra.launcher.retry_failed=true", "hydra.launcher.max_jobs=2", "data=tiny", "optimizer.lr=0.1,0.01",
+        f"hydra.sweep.dir='{sweep}'",
+    ]  # fmt: skip
+
+
+def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep):
+    found = cli.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
+    assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir='{sweep}'"]
+
+
+@pytest.mark.parametrize("arguments", [["-m", "a=1"], ["-m", "hydra.sweep.dir=/nowhere"], ["hydra.sweep.dir=/"]])
+def test_without_a_sweep_to_go_on_with_the_arguments_stay_as_they_are(arguments):
+    assert cli.with_resumed_sweep(list(arguments)) == arguments
+
+
 @pytest.mark.parametrize("arguments", [[], ["optimizer.lr=1"], ["resume="], ["resume=/nowhere/at/all"]])
 def test_without_a_run_the_arguments_stay_as_they_are(arguments):
     assert cli.with_resumed_overrides(list(arguments)) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_sweep"),
+    [
+        (["hparams_search=x"], True),
+        (["experiment=y", "+hparams_search=x", "--cfg", "job"], True),
+        (["hparams_search=x", "-r"], False),
+        (["hparams_search=x", "hydra.mode=RUN"], False),
+        (["hparams_search=null"], False),
+        (["experiment=hparams_search"], False),
+        ([], False),
+    ],
+)
+def test_a_search_is_a_sweep(arguments, is_sweep):
+    assert cli.with_search(arguments) == arguments + ["--multirun"] * is_sweep
+
+
+@pytest.mark.parametrize("arguments", [["hparams_search=x", "-m"], ["--multirun", "hparams_search=x"]])
+def test_a_search_that_was_said_to_be_a_sweep_is_left_as_it_is(arguments):
+    assert cli.with_search(arguments) == arguments
 
 
 @pytest.mark.parametrize(
@@ -101,6 +152,9 @@ def raising(error: BaseException):
             1,
             "the groups and keys are cluster, data, model, sampler",
         ),
+        (MissingConfigException("?", "hydra/sweeper/optuna"), 1, "type pip install 'ddp-hydra[optuna]'\n"),
+        (MissingConfigException("no such model", "model/resnet19"), 1, "ddp_hydra: no such model\n"),
+        (InstantiationException("no such sampler"), 1, "ddp_hydra: no such sampler\n"),
         (FileExistsError(17, "File exists", "outputs"), 1, "give another with hydra.run.dir=<folder>"),
         (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops"),
     ],

@@ -69,6 +69,19 @@ def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_re
     assert points == [(10, 10), (20, 20), (30, 300), (40, 400)]
 
 
+@pytest.mark.parametrize("begin", [20, 0])
+def test_a_job_that_goes_on_or_begins_again_in_its_folder_has_one_clean_curve(tmp_path, metrics_record, begin):
+    for first, factor in ((0, 1), (begin, 10)):
+        writer = TensorBoardWriter(tmp_path)
+        writer.write(Record("start", {}, step=first))
+        for step in (10, 20, 30, 40):
+            if step > first:
+                writer.write(metrics_record(step, loss=step * factor))
+        writer.close()
+    points = [(event.step, event.value) for event in read_back(tmp_path).Scalars("loss")]
+    assert points == [(step, step if step <= begin else step * 10) for step in (10, 20, 30, 40)]
+
+
 def test_a_second_writer_adds_a_file_that_is_read_after_the_first(tmp_path, metrics_record):
     for step in (1, 2):
         writer = TensorBoardWriter(tmp_path)

@@ -1,0 +1,125 @@
+"""Forked processes: what they say, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ddp_hydra.sweep.child import Child, listen
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def start(tmp_path):
+    children = []
+
+    def start(work, **more) -> Child:
+        children.append(Child(work, tmp_path / "logs" / "out.log", **more))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if not child.pipe.closed:
+            child.end(0.1)
+
+
+def hear_out(child: Child, timeout_s: float = 20.0) -> list:
+    deadline = time.monotonic() + timeout_s
+    while child.hear():
+        assert time.monotonic() < deadline
+        listen([child], 1.0)
+    return child.values
+
+
+def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(start, tmp_path):
+    def work(pipe):
+        print("hello")
+        os.system("echo from its own child")
+        print("trouble", file=sys.stderr)
+        pipe.send("first")
+        return "x" * 10**6
+
+    assert hear_out(start(work)) == ["first", "x" * 10**6]
+    assert (tmp_path / "logs/out.log").read_text() == "hello\nfrom its own child\ntrouble\n"
+
+
+@pytest.mark.parametrize(
+    ("work", "how"),
+    [
+        (lambda pipe: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL (out of memory?)"),
+        (lambda pipe: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV"),
+        (lambda pipe: os._exit(3), "ended with exit code 3"),
+        (lambda pipe: 1 / 0, "ended with exit code 1"),
+    ],
+)
+def test_one_that_says_nothing_has_an_end_in_words(start, work, how):
+    child = start(work)
+    assert hear_out(child) == []
+    assert child.how_it_ended() == how
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_it_ends_with_all_that_it_has_started_also_when_it_does_not_listen(start, deaf, tmp_path, alive_pid):
+    def work(pipe):
+        if deaf:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        pipe.send(subprocess.Popen(["sleep", "60"]).pid)
+        time.sleep(60)
+
+    child = start(work)
+    while not child.values:
+        listen([child], 1.0)
+        child.hear()
+    begin = time.monotonic()
+    child.end(patience_s=0.5)
+    assert time.monotonic() - begin < 5
+    assert not child.process.is_alive()
+    assert not alive_pid(child.values[0])
+
+
+@pytest.fixture
+def alive_pid():
+    import psutil
+
+    def alive(pid: int) -> bool:
+        time.sleep(0.2)
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return alive
+
+
+def test_it_dies_with_us(tmp_path, alive_pid):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.child import Child\n"
+        f"child = Child(lambda pipe: time.sleep(60), Path({str(tmp_path)!r}) / 'out')\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        assert alive_pid(pid)
+        process.kill()
+    assert not alive_pid(pid)
+
+
+def test_it_keeps_no_descriptor_that_is_not_its(start):
+    read_end, write_end = os.pipe()
+
+    def work(pipe):
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(write_end)
+        os.fstat(read_end)
+        return "fine"
+
+    assert hear_out(start(work, not_its=[write_end])) == ["fine"]
+    os.close(read_end)
+    os.close(write_end)

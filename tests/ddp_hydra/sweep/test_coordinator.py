@@ -1,0 +1,61 @@
+"""How a job's end travels to the sweep's process."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+
+from ddp_hydra.errors import ConfigError, RankFailed
+from ddp_hydra.outcome import Failure
+from ddp_hydra.sweep.coordinator import Ended, portable, summarised, with_trace
+from ddp_hydra.sweep.rows import State
+
+
+def result(value, status=JobStatus.COMPLETED):
+    found = JobReturn(status=status)
+    found._return_value = value
+    return found
+
+
+class Awkward(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_a_failed_gang_arrives_with_its_cause():
+    failure = Failure("raised", 1, "h", "ValueError: bad")
+    error = pickle.loads(pickle.dumps(RankFailed("rank 1 failed", failure, (failure,))))
+    assert (str(error), error.failure, error.symptoms) == ("rank 1 failed", failure, (failure,))
+
+
+def test_an_error_that_cannot_travel_arrives_in_words():
+    found = portable(result(Awkward(1, 2), JobStatus.FAILED))
+    with pytest.raises(RuntimeError, match="Awkward: 1 and 2"):
+        raise pickle.loads(pickle.dumps(found))._return_value
+
+
+def test_a_value_that_cannot_travel_is_a_failure_that_says_so():
+    found = portable(result(lambda: None))
+    assert found.status == JobStatus.FAILED
+    with pytest.raises(TypeError, match="the task returned a function, which cannot be sent"):
+        _ = found.return_value
+
+
+def test_an_error_shows_where_it_was_raised():
+    ended = Ended(State.failed, result(ValueError("no"), JobStatus.FAILED), "", "Traceback: line 7")
+    found = with_trace(ended)._return_value
+    assert "in the job's process:\nTraceback: line 7" in str(found.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("first\nsecond"), "first"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_an_error_is_one_line_in_the_overview(error, line):
+    assert summarised(error) == line

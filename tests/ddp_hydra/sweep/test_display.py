@@ -1,0 +1,77 @@
+"""The live table, and the lines where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from ddp_hydra.sweep.display import Display
+from ddp_hydra.sweep.rows import Objective, Row, State
+
+OBJECTIVE = Objective("val/accuracy", maximize=True)
+
+
+def show(terminal: bool, height: int = 25) -> tuple[Display, io.StringIO, list[float]]:
+    out, now = io.StringIO(), [0.0]
+    console = Console(file=out, force_terminal=terminal, width=120, height=height, color_system=None)
+    return Display(OBJECTIVE, console, lambda: now[0]), out, now
+
+
+@pytest.fixture
+def rows():
+    return [Row(0, ["lr=1", "data=a"], "0"), Row(1, ["lr=2", "data=a"], "1")]
+
+
+def test_without_a_terminal_each_change_is_one_line(rows):
+    display, out, _ = show(terminal=False)
+    display.show(rows)
+    rows[0].state = State.running
+    display.show(rows)
+    display.show(rows)
+    rows[0].state, rows[0].objective = State.done, 0.5
+    rows[1].state, rows[1].message = State.failed, "it \x1b[31mbroke"
+    display.show(rows)
+    display.close(rows, ["the end"])
+    assert out.getvalue().splitlines() == [
+        "job 0 running lr=1",
+        "job 0 done lr=1 -> val/accuracy 0.5 [2/2]",
+        "job 1 failed lr=2 (it broke) [2/2]",
+        "the end",
+    ]
+
+
+def test_on_a_terminal_a_table_follows_the_jobs_and_stays_at_the_end(rows):
+    display, out, now = show(terminal=True)
+    rows[1].state, rows[1].epoch, rows[1].epochs, rows[1].workers, rows[1].eta_s = State.running, 2, 5, 2, 65.0
+    display.show(rows)
+    first = out.getvalue()
+    assert "epoch 2/5" in first
+    assert "0:01:05" in first
+    display.show(rows)
+    assert out.getvalue() == first, "not more often than the eye follows"
+    now[0] = 1.0
+    rows[0].state = rows[1].state = State.done
+    rows[1].objective = 0.875
+    display.show(rows)
+    display.close(rows, ["the end"])
+    end = out.getvalue().rpartition("val/accuracy")[2]
+    assert end.index("0.875") < end.index("2 jobs: 2 done") < end.index("the end")
+
+
+def test_more_jobs_than_lines_show_those_at_work(rows):
+    display, out, _ = show(terminal=True, height=12)
+    rows = [Row(number, [f"lr={number}"], "", State.queued) for number in range(100)]
+    rows[77].state = State.running
+    display.show(rows)
+    assert "77" in out.getvalue()
+    assert "94 not shown" in out.getvalue()
+    display.close([], [])
+
+
+def test_a_value_with_brackets_is_shown_as_it_is():
+    display, out, _ = show(terminal=True)
+    display.show([Row(0, ["a=[red]"], ""), Row(1, ["a=[b]"], "")])
+    display.close([], [])
+    assert "[red]" in out.getvalue()

@@ -1,0 +1,104 @@
+"""Which jobs a sweep has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep import plan
+from ddp_hydra.sweep.plan import Need, Numbers, Planned
+from ddp_hydra.sweep.rows import Row, State
+
+
+def row(number: int, override: str, state: State = State.done) -> Row:
+    return Row(number, [override], str(number), state)
+
+
+def planned(folder: Path, state: State = State.queued, cluster: str = "", is_ours: bool = True) -> Planned:
+    config = OmegaConf.create({"resume": None, "hydra": {}})
+    return Planned(Row(0, [], "0", state), config, Need(cluster), folder, is_ours)
+
+
+def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
+    numbers = Numbers([])
+    assert [numbers.of([f"a={n}"], wanted)[0] for n, wanted in enumerate([0, 1, 2, 5])] == [0, 1, 2, 5]
+
+
+def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
+    earlier = [row(0, "a=1"), row(1, "a=2"), row(2, "a=3")]
+    numbers = Numbers(earlier)
+    found = [numbers.of([override], wanted) for wanted, override in enumerate(["a=0", "a=3", "a=1", "a=4"])]
+    assert found == [(3, None), (2, earlier[2]), (0, earlier[0]), (4, None)]
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
+def test_no_two_jobs_ever_have_one_number(before, now):
+    first, second = Numbers([]), None
+    earlier = [row(first.of([str(job)], wanted)[0], str(job)) for wanted, job in enumerate(before)]
+    second = Numbers(earlier)
+    given_now = [second.of([str(job)], wanted) for wanted, job in enumerate(now)]
+    numbers = [number for number, _ in given_now]
+    assert len(set(numbers)) == len(numbers)
+    known = {found.number for found in earlier}
+    assert all((number in known) == (found is not None) for number, found in given_now)
+
+
+def test_jobs_are_grouped_by_cluster_in_the_order_of_first_need():
+    jobs = [planned(Path(), cluster=cluster) for cluster in ("two", "one", "two", "")]
+    found = plan.groups(jobs)
+    assert [[job.need.cluster for job in group] for group in found] == [["two", "two"], ["one"], [""]]
+
+
+@pytest.mark.parametrize(
+    ("state", "has_checkpoint", "is_ours", "resumes"),
+    [
+        (State.interrupted, True, True, True),
+        (State.running, True, True, True),
+        (State.failed, True, True, True),
+        (State.interrupted, False, True, False),
+        (State.interrupted, True, False, False),
+    ],
+)
+def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has_checkpoint, is_ours, resumes):
+    if has_checkpoint:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "manifest.json").write_text("{}")
+    job = planned(tmp_path, is_ours=is_ours)
+    plan.go_on(job, row(0, "", state))
+    assert (job.config.resume == str(tmp_path)) == resumes
+
+
+def test_the_folder_of_another_job_is_not_taken(tmp_path):
+    plan.refuse_foreign_folder(planned(tmp_path))
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- lr=1\n- data=b\n")
+    with pytest.raises(ConfigError, match=r"lr=1 data=b.*give another hydra\.sweep\.dir"):
+        plan.refuse_foreign_folder(planned(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "ours"),
+    [
+        ({"cluster": {"_target_": "a"}, "dispatch": {}, "trainer": {}}, True),
+        ({"cluster": {"_target_": "a"}, "dispatch": {}}, False),
+        ({"cluster": {"size": 3}, "dispatch": {}, "trainer": {}}, False),
+        ({"cluster": "mine"}, False),
+        ({}, False),
+    ],
+)
+def test_our_configs_are_known_by_their_groups(config, ours):
+    assert plan.is_ours(OmegaConf.create(config)) == ours
+
+
+def test_apps_of_others_get_a_local_cluster_of_as_many_workers_as_ranks_unless_they_say_which():
+    assert plan.own_need(None, {"n_workers": 3}) == Need()
+    local = OmegaConf.create(plan.own_need(2, None).cluster)
+    assert (local._target_, local.n_workers, local.host) == ("distributed.LocalCluster", 2, "127.0.0.1")
+    assert OmegaConf.create(plan.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
+    other = OmegaConf.create(plan.own_need(2, {"_target_": "some.Cluster"}).cluster)
+    assert other == {"_target_": "some.Cluster", "n_workers": 2}

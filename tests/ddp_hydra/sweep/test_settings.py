@@ -1,0 +1,31 @@
+"""What a sweep is told."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.rows import Objective
+from ddp_hydra.sweep.settings import Settings, objective_of
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_jobs": 0}, {"max_jobs": True}, {"ranks": "two"}, {"job_timeout_s": 0}, {"job_timeout_s": "long"}]
+)
+def test_what_cannot_be_is_refused_by_its_key(wrong):
+    with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{next(iter(wrong))}=.*null"):
+        Settings(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("config", "objective"),
+    [
+        ({"objective": {"metric": "val/loss", "direction": "minimize"}}, Objective("val/loss", maximize=False)),
+        ({"objective": {"metric": "val/accuracy"}}, Objective("val/accuracy", maximize=True)),
+        ({}, Objective("value", maximize=False)),
+        ({"objective": 3, "hydra": {"sweeper": {"direction": "maximize"}}}, Objective("value", maximize=True)),
+    ],
+)
+def test_the_objective_is_the_configs_or_what_the_task_returns(config, objective):
+    assert objective_of(OmegaConf.create({"hydra": {"sweeper": {}}} | config)) == objective
