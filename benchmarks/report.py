@@ -74,7 +74,7 @@ def speeds(name: str, runs: Sequence[float]) -> Figure:
     return Figure(name, statistics.median(runs), max(runs), min(runs), "samples/s", runs=tuple(runs))
 
 
-def ratio(name: str, over: Figure, under: Figure, goal: Goal) -> Figure:
+def ratio(name: str, over: Figure, under: Figure, goal: Goal | None = None) -> Figure:
     """One figure over another: of their medians, of their bests, and of their worsts."""
     return Figure(name, over.median / under.median, over.best / under.best, over.worst / under.worst, "x", goal)
 

@@ -89,7 +89,7 @@ class StampedSGD(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float, stamp: str) -> None:
         super().__init__(params, lr)
-        self._stamp: Path | None = Path(stamp) if os.environ["RANK"] == "0" else None
+        self._stamp: Path | None = Path(stamp) if os.environ.get("RANK", "0") == "0" else None
 
     def step(self, closure: Any = None) -> Any:
         """One step; the first is written down."""
