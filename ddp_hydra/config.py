@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from ddp_hydra import versions
 from ddp_hydra.errors import ConfigError
 
 
@@ -202,10 +202,9 @@ class Config:
 
 def register() -> None:
     """Make the schemas known to Hydra, as `base_config` and `<group>/base`."""
-    store = ConfigStore.instance()
-    store.store(name="base_config", node=Config, provider="ddp_hydra")
+    versions.register("base_config", Config)
     for group, node in (("trainer", TrainerConfig), ("dispatch", DispatchConfig), ("results", ResultsConfig)):
-        store.store(group=group, name="base", node=node, provider="ddp_hydra")
+        versions.register(f"{group}/base", node)
 
 
 def check(cfg: DictConfig) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,11 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float 
         check(cfg)
         _dry_run(configs.plain(cfg))
         return None
-    from ddp_hydra.writers import hparams
-
-    with summarised(run_dir, cfg) as summary, hparams.session(run_dir, overrides):
+    with summarised(run_dir, cfg) as summary, ExitStack() as stack:
         check(cfg)
+        from ddp_hydra.writers import hparams  # a config that is refused need not wait for TensorBoard
+
+        stack.enter_context(hparams.session(run_dir, overrides))
         plain = configs.plain(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         packed = project.pack(project.find())

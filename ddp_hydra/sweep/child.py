@@ -32,7 +32,7 @@ class Child:
 
     Args:
         work: called there with its end of the pipe; what it returns is sent last.
-        output: the file that gets what it prints, appended.
+        output: the file that gets what it prints, appended; None leaves it on the terminal.
         not_its: descriptors of ours that it closes.
         survives: it looks itself whether we are still there, and needs time to end well.
     """
@@ -40,7 +40,7 @@ class Child:
     def __init__(
         self,
         work: Callable[[Connection], Any],
-        output: Path,
+        output: Path | None = None,
         not_its: Sequence[int] = (),
         survives: bool = False,
     ) -> None:
@@ -64,7 +64,8 @@ class Child:
         self.pipe.close()
         for descriptor in self.not_its:
             os.close(descriptor)
-        redirect(self.output)
+        if self.output is not None:
+            redirect(self.output)
         theirs.send(work(theirs))
 
     @property

@@ -53,7 +53,7 @@ def coordinate(
         from ddp_hydra.sweep.foreign import on_ranks
 
         assert planned.need.ranks is not None
-        task = on_ranks(task, planned.need.ranks)
+        task = on_ranks(task, planned.need.ranks, context)
     try:
         result = run_job(
             hydra_context=context,

@@ -11,16 +11,19 @@ import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
-from hydra.types import TaskFunction
+from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from ddp_hydra.versions import allowing, targets_allowed_by
 
-def on_ranks(task: TaskFunction, ranks: int) -> Callable[[DictConfig], Any]:
+
+def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[[DictConfig], Any]:
     """Return a task function that runs `task` on each rank of a gang, inside its process group.
 
     Args:
         task: finds RANK, WORLD_SIZE and so on in the environment, and `torch.distributed` initialised.
         ranks: how many.
+        context: Hydra's.
 
     Returns:
         A function of the config that returns what rank 0 returned: None, a number, a text, a tensor, or a list or
@@ -33,7 +36,9 @@ def on_ranks(task: TaskFunction, ranks: int) -> Callable[[DictConfig], Any]:
         from ddp_hydra.writers import ResultsHandler, default_writers
 
         folder = Path(HydraConfig.get().runtime.output_dir)
-        call = cloudpickle.dumps((task, cfg, HydraConfig.instance().cfg, Singleton.get_state()))
+        call = cloudpickle.dumps(
+            (task, cfg, HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context))
+        )
         with cluster.connect(DictConfig({})) as client:
             gang = Gang(client, ranks, name="task", sweep=cluster.sweep())
             with ResultsHandler(default_writers(folder, gang.fetch, tensorboard=False)) as handler:
@@ -51,8 +56,9 @@ def perform(call: bytes, path: list[str]) -> Any:
         path: where the app's modules are.
     """
     sys.path += [folder for folder in path if folder not in sys.path]
-    task, cfg, hydra_cfg, state = cloudpickle.loads(call)
+    task, cfg, hydra_cfg, state, targets = cloudpickle.loads(call)
     setup_globals()
     Singleton.set_state(state)
     HydraConfig.instance().cfg = hydra_cfg
-    return task(cfg)
+    with allowing(targets):
+        return task(cfg)

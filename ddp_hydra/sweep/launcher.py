@@ -39,7 +39,13 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra before the first batch."""
+        from ddp_hydra.sweep.plan import Remembering
+
+        self.loader = Remembering(hydra_context.config_loader)
+        hydra_context.config_loader = self.loader  # type: ignore[assignment]
         self.context, self.task, self.config = hydra_context, task_function, config
+        setup_globals()
+        self.sweep = self.open()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run one batch of jobs.
@@ -51,10 +57,8 @@ class GangLauncher(Launcher):
         Returns:
             One result per job, in order; a failed one raises when its value is read.
         """
-        setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
-        if self.sweep is None:
-            self.sweep = self.open()
+        assert self.sweep is not None, "setup comes first"
         try:
             return self.sweep.run(job_overrides, initial_job_idx)
         except BaseException:
@@ -73,7 +77,7 @@ class GangLauncher(Launcher):
         folder.mkdir(parents=True, exist_ok=True)
         # Others' apps write over what is there, as Hydra has it, unless they are told to resume.
         goes_on = not dry and (self.resume is not None or ours)
-        sweep = Sweep(folder, Settings(**self.settings), self.context, self.task, self.config, goes_on)
+        sweep = Sweep(folder, Settings(**self.settings), self.context, self.loader, self.task, self.config, goes_on)
         _open.append(self)
         atexit.unregister(close_all)
         atexit.register(close_all)  # now, so that it comes before multiprocessing waits for its children

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import getpass
 import importlib
+import itertools
 import logging
 import os
 import secrets
@@ -12,18 +13,19 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra import cluster
-from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted, SweepFailed
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, SweepFailed
 from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.sweep import plan, reports
 from ddp_hydra.sweep.child import Child, listen
@@ -32,14 +34,17 @@ from ddp_hydra.sweep.display import Display
 from ddp_hydra.sweep.host import ClusterHost
 from ddp_hydra.sweep.overview import Overview, read
 from ddp_hydra.sweep.picture import draw
-from ddp_hydra.sweep.plan import Planned
+from ddp_hydra.sweep.plan import Planned, Remembering
 from ddp_hydra.sweep.rows import Row, State, counted
 from ddp_hydra.sweep.settings import Settings, objective_of
 
 log = logging.getLogger(__name__)
 LISTEN_S = 0.2
-LOOK_S = 0.5
+AHEAD = 16
+"""Jobs that are composed before there is a place for them."""
+LOOK_S = 0.2
 """How often is looked at what the jobs say of themselves."""
+PAINT_S = 30.0
 STOP_S = 10.0
 """How long a job that took too long may take to end."""
 
@@ -75,6 +80,7 @@ class Sweep:
         folder: the sweep's.
         settings: of the launcher.
         context: Hydra's.
+        loader: of configs.
         task: the app's function.
         config: as Hydra composed it without the swept overrides.
         goes_on: with what an earlier start has left in the folder.
@@ -85,11 +91,13 @@ class Sweep:
         folder: Path,
         settings: Settings,
         context: HydraContext,
+        loader: Remembering,
         task: TaskFunction,
         config: DictConfig,
         goes_on: bool,
     ) -> None:
-        self.folder, self.settings, self.context, self.task, self.config = folder, settings, context, task, config
+        self.folder, self.settings, self.context, self.loader = folder, settings, context, loader
+        self.task, self.config = task, config
         self.lock = lock(folder)
         self.goes_on = goes_on
         self.numbers = plan.Numbers(read(folder) if goes_on else [])
@@ -98,12 +106,18 @@ class Sweep:
         self.overview, self.display = Overview(folder, self.objective), Display(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows: list[Row] = []
+        self.queue: deque[Planned] = deque()
+        self.later: deque[Planned] = deque()
         self.host: ClusterHost | None = None
+        self.painter: Child | None = None
         self.running: list[Running] = []
         self.returns: dict[int, JobReturn] = {}
         self.stop_reason = ""
         self.looked = 0.0
         self.interrupts = Interrupts()
+        # Now, beside Hydra's checking of all jobs and the imports that they will need.
+        self.bring_up(plan.first_need(config).cluster or self.own_need.cluster)
+        preload(plan.is_ours(config))
 
     def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Run one batch of jobs.
@@ -118,11 +132,10 @@ class Sweep:
         Raises:
             Interrupted: the user ended the sweep.
         """
+        jobs = [self.enter(overrides, first + index) for index, overrides in enumerate(job_overrides)]
         try:
             with self.interrupts.caught(), self.interrupts.patience():
-                jobs = [self.plan(overrides, first + index) for index, overrides in enumerate(job_overrides)]
-                for group in plan.groups([job for job in jobs if job.row.number not in self.returns]):
-                    self.run_group(group)
+                self.work()
         finally:
             self.end_all()
             self.conclude()
@@ -138,44 +151,71 @@ class Sweep:
 
     # -- which jobs ----------------------------------------------------------------------------------------
 
-    def plan(self, overrides: Sequence[str], wanted: int) -> Planned:
-        """Compose a job, and find out what is known of it from an earlier start."""
-        compose = partial(plan.compose, self.context, self.config, overrides, self.own_need, self.folder)
-        job = compose(wanted)
-        number, earlier = self.numbers.of(job.row.overrides, wanted)
-        if number != wanted:
-            job = compose(number)
-        if earlier is None:
-            if self.goes_on:
-                plan.refuse_foreign_folder(job)
-        elif earlier.state == State.done or (earlier.state == State.failed and not self.settings.retry_failed):
-            job.row = earlier
+    def enter(self, overrides: Sequence[str], wanted: int) -> Planned:
+        """Put a job into the queue, unless it had its end when the sweep was started before."""
+        task_overrides = plan.of_task(overrides)
+        number, earlier = self.numbers.of(task_overrides, wanted)
+        job = Planned(Row(number, task_overrides, str(number)), overrides, earlier)
+        if earlier is not None and (
+            earlier.state == State.done or (earlier.state == State.failed and not self.settings.retry_failed)
+        ):
+            job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, plan.is_ours(self.config)
             self.returns[number] = earlier_result(job)
         else:
-            plan.go_on(job, earlier)
+            self.queue.append(job)
         self.rows.append(job.row)
-        if self.host is None and number not in self.returns:
-            self.bring_up(job.need.cluster)  # beside the composing of the others
         return job
+
+    def next_job(self) -> Planned | None:
+        """The first in the queue, composed; those that need another cluster than the one that is up stand aside."""
+        while self.queue:
+            job = self.queue[0]
+            if job.row.state == State.failed or (not job.is_composed and not self.compose(job)):
+                self.queue.popleft()
+            elif (self.running or self.host) and job.need.cluster != (self.host.config if self.host else ""):
+                self.later.append(self.queue.popleft())
+            else:
+                return job
+        return None
+
+    def compose(self, job: Planned) -> bool:
+        """Compose a job; one that cannot be has failed."""
+        try:
+            job.compose(self.loader, self.config, self.own_need, self.folder)
+            if job.earlier is not None:
+                plan.go_on(job)
+            elif self.goes_on:
+                plan.refuse_foreign_folder(job)
+        except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
+            self.fail(job, error)
+        if job.is_dry:
+            importlib.import_module("ddp_hydra.dry_run")  # once, for all the processes to come: it takes torch along
+        return job.row.state != State.failed
+
+    def compose_ahead(self) -> bool:
+        """Compose one of the jobs that come next, so that none has to wait for it; False where all are."""
+        for job in itertools.islice(self.queue, AHEAD):
+            if not job.is_composed and job.row.state == State.queued:
+                return self.compose(job)
+        return False
 
     # -- running them --------------------------------------------------------------------------------------
 
-    def run_group(self, jobs: Sequence[Planned]) -> None:
-        """Run jobs that share a cluster."""
-        waiting = deque(jobs)
-        if jobs[0].is_dry:
-            importlib.import_module("ddp_hydra.dry_run")  # once, for all the processes to come: it takes torch along
-        self.bring_up(jobs[0].need.cluster)
-        while self.running or (waiting and not self.is_stopping):
-            with self.cluster_errors(waiting):
-                self.start_what_fits(waiting)
+    def work(self) -> None:
+        """Run all jobs of the queue."""
+        while self.running or (self.queue and not self.is_stopping):
+            self.start_what_fits()
+            busy = self.compose_ahead()
             talking = [self.host.child] if self.host is not None and not self.host.is_gone else []
-            listen(talking + [job.child for job in self.running], LISTEN_S)
+            listen(talking + [job.child for job in self.running], 0.0 if busy else LISTEN_S)
             for job in [job for job in self.running if not job.child.hear()]:
                 self.on_end(job)
             self.look()
             self.overview.write(self.rows)
             self.display.show(self.rows)
+            if not self.queue and not self.running and self.later:  # the turn of another cluster
+                self.queue, self.later = self.later, deque()
+                self.bring_up(self.queue[0].need.cluster)
 
     @property
     def is_stopping(self) -> bool:
@@ -188,21 +228,32 @@ class Sweep:
             self.close_host()
         if self.host is None and config:
             self.host = ClusterHost(config, self.name, self.folder / "cluster.log", [self.lock])
-            cluster.load()  # once, for all the processes to come
 
-    def start_what_fits(self, waiting: deque[Planned]) -> None:
-        """Start jobs for which there are workers, and one more, which waits for the next ones to come free.
+    def start_what_fits(self) -> None:
+        """Start jobs for which there are workers, and some more, which wait for the next ones to come free."""
+        try:
+            job = self.next_job()
+            if job is not None and not self.running:
+                self.bring_up(job.need.cluster)
+            if self.host is not None:
+                self.host.look()
+                if self.host.is_gone and job is not None:
+                    log.warning("the cluster is gone: another one is brought up")
+                    self.bring_up(self.host.config)
+            while job is not None and not self.is_stopping and self.fits(job):
+                self.start(self.queue.popleft())
+                job = self.next_job()
+        except ClusterError as error:
+            self.fail_all(error)
 
-        Raises:
-            ClusterError: there is no cluster.
-        """
-        if self.host is not None:
-            self.host.look()
-            if self.host.is_gone and waiting:
-                log.warning("the cluster is gone: another one is brought up")
-                self.bring_up(self.host.config)
-        while waiting and not self.is_stopping and self.fits(waiting[0]):
-            self.start(waiting.popleft())
+    def fail_all(self, error: ClusterError) -> None:
+        """The cluster that is wanted cannot be had, so none of the jobs that need it can be run."""
+        wanted = self.host.config if self.host else ""
+        self.close_host()
+        for job in self.queue:
+            if (job.is_composed or self.compose(job)) and job.need.cluster == wanted:
+                self.fail(job, error)
+        self.queue = deque(job for job in self.queue if job.row.state == State.queued)
 
     def fits(self, job: Planned) -> bool:
         """Whether a job can begin now."""
@@ -212,9 +263,10 @@ class Sweep:
             at_once = os.cpu_count() or 1
             return len(self.running) < (at_once if not job.is_ours or job.is_dry else 1)
         total = self.host.workers
+        ranks = job.need.ranks or total
         used = sum(other.planned.need.ranks or total for other in self.running)
-        somebody_waits = any(not other.row.workers for other in self.running)
-        return self.host.scheduler is not None and (used + (job.need.ranks or total) <= total or not somebody_waits)
+        waiting = sum(not other.row.workers for other in self.running)
+        return self.host.scheduler is not None and (used + ranks <= total or waiting < max(1, total // max(1, ranks)))
 
     def start(self, job: Planned) -> None:
         """Start a job in a process of its own."""
@@ -248,17 +300,10 @@ class Sweep:
         message = f"its own process {job.child.how_it_ended()}; see {log_file}"
         return Ended(State.interrupted if self.interrupts.wanted else State.failed, None, message)
 
-    @contextmanager
-    def cluster_errors(self, waiting: deque[Planned]) -> Iterator[None]:
-        """Where there is no cluster, none of the jobs that wait for it can be run."""
-        try:
-            yield
-        except DdpHydraError as error:
-            self.close_host()
-            for job in waiting:
-                job.row.state, job.row.message = State.failed, str(error).partition("\n")[0]
-                self.returns[job.row.number] = failed(job, error)
-            waiting.clear()
+    def fail(self, job: Planned, error: Exception) -> None:
+        """A job cannot even be started."""
+        job.row.state, job.row.message = State.failed, str(error).partition("\n")[0]
+        self.returns[job.row.number] = failed(job, error)
 
     # -- watching and stopping -----------------------------------------------------------------------------
 
@@ -271,9 +316,12 @@ class Sweep:
         if self.interrupts.wanted and not self.stop_reason:
             self.stop_all("interrupted")
         for job in self.running:
-            job.row.wall_s = now - job.begun
+            had_workers = job.row.workers
             if job.planned.is_ours:
                 reports.read_status(job.row, job.planned.folder, self.objective)
+            if job.row.workers and not had_workers:
+                job.begun = now  # it has waited for them until now
+            job.row.wall_s = now - job.begun
             self.check_time(job, now)
 
     def check_time(self, job: Running, now: float) -> None:
@@ -312,6 +360,9 @@ class Sweep:
         """End all, also the cluster, which waits for another batch."""
         self.end_all()
         self.close_host()
+        if self.painter is not None:
+            self.painter.process.join(PAINT_S)
+            self.painter.end()
         os.close(self.lock)
 
     # -- how it ended --------------------------------------------------------------------------------------
@@ -319,9 +370,16 @@ class Sweep:
     def conclude(self) -> None:
         """Write the overview, and show how it ended."""
         self.overview.write(self.rows, now=True)
-        draw(self.rows, self.objective, self.folder / "sweep.png")
+        self.paint()
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
         self.display.close(self.rows, [*lines, self.closing_line])
+
+    def paint(self) -> None:
+        """Draw the picture, beside whatever comes next."""
+        if self.painter is not None:
+            self.painter.process.join()
+        picture = partial(draw, self.rows, self.objective, self.folder / "sweep.png")
+        self.painter = Child(lambda pipe: picture(), not_its=[self.lock])
 
     @property
     def closing_line(self) -> str:
@@ -335,6 +393,14 @@ class Sweep:
         why = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {why}"
         return self.returns.get(job.row.number) or failed(job, SweepFailed(unfinished))
+
+
+def preload(ours: bool) -> None:
+    """Import, once for all the processes to come, what each job needs."""
+    cluster.load()
+    writers = ("handler", "hparams", "tensorboard", "progress", "checkpoints", "status")
+    for name in ("job", "dispatch", *(f"writers.{writer}" for writer in writers)) if ours else ():
+        importlib.import_module(f"ddp_hydra.{name}")
 
 
 def failed(job: Planned, error: Exception) -> JobReturn:

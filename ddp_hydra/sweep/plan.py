@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra import cluster
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import Row
+
+MOST_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,26 @@ class Planned:
 
     Args:
         row: what is known of it.
-        config: as Hydra composed it, with its own part.
+        overrides: of the job, those of Hydra's own part included.
+        earlier: what was known of it when the sweep was started before.
+        config: as Hydra composed it, with its own part; None until then.
         need: what it takes.
         folder: its run directory.
         is_ours: its config is one of ours, so the task dispatches a gang itself.
     """
 
     row: Row
-    config: DictConfig
-    need: Need
-    folder: Path
-    is_ours: bool
+    overrides: Sequence[str] = ()
+    earlier: Row | None = None
+    config: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
+    need: Need = Need()
+    folder: Path = Path()
+    is_ours: bool = False
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether its config is there."""
+        return "hydra" in self.config
 
     @property
     def is_dry(self) -> bool:
@@ -54,34 +64,64 @@ class Planned:
         return self.is_ours and bool(self.config.get("dry_run"))
 
     @property
-    def task_config(self) -> DictConfig:
+    def task_config(self) -> DictConfig | None:
         """The config without Hydra's part."""
+        if not self.is_composed:
+            return None
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
+    def compose(self, loader: Remembering, config: DictConfig, own_need: Need, sweep_dir: Path) -> None:
+        """Compose its config, which takes Hydra some 0.2 s.
 
-def compose(
-    context: HydraContext, config: DictConfig, overrides: Sequence[str], own_need: Need, sweep_dir: Path, number: int
-) -> Planned:
-    """Compose one job.
+        Args:
+            loader: Hydra's.
+            config: of the sweep.
+            own_need: of a task that is not one of ours.
+            sweep_dir: where the sweep's folders are.
+        """
+        composed = loader.take(config, self.overrides)
+        with open_dict(composed):
+            composed.hydra.job.id, composed.hydra.job.num = str(self.row.number), self.row.number
+            composed.hydra.sweep.dir = str(sweep_dir)
+        with hydra_config_of(composed):
+            self.row.folder = str(composed.hydra.sweep.subdir)
+            self.is_ours = is_ours(composed)
+            self.need = need_of(composed) if self.is_ours else own_need
+        self.config, self.folder = composed, sweep_dir / self.row.folder
+
+
+class Remembering:
+    """Hydra's config loader; what it composed for others can be taken.
+
+    Sweepers compose each job to see whether they can, and leave the doing to launchers.
 
     Args:
-        context: Hydra's.
-        config: of the sweep.
-        overrides: of the job.
-        own_need: of a task that is not one of ours.
-        sweep_dir: where the sweep's folders are.
-        number: of the job.
+        loader: Hydra's.
     """
-    composed = context.config_loader.load_sweep_config(config, list(overrides))
-    with open_dict(composed):
-        composed.hydra.job.id, composed.hydra.job.num = str(number), number
-        composed.hydra.sweep.dir = str(sweep_dir)
-    with hydra_config_of(composed):
-        subdir = str(composed.hydra.sweep.subdir)
-        ours = is_ours(composed)
-        need = _need(composed) if ours else own_need
-    task_overrides = [str(override) for override in composed.hydra.overrides.task]
-    return Planned(Row(number, task_overrides, subdir), composed, need, sweep_dir / subdir, ours)
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.composed: dict[tuple[str, ...], DictConfig] = {}
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Compose a job."""
+        config = self.loader.load_sweep_config(master_config, sweep_overrides)
+        if len(self.composed) < MOST_REMEMBERED:
+            self.composed[tuple(sweep_overrides)] = config
+        return config
+
+    def take(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
+        """A job's config, for him who asks alone: composed before, or now."""
+        config = self.composed.pop(tuple(sweep_overrides), None)
+        return config or self.loader.load_sweep_config(master_config, list(sweep_overrides))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def of_task(overrides: Sequence[str]) -> list[str]:
+    """The overrides that are not of Hydra's own part: they tell whether two jobs are the same."""
+    return [override for override in overrides if not override.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 @contextmanager
@@ -101,7 +141,8 @@ def is_ours(config: DictConfig) -> bool:
     return target is not None and "dispatch" in config and "trainer" in config
 
 
-def _need(config: DictConfig) -> Need:
+def need_of(config: DictConfig) -> Need:
+    """What a job of ours takes."""
     if config.get("dry_run") or cluster.is_inline(config.cluster):
         return Need()
     return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), config.dispatch.ranks)
@@ -148,20 +189,23 @@ def refuse_foreign_folder(planned: Planned) -> None:
         )
 
 
-def go_on(planned: Planned, earlier: Row) -> None:
+def go_on(planned: Planned) -> None:
     """Have an interrupted job of ours go on from its last checkpoint; one without begins again."""
     checkpoints = planned.folder / "checkpoints" / "manifest.json"
-    if planned.is_ours and earlier.state != State.done and checkpoints.is_file():
+    if planned.is_ours and planned.earlier is not None and checkpoints.is_file():
         with open_dict(planned.config):
             planned.config.resume = str(planned.folder)
 
 
-def groups(jobs: Sequence[Planned]) -> list[list[Planned]]:
-    """Split jobs by the cluster they need, in the order in which the clusters are first needed."""
-    by_cluster: dict[str, list[Planned]] = {}
-    for job in jobs:
-        by_cluster.setdefault(job.need.cluster, []).append(job)
-    return list(by_cluster.values())
+def first_need(config: DictConfig) -> Need:
+    """What the first job of a sweep is likely to take, before it is composed.
+
+    Args:
+        config: of the sweep, without what is swept.
+    """
+    with hydra_config_of(config):
+        swept = [override for override in config.hydra.overrides.task if override.startswith("cluster")]
+        return need_of(config) if is_ours(config) and not any("," in override for override in swept) else Need()
 
 
 def own_need(ranks: int | None, config: Any) -> Need:

@@ -19,8 +19,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import metadata
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT
 from tensorboard.plugins.hparams.api_pb2 import (
     DATA_TYPE_BOOL,
     DATA_TYPE_FLOAT64,
@@ -37,7 +39,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.writers.disk import place, write_atomic, writing
-from ddp_hydra.writers.tensorboard import encoded, file_name
+from ddp_hydra.writers.events import encoded, file_name
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ def session(run_dir: Path, overrides: Iterable[str]) -> Iterator[None]:
     for name, value in given.items():
         kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
         setattr(start.hparams[name], kind, value)
-    _put(run_dir, metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start))
+    _put(run_dir, "session_start_info", HParamsPluginData(session_start_info=start))
     status = STATUS_FAILURE
     try:
         yield
@@ -103,7 +105,7 @@ def session(run_dir: Path, overrides: Iterable[str]) -> Iterator[None]:
         raise
     finally:
         end = SessionEndInfo(status=status, end_time_secs=time.time())
-        _put(run_dir, metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=end))
+        _put(run_dir, "session_end_info", HParamsPluginData(session_end_info=end))
 
 
 def write_experiment(folder: Path, jobs: Iterable[Iterable[str]], metrics: Iterable[str]) -> None:
@@ -124,7 +126,7 @@ def write_experiment(folder: Path, jobs: Iterable[Iterable[str]], metrics: Itera
             experiment.hparam_infos.append(_info(name, column))
     experiment.metric_infos.extend(MetricInfo(name=MetricName(tag=_utf8(name))) for name in metrics)
     _forget(folder)
-    _put(folder, metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment), below=".")
+    _put(folder, "experiment", HParamsPluginData(experiment=experiment), below=".")
 
 
 def _value(override: Override, typed: str) -> Value:
@@ -172,8 +174,10 @@ def _utf8(text: str) -> str:
 
 
 def _put(folder: Path, tag: str, data: HParamsPluginData, below: str = "tensorboard") -> None:
-    summary_metadata = metadata.create_summary_metadata(data)
-    summary = Summary(value=[Summary.Value(tag=tag, metadata=summary_metadata, tensor=metadata.NULL_TENSOR)])
+    content = SummaryMetadata.PluginData(plugin_name="hparams", content=data.SerializeToString())
+    nothing = TensorProto(dtype=DT_FLOAT, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=0)]))
+    value = Summary.Value(tag=f"_hparams_/{tag}", metadata=SummaryMetadata(plugin_data=content), tensor=nothing)
+    summary = Summary(value=[value])
     events = Event(file_version="brain.Event:2"), Event(summary=summary)
     for event in events:
         event.wall_time = time.time()

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
-import itertools
-import os
 import struct
-import time
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -20,14 +16,13 @@ from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.writers.checks import metric_values
 from ddp_hydra.writers.disk import AppendFile, place
+from ddp_hydra.writers.events import encoded, file_name
 
-_numbers = itertools.count()
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
@@ -85,18 +80,6 @@ class TensorBoardWriter:
             self._file.append(encoded(Event(wall_time=event.wall_time, file_version="brain.Event:2")))
             self._empty = False
         self._file.append(encoded(event))
-
-
-def file_name() -> str:
-    """A new name for a file of events. Programs read those of one folder in the order of their names."""
-    return f"events.out.tfevents.{int(time.time()):010d}.{os.getpid()}.{next(_numbers):06d}"
-
-
-def encoded(event: Event) -> bytes:
-    """An event as it stands in a file."""
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(event.SerializeToString())
-    return buffer.getvalue()
 
 
 def _events_in(folder: Path) -> list[Path]:

@@ -1,18 +1,16 @@
 """`hydra/launcher=dask_ddp`. Hydra 1.3 finds launchers in this namespace only; the work is in `ddp_hydra.sweep`."""
 
-from hydra.core.config_store import ConfigStore
-
 from ddp_hydra.sweep.launcher import GangLauncher
+from ddp_hydra.versions import register
 
 
 class DaskDDPLauncher(GangLauncher):
     """The launcher under the name that Hydra wants."""
 
 
-ConfigStore.instance().store(
-    group="hydra/launcher",
-    name="dask_ddp",
-    node={
+register(
+    "hydra/launcher/dask_ddp",
+    {
         "_target_": f"{__name__}.{DaskDDPLauncher.__qualname__}",
         "_recursive_": False,
         "max_jobs": None,
@@ -23,5 +21,4 @@ ConfigStore.instance().store(
         "ranks": None,
         "cluster": None,
     },
-    provider="ddp_hydra",
 )

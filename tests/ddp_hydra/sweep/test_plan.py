@@ -19,9 +19,9 @@ def row(number: int, override: str, state: State = State.done) -> Row:
     return Row(number, [override], str(number), state)
 
 
-def planned(folder: Path, state: State = State.queued, cluster: str = "", is_ours: bool = True) -> Planned:
+def planned(folder: Path, earlier: Row | None = None, is_ours: bool = True) -> Planned:
     config = OmegaConf.create({"resume": None, "hydra": {}})
-    return Planned(Row(0, [], "0", state), config, Need(cluster), folder, is_ours)
+    return Planned(Row(0, [], "0"), (), earlier, config, Need(), folder, is_ours)
 
 
 def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
@@ -48,10 +48,33 @@ def test_no_two_jobs_ever_have_one_number(before, now):
     assert all((number in known) == (found is not None) for number, found in given_now)
 
 
-def test_jobs_are_grouped_by_cluster_in_the_order_of_first_need():
-    jobs = [planned(Path(), cluster=cluster) for cluster in ("two", "one", "two", "")]
-    found = plan.groups(jobs)
-    assert [[job.need.cluster for job in group] for group in found] == [["two", "two"], ["one"], [""]]
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        (["a=1", "hydra.job.name=x", "+hydra.y=1", "hydra/launcher=basic", "b=2"], ["a=1", "b=2"]),
+        (["hydraulic=1", "~c"], ["hydraulic=1", "~c"]),
+    ],
+)
+def test_jobs_are_told_apart_by_what_is_not_hydras(overrides, kept):
+    assert plan.of_task(overrides) == kept
+
+
+def test_what_was_composed_to_be_checked_is_not_composed_again():
+    class Loader:
+        calls = 0
+        other = "of Hydra's"
+
+        def load_sweep_config(self, master, overrides):
+            self.calls += 1
+            return OmegaConf.create({"n": self.calls})
+
+    loader = plan.Remembering(real := Loader())
+    checked = [loader.load_sweep_config({}, [f"a={n}"]) for n in (1, 2, 1)]
+    assert real.calls == 3
+    assert loader.take({}, ["a=2"]) is checked[1]
+    assert loader.take({}, ["a=1"]) is checked[2]
+    assert loader.take({}, ["a=1"]) not in checked, "the same job twice has a config each"
+    assert loader.other == "of Hydra's"
 
 
 @pytest.mark.parametrize(
@@ -68,8 +91,8 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
     if has_checkpoint:
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "manifest.json").write_text("{}")
-    job = planned(tmp_path, is_ours=is_ours)
-    plan.go_on(job, row(0, "", state))
+    job = planned(tmp_path, row(0, "", state), is_ours)
+    plan.go_on(job)
     assert (job.config.resume == str(tmp_path)) == resumes
 
 
