@@ -35,15 +35,14 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a node of the config; what the class says of a bad argument is passed on as a ConfigError."""
     try:
         return instantiate(node, *args, **kwargs)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, DdpHydraError):
-            raise cause from None
-        if cause is None or isinstance(cause, (ImportError, AttributeError)):
-            raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
-        if isinstance(cause, (OSError, ValueError, TypeError, LookupError)):
-            raise ConfigError(f"{node.get('_target_')}: {cause}") from error
+    except DdpHydraError:
         raise
+    except InstantiationException as error:
+        if error.__cause__ is None or isinstance(error.__cause__, (ImportError, AttributeError)):
+            raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
+        raise
+    except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
+        raise ConfigError(f"{node.get('_target_')}: {error}") from error
 
 
 def _last_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import dask
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +30,30 @@ OURS = ("wait_timeout_s",)
 
 class Inline:
     """`cluster=inline`: no cluster; one rank in this process."""
+
+
+class Remote:
+    """`cluster=remote`: a scheduler that somebody else has started, and that stays when the job has ended.
+
+    Args:
+        address: "tcp://host:8786".
+        n_workers: how many to wait for; jobs use as many as `dispatch.ranks` says, or all that are there.
+    """
+
+    def __init__(self, address: str, n_workers: int | None = None) -> None:
+        self.address, self.n_workers = address, n_workers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave it as it is."""
+
+    def get_client(self) -> Any:
+        """Connect, as to clusters of Dask's own."""
+        from distributed import Client
+
+        return Client(self.address)
 
 
 def is_inline(cfg: DictConfig) -> bool:
@@ -123,12 +147,11 @@ def start(cfg: DictConfig, stack: ExitStack) -> Any:
         stack.callback(warm.release)
     load()
     stack.enter_context(dask.config.set(QUIET))
-    from distributed import Client
 
     native = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OURS])
     try:
         cluster = stack.enter_context(instantiate(native))
-        client = stack.enter_context(Client(cluster))
+        client = stack.enter_context(cluster.get_client())
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Hydra and Dask wrap what has happened

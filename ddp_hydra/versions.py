@@ -9,6 +9,7 @@ import hydra
 from hydra import utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
+from hydra.errors import InstantiationException
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 """For `hydra.main` and the like: Hydra 1.3 warns where it is left out, 1.4 where it is given."""
@@ -37,8 +38,19 @@ def register(name: str, node: Any) -> None:
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the `_target_` of a node of the user's config, whatever it is."""
-    return utils.instantiate(node, *args, **_ALLOWED, **kwargs)
+    """Call the `_target_` of a node of the user's config, whatever it is.
+
+    Raises:
+        InstantiationException: there is no such target.
+        Exception: whatever the target raises; Hydra 1.3 would wrap it.
+    """
+    try:
+        return utils.instantiate(node, *args, **_ALLOWED, **kwargs)
+    except InstantiationException as error:
+        if error.__cause__ is None or not str(error).startswith("Error in call to target"):
+            raise
+        raised = error.__cause__
+    raise raised
 
 
 def targets_allowed_by(context: Any) -> Any:

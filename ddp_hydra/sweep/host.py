@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import dask
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import cluster
@@ -75,11 +76,13 @@ def serve(config: str, sweep: str, parent: int, pipe: Connection) -> tuple[str, 
         with ExitStack() as stack:
             parsed = OmegaConf.create(config)
             assert isinstance(parsed, DictConfig)
+            # A LocalCluster's workers are forked from one process that has imported Dask, not spawned one by one. That
+            # takes a process of our own: its environment is theirs, and killed, it would leave a folder behind.
+            stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
             client = cluster.start(parsed, stack)
-            security = getattr(client.cluster, "security", None)
             workers = _workers(client)
             pipe.send(("workers", workers))
-            pipe.send(("up", Scheduler(client.scheduler.address, security, sweep)))
+            pipe.send(("up", Scheduler(client.scheduler.address, client.security, sweep)))
             while os.getppid() == parent and not pipe.poll(LOOK_S):
                 if workers != (workers := _workers(client)):
                     pipe.send(("workers", workers))

@@ -186,6 +186,30 @@ def test_a_folder_with_other_jobs_is_not_written_over(cli):
     assert hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest() == before
 
 
+def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, nothing_left):
+    remote = ["cluster=remote", f"cluster.address={client4.scheduler.address}", *SWEEP[1:4], "dispatch.ranks=2"]
+    sweeps = [
+        cli.start("-m", *remote, f"hydra.sweep.dir={name}", "data.delay_s=0.02", f"seed={seeds}")
+        for name, seeds in (("many", "1,2,3,4,5,6"), ("few", "1,2"))
+    ]
+    for process in sweeps:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+    assert states(cli.folder / "many") + states(cli.folder / "few") == ["done"] * 8
+    spans = {}
+    for name in ("many", "few"):
+        for number in rows(cli.folder / name):
+            lines = (cli.folder / name / str(number) / "metrics.jsonl").read_text().splitlines()
+            spans[name, number] = [json.loads(line)["time"] for line in (lines[0], lines[-1])]
+    for begin, _ in spans.values():
+        assert sum(first <= begin < last for first, last in spans.values()) <= 2, "four workers, two each"
+    last_of_few = max(end for (name, _), (_, end) in spans.items() if name == "few")
+    last_to_begin = max(begin for (name, _), (begin, _) in spans.items() if name == "many")
+    assert last_of_few < last_to_begin, "the small sweep did not wait for the whole of the large one"
+    assert len(client4.scheduler_info(n_workers=-1)["workers"]) == 4, "it is not ours to close"
+    nothing_left()
+
+
 # -- apps that are not ours --------------------------------------------------------------------------------
 
 APP = """

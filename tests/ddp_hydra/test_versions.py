@@ -1,0 +1,53 @@
+"""What differs between Hydra 1.3 and 1.4; warnings are errors here, so each of these says that there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
+
+from ddp_hydra import versions
+
+
+def refusing(*_: Any) -> None:
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise OSError("no such bucket") from error
+
+
+def made(target: str, **kwargs: Any) -> Any:
+    return versions.instantiate(OmegaConf.create({"_target_": target, **kwargs}))
+
+
+def test_any_target_may_be_called():
+    assert made("fractions.Fraction", numerator=3) == 3
+
+
+def test_what_a_target_raises_is_passed_on_as_it_is(monkeypatch):
+    monkeypatch.setattr("fractions.Fraction", refusing)
+    for settings in (
+        {"_target_": "fractions.Fraction"},
+        {"_target_": "builtins.list", "_args_": [{"_target_": "fractions.Fraction"}]},
+    ):
+        with pytest.raises(OSError, match=r"\Ano such bucket") as raised:
+            versions.instantiate(OmegaConf.create(settings))
+        assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("target", ["no_such_package.Model", "fractions.Fractal"])
+def test_a_target_that_is_not_there(target):
+    with pytest.raises(InstantiationException, match=target):
+        made(target)
+
+
+@pytest.mark.usefixtures("hydra_restore_singletons")
+def test_what_is_registered_twice_stays_as_it_was_first():
+    for value in (1, 2):
+        versions.register("one/more/config", {"a": value})
+        versions.register("one_more_config", {"a": value})
+    assert ConfigStore.instance().load("one/more/config.yaml").node == {"a": 1}
+    assert ConfigStore.instance().load("one_more_config.yaml").node == {"a": 1}
