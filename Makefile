@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
 TOUCHES_HYDRA := tests/test_*.py tests/data/test_conf.py tests/ddp_hydra/sweep \
-	$(addprefix tests/ddp_hydra/test_,cli.py config.py job.py train.py versions.py) \
+	$(addprefix tests/ddp_hydra/test_,arguments.py cli.py config.py job.py train.py versions.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
 
 .PHONY: demo test test-fast test-hydra14 check format clean

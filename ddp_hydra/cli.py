@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,9 +14,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from ddp_hydra import config, project
+from ddp_hydra import arguments, config, project
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.versions import VERSION_BASE
@@ -48,79 +47,11 @@ def compose_and_run() -> None:
     root = project.find()
     sys.path.insert(0, str(root))
     config.register()
-    sys.argv[1:] = with_faults(with_resumed_sweep(with_resumed_overrides(with_search(sys.argv[1:]))))
+    sys.argv[1:] = arguments.read(sys.argv[1:])
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell launchers when a sweep is over
-
-
-def with_search(arguments: list[str]) -> list[str]:
-    """Let `hparams_search=<name>` be a sweep without `-m`: Hydra 1.4 lets no config of a group say that.
-
-    Args:
-        arguments: of the command line.
-    """
-    said = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {_key(word) for word in arguments}
-    names = [word.partition("=")[2] for word in arguments if _key(word) == "hparams_search"]
-    return arguments if said or set(names) <= {"", "null"} else [*arguments, "--multirun"]
-
-
-def with_resumed_overrides(arguments: list[str]) -> list[str]:
-    """Let `resume=<run>` bring along the overrides that the run was started with; those given now win.
-
-    Args:
-        arguments: of the command line.
-    """
-    resumed = next((word.partition("=")[2] for word in arguments if word.startswith("resume=")), "").strip("'\"")
-    path = Path(resumed)
-    folder = path if path.is_dir() else path.parent.parent  # <run>/checkpoints/<file>
-    saved = folder / ".hydra" / "overrides.yaml"
-    if not resumed or not saved.is_file():
-        return arguments
-    given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults"}  # no fault strikes twice
-    # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
-    given |= {"debug"} if "debug=faults" in map(str, OmegaConf.load(saved)) else set()
-    kept = [word for word in map(str, OmegaConf.load(saved)) if not {_key(word), _key(word).split(".")[0]} & given]
-    return kept + arguments
-
-
-def with_resumed_sweep(arguments: list[str]) -> list[str]:
-    """Let `-m hydra.sweep.dir=<sweep>` alone go on with a sweep: the overrides that it was started with are kept there.
-
-    Args:
-        arguments: of the command line; `hydra.launcher.resume` means the same as `hydra.sweep.dir`.
-    """
-    if not {"-m", "--multirun"} & set(arguments):
-        return arguments
-    keys = ("hydra.launcher.resume", "hydra.sweep.dir")
-    folders = [word.partition("=")[2].strip("'\"") for word in arguments if _key(word) in keys and "=" in word]
-    saved = Path(folders[0]) / "multirun.yaml" if folders else None
-    if saved is None or not saved.is_file():
-        return arguments
-    given = [word for word in arguments if _key(word) not in keys]
-    if not any("=" in word and not _key(word).startswith("hydra") for word in given):
-        before = OmegaConf.load(saved).hydra.overrides
-        given += [word for word in (*before.hydra, *before.task) if _key(word) not in (*keys, *map(_key, given))]
-    return [*given, f"hydra.sweep.dir='{folders[0]}'"]
-
-
-def with_faults(arguments: list[str]) -> list[str]:
-    """Let `+fault=kill,rank=1,step=20` be typed as it is: Hydra takes commas for a sweep.
-
-    Args:
-        arguments: of the command line.
-    """
-    given = [word for word in arguments if word.startswith(("+fault=", "fault="))]
-    if not given:
-        return arguments
-    texts = [re.sub("['\"]", "", word.partition("=")[2]) for word in given]
-    quoted = ",".join(f"'{text}'" for text in texts)
-    return [word for word in arguments if word not in given] + [f"faults=[{quoted}]"]
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def report(run: Callable[[], None]) -> int:

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
 from ddp_hydra import versions
 from ddp_hydra.errors import ConfigError
@@ -251,7 +252,14 @@ def check(cfg: DictConfig) -> None:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain dicts and values, enums by name: what travels to ranks and into checkpoints."""
-    container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+    """The resolved config as plain dicts and values, enums by name: what travels to ranks and into checkpoints.
+
+    Raises:
+        ConfigError: a key has no value that must have one.
+    """
+    try:
+        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key} is missing: give {error.full_key}=...") from None
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}

@@ -27,7 +27,7 @@ FLOORS = [
         "writers", "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
-    ("job", "sweep", "cli", "__main__"),
+    ("job", "sweep", "arguments", "cli", "__main__"),
 ]  # fmt: skip
 """As in DESIGN.md; `project` is on the second floor, for workers unpack what the client packs."""
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}

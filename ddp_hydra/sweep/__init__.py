@@ -2,11 +2,13 @@
 
     launcher     what Hydra calls: plan, run, return
     settings     what it is told by hydra.launcher
-    plan         which jobs, of what need, in which folders, and which of them are done already
+    plan         a job: composed, with its need and its folder, and what is known of it from before
+    queue        those that have not begun
     rows         what is known of each job
     loop         starts jobs as they fit, watches them, stops them
     child        a forked process that says what comes of its work, and dies with us
     coordinator  one job in such a process
+    returns      what Hydra gets of it
     host         a cluster in such a process, for all jobs
     foreign      the task of somebody else's app, on each rank of a gang
     reports      what a job says of itself

@@ -5,43 +5,39 @@ from __future__ import annotations
 import fcntl
 import getpass
 import importlib
-import itertools
 import logging
 import os
 import secrets
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
+from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra import cluster
-from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, SweepFailed
+from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, SweepFailed
 from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.sweep import plan, reports
 from ddp_hydra.sweep.child import Child, listen
-from ddp_hydra.sweep.coordinator import Ended, coordinate, with_trace
+from ddp_hydra.sweep.coordinator import Ended, coordinate
 from ddp_hydra.sweep.display import Display
 from ddp_hydra.sweep.host import ClusterHost
 from ddp_hydra.sweep.overview import Overview, read
 from ddp_hydra.sweep.picture import draw
 from ddp_hydra.sweep.plan import Planned, Remembering
+from ddp_hydra.sweep.queue import Queue
+from ddp_hydra.sweep.returns import failed, with_trace
 from ddp_hydra.sweep.rows import Row, State, counted
 from ddp_hydra.sweep.settings import Settings, objective_of
 
 log = logging.getLogger(__name__)
 LISTEN_S = 0.2
-AHEAD = 16
-"""Jobs that are composed before there is a place for them."""
 LOOK_S = 0.2
 """How often is looked at what the jobs say of themselves."""
 PAINT_S = 30.0
@@ -96,27 +92,23 @@ class Sweep:
         config: DictConfig,
         goes_on: bool,
     ) -> None:
-        self.folder, self.settings, self.context, self.loader = folder, settings, context, loader
-        self.task, self.config = task, config
+        self.folder, self.settings, self.context, self.task = folder, settings, context, task
         self.lock = lock(folder)
-        self.goes_on = goes_on
-        self.numbers = plan.Numbers(read(folder) if goes_on else [])
-        self.own_need = plan.own_need(settings.ranks, settings.cluster)
+        own_need = plan.own_need(settings.ranks, settings.cluster)
+        earlier = read(folder) if goes_on else None
+        self.queue = Queue(folder, loader, config, own_need, earlier, settings.retry_failed)
         self.objective = objective_of(config)
         self.overview, self.display = Overview(folder, self.objective), Display(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows: list[Row] = []
-        self.queue: deque[Planned] = deque()
-        self.later: deque[Planned] = deque()
         self.host: ClusterHost | None = None
         self.painter: Child | None = None
         self.running: list[Running] = []
-        self.returns: dict[int, JobReturn] = {}
         self.stop_reason = ""
         self.looked = 0.0
         self.interrupts = Interrupts()
         # Now, beside Hydra's checking of all jobs and the imports that they will need.
-        self.bring_up(plan.first_need(config).cluster or self.own_need.cluster)
+        self.bring_up(plan.first_need(config).cluster or own_need.cluster)
         preload(plan.is_ours(config))
 
     def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -132,7 +124,8 @@ class Sweep:
         Raises:
             Interrupted: the user ended the sweep.
         """
-        jobs = [self.enter(overrides, first + index) for index, overrides in enumerate(job_overrides)]
+        jobs = [self.queue.enter(overrides, first + index) for index, overrides in enumerate(job_overrides)]
+        self.rows += [job.row for job in jobs]
         try:
             with self.interrupts.caught(), self.interrupts.patience():
                 self.work()
@@ -149,63 +142,13 @@ class Sweep:
         relative = os.path.relpath(self.folder)
         return str(self.folder) if relative.startswith("..") else relative
 
-    # -- which jobs ----------------------------------------------------------------------------------------
-
-    def enter(self, overrides: Sequence[str], wanted: int) -> Planned:
-        """Put a job into the queue, unless it had its end when the sweep was started before."""
-        task_overrides = plan.of_task(overrides)
-        number, earlier = self.numbers.of(task_overrides, wanted)
-        job = Planned(Row(number, task_overrides, str(number)), overrides, earlier)
-        if earlier is not None and (
-            earlier.state == State.done or (earlier.state == State.failed and not self.settings.retry_failed)
-        ):
-            job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, plan.is_ours(self.config)
-            self.returns[number] = earlier_result(job)
-        else:
-            self.queue.append(job)
-        self.rows.append(job.row)
-        return job
-
-    def next_job(self) -> Planned | None:
-        """The first in the queue, composed; those that need another cluster than the one that is up stand aside."""
-        while self.queue:
-            job = self.queue[0]
-            if job.row.state == State.failed or (not job.is_composed and not self.compose(job)):
-                self.queue.popleft()
-            elif (self.running or self.host) and job.need.cluster != (self.host.config if self.host else ""):
-                self.later.append(self.queue.popleft())
-            else:
-                return job
-        return None
-
-    def compose(self, job: Planned) -> bool:
-        """Compose a job; one that cannot be has failed."""
-        try:
-            job.compose(self.loader, self.config, self.own_need, self.folder)
-            if job.earlier is not None:
-                plan.go_on(job)
-            elif self.goes_on:
-                plan.refuse_foreign_folder(job)
-        except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
-            self.fail(job, error)
-        if job.is_dry:
-            importlib.import_module("ddp_hydra.dry_run")  # once, for all the processes to come: it takes torch along
-        return job.row.state != State.failed
-
-    def compose_ahead(self) -> bool:
-        """Compose one of the jobs that come next, so that none has to wait for it; False where all are."""
-        for job in itertools.islice(self.queue, AHEAD):
-            if not job.is_composed and job.row.state == State.queued:
-                return self.compose(job)
-        return False
-
     # -- running them --------------------------------------------------------------------------------------
 
     def work(self) -> None:
         """Run all jobs of the queue."""
         while self.running or (self.queue and not self.is_stopping):
             self.start_what_fits()
-            busy = self.compose_ahead()
+            busy = self.queue.compose_ahead()
             talking = [self.host.child] if self.host is not None and not self.host.is_gone else []
             listen(talking + [job.child for job in self.running], 0.0 if busy else LISTEN_S)
             for job in [job for job in self.running if not job.child.hear()]:
@@ -213,9 +156,8 @@ class Sweep:
             self.look()
             self.overview.write(self.rows)
             self.display.show(self.rows)
-            if not self.queue and not self.running and self.later:  # the turn of another cluster
-                self.queue, self.later = self.later, deque()
-                self.bring_up(self.queue[0].need.cluster)
+            if not self.queue and not self.running and self.queue.turn():
+                self.bring_up(self.queue.jobs[0].need.cluster)
 
     @property
     def is_stopping(self) -> bool:
@@ -241,19 +183,17 @@ class Sweep:
                     log.warning("the cluster is gone: another one is brought up")
                     self.bring_up(self.host.config)
             while job is not None and not self.is_stopping and self.fits(job):
-                self.start(self.queue.popleft())
+                self.start(self.queue.take())
                 job = self.next_job()
         except ClusterError as error:
-            self.fail_all(error)
+            wanted = self.host.config if self.host else ""
+            self.close_host()
+            self.queue.fail_all_on(wanted, error)
 
-    def fail_all(self, error: ClusterError) -> None:
-        """The cluster that is wanted cannot be had, so none of the jobs that need it can be run."""
-        wanted = self.host.config if self.host else ""
-        self.close_host()
-        for job in self.queue:
-            if (job.is_composed or self.compose(job)) and job.need.cluster == wanted:
-                self.fail(job, error)
-        self.queue = deque(job for job in self.queue if job.row.state == State.queued)
+    def next_job(self) -> Planned | None:
+        """The job whose turn it is on the cluster that is up."""
+        up = self.host.config if self.host is not None else "" if self.running else None
+        return self.queue.first(up)
 
     def fits(self, job: Planned) -> bool:
         """Whether a job can begin now."""
@@ -288,7 +228,7 @@ class Sweep:
         if job.planned.is_ours:
             reports.read_summary(row, folder, self.objective)
         if ended.result is not None:
-            self.returns[row.number] = with_trace(ended)
+            job.planned.result = with_trace(ended.result, ended.trace)
             if ended.state == State.done:
                 reports.take_value(row, ended.result.return_value, self.objective)
         if ended.state == State.failed and self.settings.fail_fast and not self.is_stopping:
@@ -299,11 +239,6 @@ class Sweep:
         log_file = job.planned.folder / "logs" / "job.log"
         message = f"its own process {job.child.how_it_ended()}; see {log_file}"
         return Ended(State.interrupted if self.interrupts.wanted else State.failed, None, message)
-
-    def fail(self, job: Planned, error: Exception) -> None:
-        """A job cannot even be started."""
-        job.row.state, job.row.message = State.failed, str(error).partition("\n")[0]
-        self.returns[job.row.number] = failed(job, error)
 
     # -- watching and stopping -----------------------------------------------------------------------------
 
@@ -392,7 +327,7 @@ class Sweep:
             return failed(job, SweepFailed(self.closing_line))
         why = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {why}"
-        return self.returns.get(job.row.number) or failed(job, SweepFailed(unfinished))
+        return job.result or failed(job, SweepFailed(unfinished))
 
 
 def preload(ours: bool) -> None:
@@ -401,26 +336,6 @@ def preload(ours: bool) -> None:
     writers = ("handler", "hparams", "tensorboard", "progress", "checkpoints", "status")
     for name in ("job", "dispatch", *(f"writers.{writer}" for writer in writers)) if ours else ():
         importlib.import_module(f"ddp_hydra.{name}")
-
-
-def failed(job: Planned, error: Exception) -> JobReturn:
-    """The result of a job that has none of its own."""
-    return _result(job, JobStatus.FAILED, error)
-
-
-def earlier_result(job: Planned) -> JobReturn:
-    """What a job came to when the sweep was started before."""
-    if job.row.state == State.done:
-        return _result(job, JobStatus.COMPLETED, job.row.value)
-    why = f"job {job.row.number} failed before ({job.row.message})"
-    return failed(job, SweepFailed(f"{why}: run it again with hydra.launcher.retry_failed=true"))
-
-
-def _result(job: Planned, status: JobStatus, value: object) -> JobReturn:
-    row = job.row
-    result = JobReturn(overrides=row.overrides, cfg=job.task_config, working_dir=str(job.folder), status=status)
-    result._return_value = value
-    return result
 
 
 def lock(folder: Path) -> int:

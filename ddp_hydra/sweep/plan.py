@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra import cluster
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.rows import Row
+from ddp_hydra.sweep import returns
+from ddp_hydra.sweep.rows import Row, State
 
 MOST_REMEMBERED = 256
 
@@ -43,6 +45,7 @@ class Planned:
         need: what it takes.
         folder: its run directory.
         is_ours: its config is one of ours, so the task dispatches a gang itself.
+        result: what Hydra's sweeper gets; None while there is nothing.
     """
 
     row: Row
@@ -52,6 +55,7 @@ class Planned:
     need: Need = Need()
     folder: Path = Path()
     is_ours: bool = False
+    result: JobReturn | None = None
 
     @property
     def is_composed(self) -> bool:
@@ -88,6 +92,11 @@ class Planned:
             self.is_ours = is_ours(composed)
             self.need = need_of(composed) if self.is_ours else own_need
         self.config, self.folder = composed, sweep_dir / self.row.folder
+
+    def fail(self, error: Exception) -> None:
+        """It cannot even be started."""
+        self.row.state, self.row.message = State.failed, returns.first_line(str(error))
+        self.result = returns.failed(self, error)
 
 
 class Remembering:

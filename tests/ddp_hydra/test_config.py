@@ -54,13 +54,22 @@ def test_the_default_is_a_job():
     assert not GlobalHydra().is_initialized()
 
 
+NEEDED = {"cluster=remote": ["cluster.address=tcp://host:8786"]}
+"""What an option does not work without."""
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_to_a_job(option):
-    cfg = composed(option)
+    cfg = composed(option, *NEEDED.get(option, []))
     config.check(cfg)
     plain = config.plain(cfg)
     assert json.loads(json.dumps(plain)) == plain
     assert "${" not in json.dumps(plain)
+
+
+def test_a_key_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match=r"cluster\.address is missing: give cluster\.address=\.\.\."):
+        config.plain(composed("cluster=remote"))
 
 
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])

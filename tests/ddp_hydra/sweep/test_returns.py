@@ -9,8 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.outcome import Failure
-from ddp_hydra.sweep.coordinator import Ended, portable, summarised, with_trace
-from ddp_hydra.sweep.rows import State
+from ddp_hydra.sweep.returns import portable, summarised, with_trace
 
 
 def result(value, status=JobStatus.COMPLETED):
@@ -44,8 +43,7 @@ def test_a_value_that_cannot_travel_is_a_failure_that_says_so():
 
 
 def test_an_error_shows_where_it_was_raised():
-    ended = Ended(State.failed, result(ValueError("no"), JobStatus.FAILED), "", "Traceback: line 7")
-    found = with_trace(ended)._return_value
+    found = with_trace(result(ValueError("no"), JobStatus.FAILED), "Traceback: line 7")._return_value
     assert "in the job's process:\nTraceback: line 7" in str(found.__cause__)
 
 

@@ -1,0 +1,77 @@
+"""What Hydra's sweeper gets of a job: a `JobReturn`, from another process, from an earlier start, or of our own."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn, JobStatus
+
+from ddp_hydra.errors import DdpHydraError, SweepFailed
+from ddp_hydra.sweep.rows import State
+
+if TYPE_CHECKING:
+    from ddp_hydra.sweep.plan import Planned
+
+
+def failed(job: Planned, error: Exception) -> JobReturn:
+    """The result of a job that has none of its own; reading its value raises the error."""
+    return _result(job, JobStatus.FAILED, error)
+
+
+def of_before(job: Planned) -> JobReturn:
+    """What a job came to when the sweep was started before."""
+    if job.row.state == State.done:
+        return _result(job, JobStatus.COMPLETED, job.row.value)
+    why = f"job {job.row.number} failed before ({job.row.message})"
+    return failed(job, SweepFailed(f"{why}: run it again with hydra.launcher.retry_failed=true"))
+
+
+def portable(result: JobReturn) -> JobReturn:
+    """A result that survives the way to another process, at least in words."""
+    try:
+        pickle.loads(pickle.dumps(result))  # noqa: S301, our own words
+    except Exception as reason:
+        value = result._return_value
+        if result.status == JobStatus.FAILED:
+            result._return_value = RuntimeError(summarised(value))
+        else:
+            result.status = JobStatus.FAILED
+            result._return_value = TypeError(
+                f"the task returned a {type(value).__name__}, which cannot be sent to the sweep's process: {reason}"
+            )
+    return result
+
+
+class RemoteTraceback(Exception):
+    """Shows, as the cause of an error, where it was raised in the job's process."""
+
+    def __str__(self) -> str:
+        return f"in the job's process:\n{self.args[0]}"
+
+
+def with_trace(result: JobReturn, trace: str) -> JobReturn:
+    """Give an error the traceback that it had in the job's process. Hydra 1.4 does that itself."""
+    error = result._return_value
+    if isinstance(error, BaseException) and getattr(result, "_remote_traceback", None) is None:
+        error.__cause__ = RemoteTraceback(trace)
+    return result
+
+
+def summarised(error: BaseException) -> str:
+    """One line of an error."""
+    if isinstance(error, DdpHydraError):
+        return first_line(str(error))
+    return first_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def first_line(text: str) -> str:
+    """The first line of a text."""
+    return text.strip().partition("\n")[0]
+
+
+def _result(job: Planned, status: JobStatus, value: Any) -> JobReturn:
+    row = job.row
+    result = JobReturn(overrides=row.overrides, cfg=job.task_config, working_dir=str(job.folder), status=status)
+    result._return_value = value
+    return result

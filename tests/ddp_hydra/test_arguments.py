@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from ddp_hydra import arguments as typed
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory that was started with some overrides."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(
+        "- experiment=digits\n- cluster.n_workers=4\n- optimizer.lr=0.1\n- +model.extra=1\n- resume=elsewhere\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ([], ["experiment=digits", "cluster.n_workers=4", "optimizer.lr=0.1", "+model.extra=1"]),
+        (["optimizer.lr=0.2"], ["experiment=digits", "cluster.n_workers=4", "+model.extra=1"]),
+        (["cluster=inline"], ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]),
+        (["model.extra=2"], ["experiment=digits", "cluster.n_workers=4", "optimizer.lr=0.1"]),
+        (["experiment=pet_names"], ["cluster.n_workers=4", "optimizer.lr=0.1", "+model.extra=1"]),
+    ],
+)
+def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, kept):
+    arguments = [*given, f"resume={run}"]
+    assert typed.with_resumed_overrides(arguments) == kept + arguments
+
+
+def test_a_checkpoint_file_brings_the_overrides_of_its_run(run):
+    arguments = [f"resume={run}/checkpoints/last.pt"]
+    assert len(typed.with_resumed_overrides(arguments)) == 5
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    task = ["data=tiny", "optimizer.lr=0.1,0.01"]
+    before = {
+        "hydra": {"overrides": {"task": task, "hydra": ["hydra.launcher.max_jobs=2", f"hydra.sweep.dir={tmp_path}"]}}
+    }
+    OmegaConf.save(OmegaConf.create(before), tmp_path / "multirun.yaml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("key", ["hydra.sweep.dir", "hydra.launcher.resume"])
+def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
+    found = typed.with_resumed_sweep(["-m", f"{key}={sweep}", "hydra.launcher.retry_failed=true"])
+    assert found == [
+        "-m", "hydra.launcher.retry_failed=true", "hydra.launcher.max_jobs=2", "data=tiny", "optimizer.lr=0.1,0.01",
+        f"hydra.sweep.dir='{sweep}'",
+    ]  # fmt: skip
+
+
+def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep):
+    found = typed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
+    assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir='{sweep}'"]
+
+
+@pytest.mark.parametrize("arguments", [["-m", "a=1"], ["-m", "hydra.sweep.dir=/nowhere"], ["hydra.sweep.dir=/"]])
+def test_without_a_sweep_to_go_on_with_the_arguments_stay_as_they_are(arguments):
+    assert typed.with_resumed_sweep(list(arguments)) == arguments
+
+
+@pytest.mark.parametrize("arguments", [[], ["optimizer.lr=1"], ["resume="], ["resume=/nowhere/at/all"]])
+def test_without_a_run_the_arguments_stay_as_they_are(arguments):
+    assert typed.with_resumed_overrides(list(arguments)) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_sweep"),
+    [
+        (["hparams_search=x"], True),
+        (["experiment=y", "+hparams_search=x", "--cfg", "job"], True),
+        (["hparams_search=x", "-r"], False),
+        (["hparams_search=x", "hydra.mode=RUN"], False),
+        (["hparams_search=null"], False),
+        (["experiment=hparams_search"], False),
+        ([], False),
+    ],
+)
+def test_a_search_is_a_sweep(arguments, is_sweep):
+    assert typed.with_search(arguments) == arguments + ["--multirun"] * is_sweep
+
+
+@pytest.mark.parametrize("arguments", [["hparams_search=x", "-m"], ["--multirun", "hparams_search=x"]])
+def test_a_search_that_was_said_to_be_a_sweep_is_left_as_it_is(arguments):
+    assert typed.with_search(arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ([], []),
+        (["optimizer.lr=1", "debug=faults"], ["optimizer.lr=1", "debug=faults"]),
+        (["+fault=kill,rank=1,step=20", "a=1"], ["a=1", "faults=['kill,rank=1,step=20']"]),
+        (["fault=kill"], ["faults=['kill']"]),
+        (["+fault='kill,rank=1'"], ["faults=['kill,rank=1']"]),
+        (['+fault="kill,rank=1"'], ["faults=['kill,rank=1']"]),
+        (["+fault=?"], ["faults=['?']"]),
+        (["+fault="], ["faults=['']"]),
+        (["+fault=kill,step=5", "x=1", "+fault=hang,at=load"], ["x=1", "faults=['kill,step=5','hang,at=load']"]),
+        (["+faults=[kill]", "default=1"], ["+faults=[kill]", "default=1"]),
+    ],
+)
+def test_faults_are_typed_without_quotes(arguments, seen):
+    assert typed.with_faults(arguments) == seen
+
+
+@pytest.mark.parametrize("text", ["kill,rank=1,step=20", "?", "hang,at=load", "slow,seconds=0.5,attempt=-1"])
+def test_hydra_reads_a_fault_as_it_was_typed(text):
+    (override,) = OverridesParser.create().parse_overrides(typed.with_faults([f"+fault={text}"]))
+    assert override.get_key_element() == "faults"
+    assert not override.is_sweep_override()
+    assert override.value() == [text]
+
+
+def test_the_faults_of_a_resumed_run_do_not_strike_again(run):
+    with (run / ".hydra" / "overrides.yaml").open("a") as file:
+        file.write("- faults=['kill,rank=1,step=20']\n")
+    found = typed.with_faults(typed.with_resumed_overrides([f"resume={run}"]))
+    assert not [word for word in found if word.startswith("faults=")]
+    found = typed.with_faults(typed.with_resumed_overrides([f"resume={run}", "+fault=hang,step=30"]))
+    assert [word for word in found if word.startswith("faults=")] == ["faults=['hang,step=30']"]
+    assert {"experiment=digits", f"resume={run}"} <= set(found)
