@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,7 +19,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-settings.register_profile("ddp_hydra", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "ddp_hydra", deadline=None, database=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("ddp_hydra")
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis")
 
@@ -85,7 +88,7 @@ class Snapshot:
         """Look around."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LIBRARY_VARIABLES)}
         files = {path for folder in folders if folder.exists() for path in folder.iterdir()}
-        return cls(variables, set(threading.enumerate()), set(psutil.Process().children()), files)
+        return cls(variables, set(threading.enumerate()), children(), files)
 
     def changes(self, *folders: Path) -> list[str]:
         """Say what there is now that was not there before."""
@@ -107,7 +110,7 @@ class Snapshot:
             if not name.startswith(LIBRARY_VARIABLES):
                 del os.environ[name]
         os.environ.update(self.variables)
-        for process in set(psutil.Process().children()) - self.processes:
+        for process in children() - self.processes:
             if describe(process):
                 process.kill()
                 process.wait()
@@ -115,6 +118,18 @@ class Snapshot:
             sys.modules["torch.distributed"].destroy_process_group()
         if "ddp_hydra.results" in sys.modules:
             sys.modules["ddp_hydra.results"].connect(None)
+
+
+def children() -> set[psutil.Process]:
+    """The child processes of this one. psutil would look at all processes of the machine, before and after each test."""
+    lists = list(Path("/proc/self/task").glob("*/children"))
+    if not lists:
+        return set(psutil.Process().children())
+    found = set()
+    for thread in lists:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            found |= {psutil.Process(int(pid)) for pid in thread.read_text().split()}
+    return found
 
 
 def describe(process: psutil.Process) -> str:

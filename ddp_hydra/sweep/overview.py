@@ -87,11 +87,17 @@ class Overview:
         wanted = self._metric_names(names), [row.overrides for row in rows]
         if not names or self._written.get("columns") == wanted:
             return
-        if any((self.folder / row.folder / "tensorboard").is_dir() for row in rows if row.metrics):
+        if any(self._has_curves(row) for row in rows if row.metrics):
             from ddp_hydra.writers import hparams
 
             hparams.write_experiment(self.folder, wanted[1], wanted[0])
             self._written["columns"] = wanted[0], [list(overrides) for overrides in wanted[1]]
+
+    def _has_curves(self, row: Row) -> bool:
+        try:
+            return (self.folder / row.folder / "tensorboard").is_dir()
+        except (OSError, ValueError):  # no name for a folder
+            return False
 
     def _metric_names(self, names: set[str]) -> list[str]:
         """The objective, then the other losses and accuracies; all metrics where none is called so."""

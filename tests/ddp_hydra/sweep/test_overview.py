@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -86,7 +86,6 @@ rows = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(rows, max_size=3, unique_by=lambda row: row.number))
 def test_what_was_written_is_read(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("sweep")
@@ -309,6 +308,12 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog)
     made.write(ROWS)
     assert read(tmp_path) == ROWS
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
+
+
+@pytest.mark.parametrize("folder", ["x" * 5000, "a\0b"])
+def test_a_job_whose_folder_has_no_name_for_one_ends_no_sweep(tmp_path, folder):
+    Overview(tmp_path, ACCURACY).write([job(0, folder=folder, metrics={"a": 1.0})])
+    assert read(tmp_path)[0].folder == folder
 
 
 def test_a_folder_that_cannot_be_made_ends_no_sweep(tmp_path, caplog):
