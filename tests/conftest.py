@@ -121,7 +121,7 @@ class Snapshot:
 
 
 def children() -> set[psutil.Process]:
-    """The child processes of this one. psutil would look at all processes of the machine, before and after each test."""
+    """The child processes of this one. psutil would look at all processes of the machine, twice for each test."""
     lists = list(Path("/proc/self/task").glob("*/children"))
     if not lists:
         return set(psutil.Process().children())

@@ -72,12 +72,15 @@ class GangLauncher(Launcher):
         from ddp_hydra.sweep.settings import Settings
 
         ours = is_ours(self.config)
+        settings = Settings(**self.settings)
+        if ours:
+            settings.check_ours()
         dry = ours and self.config.get("dry_run")
         folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
         folder.mkdir(parents=True, exist_ok=True)
         # Others' apps write over what is there, as Hydra has it, unless they are told to resume.
         goes_on = not dry and (self.resume is not None or ours)
-        sweep = Sweep(folder, Settings(**self.settings), self.context, self.loader, self.task, self.config, goes_on)
+        sweep = Sweep(folder, settings, self.context, self.loader, self.task, self.config, goes_on)
         _open.append(self)
         atexit.unregister(close_all)
         atexit.register(close_all)  # now, so that it comes before multiprocessing waits for its children

@@ -100,7 +100,10 @@ class Sweep:
         self.objective = objective_of(config)
         self.overview, self.display = Overview(folder, self.objective), Display(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.rows: list[Row] = []
+        self.rows = earlier or []
+        for row in self.rows:
+            if row.state == State.running:  # then, by a sweep that was killed
+                row.state = State.interrupted
         self.host: ClusterHost | None = None
         self.painter: Child | None = None
         self.running: list[Running] = []
@@ -125,7 +128,8 @@ class Sweep:
             Interrupted: the user ended the sweep.
         """
         jobs = [self.queue.enter(overrides, first + index) for index, overrides in enumerate(job_overrides)]
-        self.rows += [job.row for job in jobs]
+        known = [id(job.earlier) for job in jobs]
+        self.rows = [row for row in self.rows if id(row) not in known] + [job.row for job in jobs]
         try:
             with self.interrupts.caught(), self.interrupts.patience():
                 self.work()

@@ -36,9 +36,23 @@ class Settings:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"hydra.launcher.{key}={value}: give a whole number of at least 1, or null")
+        if self.cluster is not None and self.ranks is None:
+            raise ConfigError("hydra.launcher.cluster is for tasks with ranks: give hydra.launcher.ranks=2, too")
         limit_s = self.job_timeout_s
         if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
             raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
+
+    def check_ours(self) -> None:
+        """Refuse what is for apps of others only.
+
+        Raises:
+            ConfigError: with what to give instead.
+        """
+        if self.ranks is not None or self.cluster is not None:
+            raise ConfigError(
+                "hydra.launcher.ranks and hydra.launcher.cluster are for apps whose config is not one of ours: give "
+                "dispatch.ranks and cluster instead"
+            )
 
 
 def objective_of(config: DictConfig) -> Objective:

@@ -184,6 +184,8 @@ def test_a_folder_with_other_jobs_is_not_written_over(cli):
     found = rows(cli.folder / "sweep")
     assert {row["overrides"][-1]: number for number, row in found.items()} == {"seed=1": 0, "seed=2": 1, "seed=3": 2}
     assert hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest() == before
+    cli.done("-m", *TINY[:3], "cluster=inline", "hydra.sweep.dir=sweep", "seed=4")
+    assert states(cli.folder / "sweep") == ["done"] * 4, "what is not part of it this time stays in the table"
 
 
 def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, nothing_left):

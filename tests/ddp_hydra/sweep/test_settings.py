@@ -18,6 +18,14 @@ def test_what_cannot_be_is_refused_by_its_key(wrong):
         Settings(**wrong)
 
 
+def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
+    with pytest.raises(ConfigError, match=r"give hydra\.launcher\.ranks=2"):
+        Settings(cluster={"n_workers": 2})
+    with pytest.raises(ConfigError, match=r"give dispatch\.ranks and cluster instead"):
+        Settings(ranks=2).check_ours()
+    Settings(max_jobs=2).check_ours()
+
+
 @pytest.mark.parametrize(
     ("config", "objective"),
     [
