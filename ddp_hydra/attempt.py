@@ -29,6 +29,8 @@ CHECK_S = 0.2
 """How often is looked for what no record tells."""
 SETTLE_S = 0.4
 """How long a mere symptom waits for its cause to be heard."""
+NEWS_S = 0.5
+"""How long after Ctrl-C the ranks' loop is waited for that may have begun just now."""
 END_S = 5.0
 """How long ranks that were told to end are waited for."""
 REST_S = 30.0
@@ -55,6 +57,7 @@ class Attempt:
         self.values: dict[int, Any] = {}
         self.silent: set[str] = set()
         self.stacks: dict[int, str] = {}
+        self.wanted_at: float | None = None
         self.finish_by: float | None = None
         self.is_stopping = False
         self.begun = time.monotonic()
@@ -227,7 +230,10 @@ class Attempt:
         if not self.gang.interrupts.wanted:
             return
         if self.finish_by is None:
+            self.wanted_at = self.wanted_at or time.monotonic()
             if not self.vitals.in_loop(self.roster.running):
+                if time.monotonic() - self.wanted_at < NEWS_S:  # a rank may be there, and it is not known yet
+                    return
                 raise KeyboardInterrupt
             self.finish_by = time.monotonic() + self.gang.grace_s
             self.crew.finish(self.roster.running, "interrupt")

@@ -194,6 +194,17 @@ def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(
     assert [message for _, _, message in one.client.told] == [{"finish": 1}] * 2
 
 
+def test_a_loop_that_begins_just_as_the_user_interrupts_is_asked_to_finish_too(make):
+    one = make(beat(0, "load"))
+    one.gang.grace_s = 60.0
+    one.gang.interrupts.wanted = True
+    one.client.on_told = lambda rank, message: one.client.say(end(rank)) if "finish" in message else None
+    timer = threading.Timer(0.2, one.client.say, (beat(1, "load"),))
+    timer.start()
+    assert one.run(b"") == ["done", "done"]
+    timer.join()
+
+
 def test_ranks_that_do_not_finish_in_time_are_stopped(make):
     one = in_loop(make())
     with pytest.raises(KeyboardInterrupt):
