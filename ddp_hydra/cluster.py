@@ -51,9 +51,7 @@ class Remote:
 
     def get_client(self) -> Any:
         """Connect, as to clusters of Dask's own."""
-        from distributed import Client
-
-        return Client(self.address)
+        return Scheduler(self.address).client()
 
 
 def is_inline(cfg: DictConfig) -> bool:

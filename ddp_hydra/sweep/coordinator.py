@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
@@ -33,9 +32,7 @@ class Ended:
     trace: str = ""
 
 
-def coordinate(
-    planned: Planned, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None, pipe: Connection
-) -> Ended:
+def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None) -> Ended:
     """Run one job as Hydra does.
 
     Args:
@@ -43,7 +40,6 @@ def coordinate(
         context: Hydra's.
         task: the app's function.
         scheduler: of the sweep's cluster.
-        pipe: not used: all is said at the end.
     """
     if scheduler is not None:
         cluster.lend(scheduler)

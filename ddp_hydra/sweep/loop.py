@@ -41,6 +41,7 @@ LISTEN_S = 0.2
 LOOK_S = 0.2
 """How often is looked at what the jobs say of themselves."""
 PAINT_S = 30.0
+"""How long a picture may take."""
 STOP_S = 10.0
 """How long a job that took too long may take to end."""
 
@@ -110,8 +111,8 @@ class Sweep:
         self.stop_reason = ""
         self.looked = 0.0
         self.interrupts = Interrupts()
-        # Now, beside Hydra's checking of all jobs and the imports that they will need.
-        self.bring_up(plan.first_need(config).cluster or own_need.cluster)
+        if not earlier:  # beside Hydra's checking of all jobs; of a sweep that goes on, all may be done
+            self.bring_up(plan.first_need(config).cluster or own_need.cluster)
         preload(plan.is_ours(config))
 
     def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -160,7 +161,7 @@ class Sweep:
             self.look()
             self.overview.write(self.rows)
             self.display.show(self.rows)
-            if not self.queue and not self.running and self.queue.turn():
+            if not self.queue and not self.running and not self.is_stopping and self.queue.turn():
                 self.bring_up(self.queue.jobs[0].need.cluster)
 
     @property
@@ -210,13 +211,14 @@ class Sweep:
         ranks = job.need.ranks or total
         used = sum(other.planned.need.ranks or total for other in self.running)
         waiting = sum(not other.row.workers for other in self.running)
-        return self.host.scheduler is not None and (used + ranks <= total or waiting < max(1, total // max(1, ranks)))
+        may_wait = job.is_ours and waiting < max(1, total // max(1, ranks))
+        return self.host.scheduler is not None and (used + ranks <= total or may_wait)
 
     def start(self, job: Planned) -> None:
         """Start a job in a process of its own."""
         job.row.state, job.row.message = State.running, ""
         work = partial(coordinate, job, self.context, self.task, self.host.scheduler if self.host else None)
-        self.running.append(Running(job, Child(work, job.folder / "logs" / "job.log", [self.lock])))
+        self.running.append(Running(job, Child(lambda pipe: work(), job.folder / "logs" / "job.log", [self.lock])))
 
     def on_end(self, job: Running) -> None:
         """A job's process has ended."""
@@ -255,11 +257,11 @@ class Sweep:
         if self.interrupts.wanted and not self.stop_reason:
             self.stop_all("interrupted")
         for job in self.running:
-            had_workers = job.row.workers
             if job.planned.is_ours:
+                waits = self.host is not None and not job.row.workers
                 reports.read_status(job.row, job.planned.folder, self.objective)
-            if job.row.workers and not had_workers:
-                job.begun = now  # it has waited for them until now
+                if waits:  # for workers until now
+                    job.begun = now
             job.row.wall_s = now - job.begun
             self.check_time(job, now)
 
@@ -299,9 +301,7 @@ class Sweep:
         """End all, also the cluster, which waits for another batch."""
         self.end_all()
         self.close_host()
-        if self.painter is not None:
-            self.painter.process.join(PAINT_S)
-            self.painter.end()
+        self.await_painter()
         os.close(self.lock)
 
     # -- how it ended --------------------------------------------------------------------------------------
@@ -315,10 +315,16 @@ class Sweep:
 
     def paint(self) -> None:
         """Draw the picture, beside whatever comes next."""
-        if self.painter is not None:
-            self.painter.process.join()
+        self.await_painter()
         picture = partial(draw, self.rows, self.objective, self.folder / "sweep.png")
         self.painter = Child(lambda pipe: picture(), not_its=[self.lock])
+
+    def await_painter(self) -> None:
+        """Let a picture that is being drawn be finished."""
+        painter, self.painter = self.painter, None
+        if painter is not None:
+            painter.process.join(PAINT_S)
+            painter.end()
 
     @property
     def closing_line(self) -> str:

@@ -152,11 +152,12 @@ def test_fail_fast_stops_the_others(cli, nothing_left):
     nothing_left()
 
 
-def test_a_job_that_takes_too_long_is_a_failed_row(cli, nothing_left):
-    ended = cli.run(*SWEEP, "hydra.launcher.job_timeout_s=8", "data.delay_s=0,0.5", timeout_s=100)
+def test_a_job_that_takes_too_long_is_a_failed_row_and_the_one_that_waits_for_its_workers_is_not(cli, nothing_left):
+    words = [*SWEEP, "cluster.n_workers=2", "hydra.launcher.job_timeout_s=6", "data.delay_s=0.5,0"]
+    ended = cli.run(*words, timeout_s=100)
     assert ended.returncode == 1
-    assert states(cli.folder / "sweep") == ["done", "failed"]
-    assert "longer than hydra.launcher.job_timeout_s=8" in rows(cli.folder / "sweep")[1]["message"]
+    assert states(cli.folder / "sweep") == ["failed", "done"]
+    assert "longer than hydra.launcher.job_timeout_s=6" in rows(cli.folder / "sweep")[0]["message"]
     nothing_left()
 
 
