@@ -14,18 +14,26 @@ class Cache:
 
     Args:
         budget: bytes.
+
+    Attributes:
+        hits: how often a value was there.
     """
 
     def __init__(self, budget: int) -> None:
+        self.hits = 0
         self._left = budget
-        self._values: dict[str, Any] = {}
+        self._values: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> Any:
+    def get(self, key: Any) -> Any:
         """Return the value of `key`, or None."""
-        return self._values.get(key)
+        value = self._values.get(key)
+        if value is not None:
+            with self._lock:
+                self.hits += 1
+        return value
 
-    def put(self, key: str, value: Any, size: int) -> None:
+    def put(self, key: Any, value: Any, size: int) -> None:
         """Keep `value` of `size` bytes, if it still fits."""
         with self._lock:
             if size <= self._left and key not in self._values:

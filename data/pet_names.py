@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import http.client
 import json
-import os
 import socket
 import tempfile
 import urllib.error
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+
+from data.user_cache import user_cache
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")
@@ -213,7 +214,7 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
     scheme = urlsplit(source).scheme
     if scheme not in ("http", "https", "s3"):
         return _parse(_read_file(source), source)
-    folder = Path(cache_dir).expanduser() if cache_dir else _user_cache()
+    folder = Path(cache_dir).expanduser() if cache_dir else user_cache()
     kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"
     with contextlib.suppress(OSError, ValueError):  # not there yet, or damaged
         return _parse(kept.read_bytes(), source)
@@ -224,10 +225,6 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
     except OSError as error:
         warnings.warn(f"the names can't be kept for the next time: {error}; type data.cache_dir=...", stacklevel=3)
     return names
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_hydra"
 
 
 def _write_whole(path: Path, content: bytes | bytearray) -> None:
@@ -258,7 +255,7 @@ def _read_file(source: str) -> bytes:
 
 
 def _read_s3(source: str, access: dict[str, Any]) -> bytearray:
-    from data.s3 import Bucket
+    from data.stores import Bucket
 
     url = urlsplit(source)
     try:

@@ -2,7 +2,8 @@
 
 A transform is called as `transform(image, rng)`: image uint8 (3, height, width), rng the sample's own
 `random.Random`, so that what it draws does not depend on threads, ranks or the order of samples. It returns
-a new uint8 tensor and leaves its input as it is.
+a new uint8 tensor and leaves its input as it is. These here can also say what they will do before the image
+is decoded (`draw`), so that no more of it is decoded than they will look at.
 """
 
 from __future__ import annotations
@@ -10,12 +11,100 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
+from torch.nn import functional as F
+
+from data.colour import Jitter, Shade
+from data.images import JpegHeader, decode_jpeg
 
 
-class EvalTransform:
+@dataclass(frozen=True)
+class Look:
+    """What is made of one image.
+
+    Args:
+        top: of the part that is cut out, in pixels of the image.
+        left: of that part.
+        height: of that part.
+        width: of that part.
+        flip: mirror it.
+        shift: pixels by which it is moved down and to the right, over black.
+        shade: how its colours change.
+        erased: (top, left, height, width) that is made mean grey, in pixels of what comes out.
+    """
+
+    top: float
+    left: float
+    height: float
+    width: float
+    flip: bool = False
+    shift: tuple[int, int] = (0, 0)
+    shade: Shade | None = None
+    erased: tuple[int, int, int, int] | None = None
+
+
+class _Transform:
+    """Cuts a part out of an image and resizes it; what part, subclasses say."""
+
+    size: int
+    fill: Tensor
+
+    def draw(self, height: int, width: int, rng: random.Random) -> Look:
+        """Choose what will be made of an image of a size, in pixels."""
+        raise NotImplementedError
+
+    def of_jpeg(self, data: Any, header: JpegHeader, rng: random.Random) -> Tensor:
+        """Decode a JPEG and transform it, drawing from `rng`; large parts are decoded no larger than needed.
+
+        Args:
+            data: the file, with the buffer protocol.
+            header: of it.
+            rng: of the sample.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        look = self.draw(header.height, header.width, rng)
+        image = decode_jpeg(data, header, at_least=self.size / min(look.height, look.width))
+        return self.apply(image, look, (image.shape[1] / header.height, image.shape[2] / header.width))
+
+    def apply(self, image: Tensor, look: Look, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+        """Make of an image what was drawn for it.
+
+        Args:
+            image: uint8 (3, height, width).
+            look: from `draw`.
+            scale: height and width of `image` over those that `draw` was told.
+        """
+        top, left = int(look.top * scale[0]), int(look.left * scale[1])
+        bottom = top + max(1, round(look.height * scale[0]))
+        right = left + max(1, round(look.width * scale[1]))
+        part = image[:, top : min(bottom, image.shape[1]), left : min(right, image.shape[2])]
+        if part.shape[1:] != (self.size, self.size):
+            part = resize(part, self.size)
+        if look.shift != (0, 0):
+            part = _shifted(part, *look.shift)
+        if look.flip:
+            part = part.flip(-1)
+        if look.shade is not None:
+            part = look.shade.of(part)
+        if look.erased is not None:
+            top, left, height, width = look.erased
+            part = part.clone()
+            part[:, top : top + height, left : left + width] = self.fill
+        return part
+
+    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Transform one image, drawing from `rng`."""
+        done = self.apply(image, self.draw(image.shape[1], image.shape[2], rng))
+        return done.clone() if done.data_ptr() == image.data_ptr() else done
+
+
+class EvalTransform(_Transform):
     """Resizes the shorter side and cuts out the centre; nothing is random.
 
     Args:
@@ -36,26 +125,28 @@ class EvalTransform:
                 f"it was resized to; type data.resize={self.size} or more"
             )
 
-    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Transform one image; `rng` is not used."""
-        height, width = image.shape[-2:]
-        factor = self.resize / min(height, width)
-        scaled = [max(self.size, round(height * factor)), max(self.size, round(width * factor))]
-        if scaled != [height, width]:
-            image = F.resize(image, scaled, antialias=True)
-        return F.center_crop(image, [self.size, self.size]).contiguous()
+    def draw(self, height: int, width: int, rng: random.Random) -> Look:
+        """Choose the centre; `rng` is not used."""
+        side = max(1, round(min(height, width) * self.size / self.resize))
+        return Look(round((height - side) / 2), round((width - side) / 2), side, side)
 
 
-class TrainTransform:
-    """Cuts out a random part, resizes it, and mirrors some: the usual augmentation of photos.
+class TrainTransform(_Transform):
+    """Cuts out a random part, resizes it, mirrors some and changes colours: the usual augmentation of photos.
 
     Args:
         size: side of the square that comes out, pixels.
         scale: smallest and largest share of the image's area that is cut out, 0..1.
         ratio: smallest and largest width:height of what is cut out.
         flip: chance of a mirror image, 0..1. Leave it 0 where left and right mean something, as in digits.
-        pad_crop: instead of the cut by `scale` and `ratio`: resize the whole image, add a black border of so
-            many pixels, and cut `size` out of it at a random place, as is usual for CIFAR. 0: off.
+        pad_crop: instead of the cut by `scale` and `ratio`: resize the whole image, and move it by up to so many
+            pixels over black, as is usual for CIFAR. 0: off.
+        brightness: largest change of the factor 1 of the brightness, 0..1, as torchvision's ColorJitter has it.
+        contrast: the same of the contrast.
+        saturation: the same of the saturation.
+        hue: largest turn of the hue, as a share of the circle, 0..0.5.
+        erase: chance that a rectangle is made mean grey, 0..1, as torchvision's RandomErasing.
+        fill: that grey, 0..1 for each channel.
 
     Raises:
         ValueError: a value out of its range.
@@ -68,30 +159,67 @@ class TrainTransform:
         ratio: Sequence[float] = (3 / 4, 4 / 3),
         flip: float = 0.5,
         pad_crop: int = 0,
+        brightness: float = 0.0,
+        contrast: float = 0.0,
+        saturation: float = 0.0,
+        hue: float = 0.0,
+        erase: float = 0.0,
+        fill: Sequence[float] = (0.485, 0.456, 0.406),
     ) -> None:
         self.size = _positive("image_size", size)
         self.scale = _range("crop_scale", scale, at_most=1.0)
         self.ratio = _range("crop_ratio", ratio, at_most=math.inf)
-        if not 0 <= flip <= 1:
-            raise ValueError(f"flip is {flip}, and is a chance from 0 to 1: type data.flip=0.5")
+        self.flip = _chance("flip", flip)
+        self.erase = _chance("erase", erase)
         if pad_crop < 0:
             raise ValueError(f"pad_crop is {pad_crop}, and is a width in pixels: type data.pad_crop=4 or 0")
-        self.flip = flip
         self.pad_crop = pad_crop
+        self.jitter = Jitter(brightness, contrast, saturation, hue)
+        self.fill = (torch.tensor(tuple(fill)) * 255).round().to(torch.uint8).view(3, 1, 1)
 
-    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Transform one image, drawing from `rng`."""
-        size = [self.size, self.size]
+    def draw(self, height: int, width: int, rng: random.Random) -> Look:
+        """Choose the part, whether it is mirrored, its colours, and what is erased."""
+        top, left, shift = 0, 0, (0, 0)
         if self.pad_crop:
-            image = F.pad(F.resize(image, size, antialias=True), [self.pad_crop])
-            top, left = rng.randint(0, 2 * self.pad_crop), rng.randint(0, 2 * self.pad_crop)
-            image = F.crop(image, top, left, self.size, self.size)
+            shift = rng.randint(-self.pad_crop, self.pad_crop), rng.randint(-self.pad_crop, self.pad_crop)
         else:
-            box = _random_box(image.shape[-2], image.shape[-1], self.scale, self.ratio, rng)
-            image = F.resized_crop(image, *box, size, antialias=True)
-        if rng.random() < self.flip:
-            image = image.flip(-1)
-        return image.contiguous()
+            top, left, height, width = _random_box(height, width, self.scale, self.ratio, rng)
+        flip = rng.random() < self.flip
+        shade = self.jitter.draw(rng) if self.jitter else None
+        erased = _random_box(self.size, self.size, _ERASED_AREA, _ERASED_RATIO, rng) if self._erases(rng) else None
+        return Look(top, left, height, width, flip, shift, shade, erased)
+
+    def _erases(self, rng: random.Random) -> bool:
+        return bool(self.erase) and rng.random() < self.erase
+
+
+_ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+"""Of torchvision's RandomErasing, from Zhong et al., Random Erasing Data Augmentation (arXiv 1708.04896)."""
+
+
+def resize(image: Tensor, size: int) -> Tensor:
+    """Resize an image to a square, smoothed so that nothing flickers, as torchvision does it.
+
+    Args:
+        image: uint8 (3, height, width), fastest where the values of a pixel lie side by side.
+        size: side of the square, pixels.
+    """
+    # Unsqueezed so that torch sees channels last, and need not rearrange all pixels before and after.
+    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return F.interpolate(batch, size=(size, size), mode="bilinear", antialias=True)[0]
+
+
+def _shifted(image: Tensor, down: int, right: int) -> Tensor:
+    """Move an image over black."""
+    moved = torch.zeros_like(image)
+    size = image.shape[-1]
+    to, come = _overlap(down, size), _overlap(-down, size)
+    moved[:, to, _overlap(right, size)] = image[:, come, _overlap(-right, size)]
+    return moved
+
+
+def _overlap(shift: int, size: int) -> slice:
+    return slice(min(size, max(0, shift)), max(0, min(size, size + shift)))
 
 
 def _random_box(
@@ -112,6 +240,12 @@ def _random_box(
 def _positive(name: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{name} is {value}, and must be at least 1 pixel: type data.{name}=32")
+    return value
+
+
+def _chance(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}, and is a chance from 0 to 1: type data.{name}=0.5")
     return value
 
 

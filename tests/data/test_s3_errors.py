@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from data.s3 import Bucket
+from data.stores import Bucket
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 

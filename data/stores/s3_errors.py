@@ -6,10 +6,12 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from data.s3 import Bucket
+from data.stores.patience import StaleCredentialsError, TemporaryError
 
-_DENIED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken")
+if TYPE_CHECKING:
+    from data.stores.s3 import Bucket
+
+_STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
@@ -23,7 +25,8 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         key: the object, where it was one.
 
     Returns:
-        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for what is not known here.
+        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for what is not known here. Of a
+        kind in `patience` where another try may help.
     """
     if isinstance(error, RuntimeError | ImportError | PermissionError):
         return error
@@ -49,18 +52,20 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         return ValueError(
             f"{name} is in another region than {region}: type data.region=..., for example data.region=us-east-2"
         )
-    if code in _DENIED or status in ("401", "403"):
-        return PermissionError(
+    if code in _STALE or status in ("401", "403"):
+        refused = StaleCredentialsError if code in _STALE else PermissionError
+        return refused(
             f"{name} {where} refused {_credentials(bucket)} ({code}): check AWS_ACCESS_KEY_ID, "
             "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE, or type data.anon=true for a "
             "public bucket"
         )
     if "HTTP error" in text:
-        return ConnectionError(
-            f"the S3 store {where} is not reachable{_cause(full)}: check the network and data.endpoint_url=..."
+        return TemporaryError(
+            f"the S3 store {where} is not reachable{cause(full)}: check the network and data.endpoint_url=..."
         )
     if status:
-        return ConnectionError(
+        kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
+        return kind(
             f"the S3 store {where} answered {name} with {code}: if it is an S3 store, try again later; if "
             "not, check data.endpoint_url=..."
         )
@@ -81,7 +86,7 @@ def _credentials(bucket: Bucket) -> str:
     return "the credentials that were found"
 
 
-def _cause(full: str) -> str:
+def cause(full: str) -> str:
     """Return " (why)" from the depths of the client's error, or nothing."""
     found = re.findall(r'message: "([^"]+)"', full) or re.findall(r"kind: (TimedOut|Timeout)", full)
     return f" ({found[-1]})" if found else ""

@@ -1,0 +1,308 @@
+"""Labelled images from anywhere: read, decoded and transformed by threads of this process."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from data.bad_samples import MOST_IN_A_ROW, BadSamples
+from data.cache import Cache
+from data.images import decode, read_jpeg_header
+from data.room import Room
+from data.stores import Traffic
+from data.stores.patience import StaleCredentialsError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+_SMALL_IMAGE = 16 * 1024
+"""Up to so many bytes an image is cached decoded: it saves the decoding, and costs little more memory."""
+
+
+class Rows(list):
+    """Samples whose images are the rows of one tensor, so that there is nothing left to collate.
+
+    Args:
+        samples: (image, class) of each.
+        images: uint8 (batch, 3, height, width), channels last in memory.
+    """
+
+    def __init__(self, samples: list[tuple[Tensor, int]], images: Tensor) -> None:
+        super().__init__(samples)
+        self.images = images
+
+
+class ImageSet(Dataset, ABC):
+    """Labelled images; a subclass knows where they are.
+
+    A whole batch is read at a time in `__getitems__`: many threads wait for the store, as many as there are cores
+    decode. Images stay uint8 until `prepare`. It can be pickled at any time, and opens its own connections in each
+    process. An image that can't be read or decoded is replaced by the next one that can, and noted in `bad`.
+
+    Args:
+        transform: `(uint8 (3, height, width), random.Random) -> uint8 (3, height, width)`, see `transforms`;
+            None: images as they are.
+        threads: images fetched at a time.
+        decoders: images decoded at a time; None: the cores of this machine, shared by the ranks on it.
+        memory_mb: MiB of files that are fetched and not yet decoded, per process.
+        cache_mb: memory for fetched images, MiB per process; 0: none.
+        seed: of the transform's chance, together with the epoch and the sample's index.
+        max_bad_fraction: share of the images that may be bad, 0..1.
+        mean: of each channel, 0..1, subtracted by `prepare`.
+        std: of each channel, 0..1, divided by.
+
+    Attributes:
+        targets: class number of each sample.
+        classes: names of the classes; `class_to_idx`: their numbers.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    built_once = True
+    targets: np.ndarray
+    classes: list[str]
+
+    def __init__(
+        self,
+        *,
+        transform: Callable[[Tensor, random.Random], Tensor] | None = None,
+        threads: int = 32,
+        decoders: int | None = None,
+        memory_mb: float = 256,
+        cache_mb: float = 64,
+        seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+    ) -> None:
+        for name, value in {"threads": threads, "decoders": decoders}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, and must be at least 1: type data.{name}=16")
+        if not 0 <= max_bad_fraction <= 1:
+            raise ValueError(
+                f"max_bad_fraction is {max_bad_fraction}, and is a share from 0 to 1: type data.max_bad_fraction=0.01"
+            )
+        self.transform = transform
+        self.threads = threads
+        self.decoders = decoders
+        self.memory_mb = memory_mb
+        self.cache_mb = cache_mb
+        self.seed = seed
+        self.max_bad_fraction = max_bad_fraction
+        self.mean, self.std = tuple(mean), tuple(std)
+        self.traffic = Traffic()
+        self._epoch = 0
+        self._bad: BadSamples | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set what belongs to one process."""
+        self._cache = Cache(int(self.cache_mb * 2**20))
+        self._room = Room(int(self.memory_mb * 2**20))
+        self._decoding = threading.BoundedSemaphore(self.decoders or _cores_for_one())
+        self._executor: ThreadPoolExecutor | None = None
+        self._works = False
+        self._counting = threading.Lock()
+        self._counts = {"samples": 0, "fetch_s": 0.0, "decode_s": 0.0}
+        self._normalise: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("_works", "_cache", "_room", "_decoding", "_executor", "_counting", "_counts", "_normalise")
+        return {name: value for name, value in self.__dict__.items() if name not in mine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @abstractmethod
+    def fetch(self, index: int) -> Any:
+        """Return the file of a sample, with the buffer protocol.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            PermissionError: it may not be read.
+            ConnectionError: the store is not reachable.
+            ValueError: it is damaged.
+        """
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return the name of a sample, for messages."""
+
+    @abstractmethod
+    def where(self) -> str:
+        """Return the name of the data set, for messages."""
+
+    def n_bytes(self, index: int) -> int:
+        """Return the size of a sample's file, as far as it is known."""
+        return 0
+
+    @property
+    def bad(self) -> dict[str, str]:
+        """{name: what is wrong} of the images that were replaced in this process."""
+        return self._noted().reasons
+
+    def _noted(self) -> BadSamples:
+        if self._bad is None:
+            self._bad = BadSamples(len(self), self.max_bad_fraction, self.where())
+        return self._bad
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """Fetch, decode and transform a batch.
+
+        Args:
+            indices: of the samples.
+
+        Returns:
+            For each, the image as uint8 (3, height, width) and the number of its class.
+
+        Raises:
+            ValueError: too many images are bad.
+            PermissionError: the store does not take the credentials any more.
+            ConnectionError: the store is not reachable any more.
+        """
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self.threads, "images", initializer=_compute_alone)
+        self._count(samples=len(indices))
+        epoch, size = self._epoch, getattr(self.transform, "size", None)
+        if size is None:
+            return list(self._executor.map(lambda index: self._sample(index, epoch), indices))
+        images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+
+        def fill(row: Tensor, index: int) -> tuple[Tensor, int]:
+            image, target = self._sample(index, epoch)
+            return row.copy_(image), target
+
+        return Rows(list(self._executor.map(fill, images, indices)), images)
+
+    def collate(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        """Make a batch of what `__getitems__` returned, without another copy where it can."""
+        if isinstance(samples, Rows):
+            return samples.images, torch.tensor([target for _, target in samples])
+        return default_collate(samples)
+
+    def _sample(self, index: int, epoch: int) -> tuple[Tensor, int]:
+        """Return the image at `index`, or else the next good one, and the class of that."""
+        index = range(len(self))[index]
+        rng = f"{self.seed}/{epoch}/{index}"
+        bad = self._noted()
+        for step in range(min(len(self), len(bad.reasons) + MOST_IN_A_ROW)):
+            found = (index + step) % len(self)
+            if found in bad:
+                continue
+            try:
+                return self._image(found, rng), int(self.targets[found])
+            except (ValueError, FileNotFoundError, PermissionError) as error:
+                if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
+                    raise  # nothing can be read, or not any more
+                bad.add(found, self.name(found), error)
+        raise ValueError(f"no image of {self.where()} can be decoded: {bad.some()}")
+
+    def _image(self, index: int, rng: str) -> Tensor:
+        kept = self._cache.get(index)
+        if isinstance(kept, Tensor):
+            return self._transformed(kept, rng)
+        if kept is not None:
+            with self._decoding:
+                return self._decoded(index, kept, rng)
+        with self._room.taken(self.n_bytes(index)):
+            begin = time.perf_counter()
+            data = self.fetch(index)
+            self._works = True
+            fetched = time.perf_counter()
+            with self._decoding:
+                image = self._decoded(index, data, rng)
+            self._count(fetch_s=fetched - begin, decode_s=time.perf_counter() - fetched)
+            return image
+
+    def _decoded(self, index: int, data: Any, rng: str) -> Tensor:
+        """Make an image of a file, and keep one of the two while there is room."""
+        header = read_jpeg_header(data)
+        of_jpeg = getattr(self.transform, "of_jpeg", None)
+        if header is None or of_jpeg is None or header.height * header.width * 3 <= _SMALL_IMAGE:
+            image = decode(data)
+            if image.numel() <= _SMALL_IMAGE:
+                self._cache.put(index, image, image.numel())
+            else:
+                self._cache.put(index, data, len(data))
+            return self._transformed(image, rng)
+        image = of_jpeg(data, header, random.Random(rng))  # noqa: S311
+        self._cache.put(index, data, len(data))
+        return image
+
+    def _transformed(self, image: Tensor, rng: str) -> Tensor:
+        return image if self.transform is None else self.transform(image, random.Random(rng))  # noqa: S311
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the transform's chance belongs to; batches under way keep theirs."""
+        self._epoch = epoch
+
+    def prepare(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Normalise a collated batch, on the device it is on.
+
+        Args:
+            batch: images uint8 (batch, 3, height, width), in any memory format, and classes (batch,).
+
+        Returns:
+            Images float32 of the same shape and memory format, and the classes.
+        """
+        images, targets = batch
+        if images.device not in self._normalise:
+            shape = (1, 3, 1, 1)
+            mean = torch.tensor(self.mean, device=images.device).view(shape) * 255
+            scale = 1 / (torch.tensor(self.std, device=images.device).view(shape) * 255)
+            self._normalise[images.device] = mean, scale
+        mean, scale = self._normalise[images.device]
+        return images.float().sub_(mean).mul_(scale), targets
+
+    def _count(self, **more: float) -> None:
+        with self._counting:
+            for name, value in more.items():
+                self._counts[name] += value
+
+    def stats(self) -> dict[str, float]:
+        """Return what reading cost in this process so far.
+
+        Returns:
+            samples: images made; bytes: read from the store; requests; retries; cache_hits; bad_samples; fetch_s and
+            decode_s: over all threads.
+        """
+        with self._counting:
+            counts = dict(self._counts)
+        traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
+        return counts | traffic | {"cache_hits": self._cache.hits, "bad_samples": len(self.bad)}
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
+
+def _compute_alone() -> None:
+    """Keep each of the many threads from computing with a team of its own: they would fight for the cores."""
+    torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
+
+
+def _cores_for_one() -> int:
+    """Return the cores of this machine for each of the ranks on it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

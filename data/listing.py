@@ -1,0 +1,94 @@
+"""What images a store holds under a prefix: listed once, in little memory, and kept on disk if asked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from data.images import IMAGE_EXTENSIONS
+from data.stores import Store
+from data.strings import Strings
+
+
+@dataclass
+class Listing:
+    """The images under a prefix.
+
+    Args:
+        keys: of the images in class folders, sorted.
+        sizes: bytes of each, uint32; larger ones count as 4 GiB.
+        others: how many objects there are besides, by extension.
+    """
+
+    keys: Strings
+    sizes: np.ndarray
+    others: Counter[str] = field(default_factory=Counter)
+
+
+def list_images(store: Store, prefix: str) -> Listing:
+    """List the images under a prefix; raises as the store does."""
+    found: list[tuple[str, int]] = []
+    others: Counter[str] = Counter()
+    inside = len(prefix) + 1 if prefix else 0
+    for key, size in store.objects(prefix):
+        extension = os.path.splitext(key)[1].lower()  # noqa: PTH122 (half the time of listing, as a path)
+        if extension in IMAGE_EXTENSIONS and key.find("/", inside) > 0:
+            found.append((key, size))
+        elif size or extension:  # the rest are markers of folders
+            others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
+    found.sort()
+    sizes = np.fromiter((min(size, 2**32 - 1) for _, size in found), np.uint32, len(found))
+    return Listing(Strings(key for key, _ in found), sizes, others)
+
+
+def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path) -> Listing:
+    """List the images under a prefix, or take the listing that is on disk where it is young enough.
+
+    Args:
+        store: where they are.
+        prefix: as `list_images`.
+        max_age_s: how old a listing may be, in seconds; 0 always lists.
+        folder: where listings are kept.
+    """
+    if not max_age_s:
+        return list_images(store, prefix)
+    what = f"{getattr(store, 'endpoint_url', None)} {store.url} {prefix}"
+    path = folder / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.npz"
+    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none yet, or damaged
+        if time.time() - path.stat().st_mtime < max_age_s:
+            return _read(path)
+    listing = list_images(store, prefix)
+    _write(path, listing)
+    return listing
+
+
+def _read(path: Path) -> Listing:
+    with np.load(path, allow_pickle=False) as file:
+        keys = file["keys"].tobytes().decode().split("\n")
+        others = Counter(dict(zip(file["kinds"].tolist(), file["counts"].tolist(), strict=True)))
+        return Listing(Strings(keys if keys != [""] else ()), file["sizes"], others)
+
+
+def _write(path: Path, listing: Listing) -> None:
+    """Keep a listing, under its name only when it is whole; a disk that can't is no reason to stop."""
+    keys = np.frombuffer("\n".join(listing.keys).encode(), np.uint8)
+    kinds, counts = list(listing.others), list(listing.others.values())
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz.part", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                np.savez_compressed(file, keys=keys, sizes=listing.sizes, kinds=np.array(kinds, str), counts=counts)
+                file.flush()
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)

@@ -1,0 +1,60 @@
+"""Trying again what may work the next time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from data.stores.traffic import Traffic
+
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.1
+LONGEST_WAIT_S = 5.0
+
+
+class TemporaryError(ConnectionError):
+    """The store is out of reach, busy or broken: it may work the next time."""
+
+
+class StaleCredentialsError(PermissionError):
+    """The store does not take the credentials any more, or not these."""
+
+
+def patiently(
+    action: Callable[[], T],
+    patience_s: float,
+    traffic: Traffic,
+    closing: threading.Event,
+    renew: Callable[[], bool] = lambda: False,
+) -> T:
+    """Do something until it works, waiting longer and longer.
+
+    Args:
+        action: what to do.
+        patience_s: how long after the first failure it is tried again.
+        traffic: counts the retries.
+        closing: ends the waiting.
+        renew: called after stale credentials; whether others may be had.
+
+    Raises:
+        TemporaryError: it did not work in time.
+        Exception: what `action` raised, where trying again does not help.
+    """
+    wait_s, give_up = FIRST_WAIT_S, 0.0
+    while True:
+        try:
+            return action()
+        except (TemporaryError, StaleCredentialsError) as error:
+            give_up = give_up or time.monotonic() + patience_s
+            stale = isinstance(error, StaleCredentialsError)
+            if time.monotonic() + wait_s > give_up or (stale and not renew()):
+                raise
+        # Unequal waits keep many readers from coming back all at once.
+        if closing.wait(wait_s * random.uniform(0.5, 1.0)):  # noqa: S311
+            raise TemporaryError("the reader was closed while it waited for the store")
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        traffic.add(retries=1)

@@ -1,0 +1,108 @@
+"""From a URL to the store that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from data.stores.local import LocalFolder
+from data.stores.s3 import Bucket
+from data.stores.traffic import Traffic
+from data.stores.web import WebServer
+
+
+class Store(Protocol):
+    """What all stores offer; see `Remote` for what the methods raise."""
+
+    url: str
+    traffic: Traffic
+
+    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]: ...  # noqa: D102
+
+    def folders(self, prefix: str = "") -> list[str]: ...  # noqa: D102
+
+    def get(self, key: str) -> Any: ...  # noqa: D102
+
+    def get_range(self, key: str, start: int, end: int) -> Any: ...  # noqa: D102
+
+    def size(self, key: str) -> int: ...  # noqa: D102
+
+    def put(self, key: str, content: Any) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+@dataclass
+class Access:
+    """How URLs are read: one store, with its connections, for all of a bucket or host.
+
+    Args:
+        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
+        region: of s3:// URLs.
+        anon: read s3:// URLs without credentials.
+        addressing: of s3:// URLs, "path" or "virtual".
+        setting: the config key that holds the URL, for messages.
+        timeout_s: how long a connection may stay silent.
+        patience_s: how long a read is tried again.
+        traffic: counts over all stores.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    anon: bool = False
+    addressing: str = "path"
+    setting: str = "data.bucket"
+    timeout_s: float = 10.0
+    patience_s: float = 60.0
+    traffic: Traffic = field(default_factory=Traffic)
+    _stores: dict[str, Store] = field(default_factory=dict, repr=False)
+
+    def open(self, url: str) -> tuple[Store, str]:
+        """Return the store of a URL, and its key there.
+
+        Args:
+            url: s3://bucket/key, http(s)://host/path, file:///path or a path.
+
+        Raises:
+            ValueError: a URL of another kind.
+        """
+        parts = urlsplit(url)
+        if parts.scheme == "s3":
+            return self._store(f"s3://{parts.netloc}"), url.removeprefix(f"s3://{parts.netloc}").strip("/")
+        if parts.scheme in ("http", "https"):
+            query = f"?{parts.query}" if parts.query else ""
+            return self._store(f"{parts.scheme}://{parts.netloc}/{query}"), unquote(parts.path).lstrip("/")
+        if parts.scheme and parts.scheme != "file" and "://" in url:
+            raise ValueError(
+                f"{url.split('://')[0]}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path or a "
+                f"path: {self.setting}=..."
+            )
+        path = Path(unquote(parts.path) if url.startswith("file://") else url).expanduser().absolute()
+        return self._store(f"file://{path.parent}"), path.name
+
+    def _store(self, root: str) -> Store:
+        if root not in self._stores:
+            patience: Any = {"timeout_s": self.timeout_s, "patience_s": self.patience_s, "traffic": self.traffic}
+            if root.startswith("s3://"):
+                name, anon = root.removeprefix("s3://"), self.anon
+                self._stores[root] = Bucket(
+                    name, self.endpoint_url, self.region, anon, self.addressing, setting=self.setting, **patience
+                )
+            elif root.startswith("file://"):
+                self._stores[root] = LocalFolder(root.removeprefix("file://"), self.traffic)
+            else:
+                self._stores[root] = WebServer(root, **patience)
+        return self._stores[root]
+
+    def close(self) -> None:
+        """Let no store wait for a retry any more."""
+        for store in self._stores.values():
+            store.close()
+
+
+def open_url(url: str, **access: Any) -> tuple[Store, str]:
+    """Return the store of one URL, and its key there; see `Access` for the arguments."""
+    return Access(**access).open(url)

@@ -1,0 +1,45 @@
+"""Many strings in little memory."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+
+class Strings(Sequence[str]):
+    """A list of strings in two blocks of memory: a million paths are 50 MB less than as a list, and pickle to a few MB.
+
+    Args:
+        strings: in their order.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [string.encode() for string in strings]
+        self._text = b"".join(encoded)
+        self._ends = np.cumsum([0, *map(len, encoded)])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self._text[self._ends[index] : self._ends[index + 1]].decode()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sorted paths repeat each other, so the fastest level does.
+        return {"text": zlib.compress(self._text, 1), "lengths": np.diff(self._ends).astype(np.uint32)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._text = zlib.decompress(state["text"])
+        self._ends = np.concatenate([[0], np.cumsum(state["lengths"], dtype=np.int64)])
