@@ -8,33 +8,45 @@ The framework knows no model and no data set; it asks of a data set
     prepare(batch) -> (x, y)          optional: on the device; normalises, encodes
     classes or num_classes            optional: fills model.num_classes
     set_epoch(epoch)                  optional: for augmentation
+    expect(indices)                   optional: what this rank will ask for in this epoch, in order
+    shard_lengths, targets            optional: for samplers that go by them
     built_once = True                 optional: built on rank 0, pickled to the others
     bad                               optional: {name: reason} of samples that were replaced
+    max_bad_fraction                  optional: share of them that all ranks together may have
+    stats() -> {name: number}         optional: what reading cost so far; see `data_report.py`
     close()                           optional: at the end
+
+and of a sampler (its arguments: n_samples, batch_size, rank, world_size, and those of the config)
+
+    global_batch                      samples of all ranks in one step
+    steps(position)                   steps that an epoch still has behind so many samples
+    batches(epoch, position)          this rank's batches of indices, as many as all ranks have
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, get_method
+from hydra.utils import get_class, get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.loader import Loader
 from ddp_hydra.versions import instantiate
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
     """Instantiate a node of the config; what the class says of a bad argument is passed on as a ConfigError."""
     try:
-        return instantiate(node, *args, **kwargs)
+        # Arguments go past Hydra, which would copy each into a config.
+        return instantiate(node, _partial_=True)(*args, **kwargs)
     except DdpHydraError:
         raise
     except InstantiationException as error:
@@ -80,9 +92,19 @@ def built_once(node: DictConfig) -> bool:
         return False
 
 
-def sampler(cfg: DictConfig, n_samples: int, rank: int, world_size: int) -> Any:
-    """Build the training sampler of a rank."""
-    return make(cfg.sampler, n_samples=n_samples, batch_size=cfg.data.batch_size, rank=rank, world_size=world_size)
+def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
+    """Build the training sampler of a rank, and tell it what it wants to know of the data set."""
+    known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
+    wanted = parameters(cfg.sampler["_target_"])
+    told = {name: value for name, value in known.items() if name in wanted and value is not None}
+    arguments = {"n_samples": len(data), "batch_size": cfg.data.batch_size, "rank": rank, "world_size": world_size}
+    return make(cfg.sampler, **arguments, **told)
+
+
+def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
+    """Build the loader of a data set."""
+    bounds = {name: cfg.data[name] for name in ("look_ahead", "memory_mb") if cfg.data.get(name) is not None}
+    return Loader(data, device, channels_last, **bounds)
 
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
@@ -107,18 +129,18 @@ def optimizer(cfg: DictConfig, parameters: Any) -> torch.optim.Optimizer:
 def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
     """Build the learning-rate schedule: ours, or any of torch's."""
     arguments = {"total_steps": total_steps}
-    parameters = inspect.signature(get_method(cfg.scheduler["_target_"])).parameters if _is_function(cfg) else {}
-    if parameters and "total_steps" not in parameters:
+    wanted = parameters(cfg.scheduler["_target_"])
+    if wanted and "total_steps" not in wanted:
         arguments = {}
     return make(cfg.scheduler, optimizer, **arguments)
 
 
-def _is_function(cfg: DictConfig) -> bool:
+def parameters(target: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of what a `_target_` names; none where there is no such thing."""
     try:
-        get_method(cfg.scheduler["_target_"])
-    except (ValueError, ImportError):
-        return False
-    return True
+        return inspect.signature(get_object(target)).parameters
+    except (ValueError, ImportError, TypeError, InstantiationException):
+        return {}
 
 
 def device(cfg: DictConfig) -> torch.device:

@@ -28,7 +28,7 @@ def first_batch(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     """Build the rest, run the model over one batch, and describe it all."""
     device = build.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
-    sampler = build.sampler(cfg, len(train_set), 0, world_size)
+    sampler = build.sampler(cfg, train_set, 0, world_size)
     model = build.model(cfg, train_set).to(device)
     optimizer = build.optimizer(cfg, model.parameters())
     build.schedule(cfg, optimizer, total_steps=max(1, len(sampler)))

@@ -5,6 +5,7 @@ DdpHydraError
 ├── ClusterError           no cluster, or not enough workers in time
 ├── RecordError            a record is malformed, or points out of the run directory
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
+├── DataError              too much of a data set can't be read
 ├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
 ├── SweepFailed            some jobs of a sweep failed
 └── JobFailed              the gang failed; carries the root cause
@@ -42,6 +43,10 @@ class RecordError(DdpHydraError):
 
 class CheckpointError(DdpHydraError):
     """A checkpoint is missing, damaged, or not for this model."""
+
+
+class DataError(DdpHydraError):
+    """Too much of a data set can't be read."""
 
 
 class NonFiniteLoss(DdpHydraError):

@@ -89,7 +89,7 @@ def main() -> None:
         raise ConfigError("this run has no validation data (data.val is null): name a data set with data.val…=")
     val_set = build.dataset(node)
     channels_last = build.choose(run.cfg.trainer.channels_last, build.has_convolutions(run.model))
-    loader = Loader(val_set, run.device, channels_last)
+    loader = build.loader(run.cfg, val_set, run.device, channels_last)
     autocast = build.autocast(run.cfg, run.device)
     metrics = evaluate(run.model, loader, len(val_set), run.cfg.data.batch_size, autocast)
     print(f"{run.path} (step {run.step}), {len(val_set):,} samples")  # noqa: T201

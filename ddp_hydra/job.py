@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import cluster, faults, mirror, project
+from ddp_hydra import bound, cluster, faults, mirror, project
 from ddp_hydra import config as configs
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Interrupted, JobFailed, RecordError
 from ddp_hydra.manifest import find_checkpoint
@@ -66,6 +66,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float 
             raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={_short(run_dir)}")
         summary["status"] = "done"
     print(_closing_line(summary, run_dir))  # noqa: T201
+    print(bound.describe(summary["data"], summary["train_s"]))  # noqa: T201
     return value["metrics"].get(cfg.objective.metric)
 
 
@@ -84,13 +85,15 @@ def read_value(value: Any) -> dict[str, Any]:
     try:
         counts = {name: int(value[name]) for name in ("steps", "samples", "bad_samples")}
         speeds = {name: float(value[name]) for name in ("train_s", "samples_per_s")}
-        metrics = {str(name): float(number) for name, number in value["metrics"].items()}
+        metrics, data = (
+            {str(name): float(number) for name, number in value[part].items()} for part in ("metrics", "data")
+        )
         reason = REASONS[REASONS.index(value["interrupted"])]
-        if finite(speeds) != speeds:
-            raise ValueError(speeds)
+        if finite(speeds) != speeds or finite(data) != data or not {"wait_s", "wait"} <= data.keys():
+            raise ValueError(speeds, data)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise RecordError(f"rank 0 returned what no training returns: {value!r:.200} ({error!r:.100})") from None
-    return {**counts, **speeds, "metrics": metrics, "interrupted": reason}
+    return {**counts, **speeds, "metrics": metrics, "data": data, "interrupted": reason}
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

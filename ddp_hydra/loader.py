@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,34 +27,48 @@ class Loader:
         device: where batches go.
         channels_last: memory layout of 4-d inputs.
         look_ahead: batches being made while the model trains; 0 makes each when it is asked for.
+        memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, channels_last: bool = False, look_ahead: int = 2) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        channels_last: bool = False,
+        look_ahead: int = 3,
+        memory_mb: float = 256,
+    ) -> None:
         self.dataset = dataset
         self.device = device
         self.channels_last = channels_last
         self.look_ahead = look_ahead
+        self.memory_mb = memory_mb
         self.collate = getattr(dataset, "collate", default_collate)
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (x, y) for each batch of indices, in order."""
+        if hasattr(self.dataset, "expect"):
+            batches = list(batches)
+            self.dataset.expect(chain.from_iterable(batches))
         for batch in self.ahead(batches) if self.look_ahead else map(self.make, batches):
             x, y = self.prepare(self.to_device(batch))
-            if self.channels_last and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
+            if x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
             yield x, y
 
     def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Make `look_ahead` batches in the background."""
         with ThreadPoolExecutor(self.look_ahead, thread_name_prefix="loader") as pool:
             pending: deque[Future[Any]] = deque()
+            depth = 1  # until it is known how large they are
             try:
                 for indices in batches:
                     pending.append(pool.submit(self.make, indices))
-                    if len(pending) > self.look_ahead:
-                        yield self.take(pending)
+                    if len(pending) > depth:
+                        yield (batch := self.take(pending))
+                        depth = self.affordable(batch)
                 while pending:
                     yield self.take(pending)
             finally:
@@ -66,6 +81,11 @@ class Loader:
         batch = pending.popleft().result()
         self.waited_s += time.perf_counter() - begin
         return batch
+
+    def affordable(self, batch: Any) -> int:
+        """How many batches like this one are made ahead."""
+        room = self.memory_mb * 2**20 // max(1, n_bytes(batch))
+        return int(min(self.look_ahead, max(1, room)))
 
     def make(self, indices: list[int]) -> Any:
         """Read one batch."""
@@ -91,6 +111,15 @@ class Loader:
         if isinstance(batch, dict):
             return {name: self.to_device(part) for name, part in batch.items()}
         return batch
+
+
+def n_bytes(batch: Any) -> int:
+    """Memory of the tensors in a batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes
+    if isinstance(batch, dict):
+        return n_bytes(list(batch.values()))
+    return sum(map(n_bytes, batch)) if isinstance(batch, (list, tuple)) else 0
 
 
 def pin(batch: Any) -> Any:

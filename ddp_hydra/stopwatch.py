@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddp_hydra.loader import Loader
-
 
 class Stopwatch:
     """Training speed, with the time of validation left out.
@@ -20,13 +18,13 @@ class Stopwatch:
         self.begin = self.mark = time.perf_counter()
         self.first = self.marked = samples
 
-    def lap(self, samples: int, loader: Loader) -> dict[str, float]:
-        """Speed and share of the time spent waiting for data since the last lap."""
+    def lap(self, samples: int) -> tuple[float, float]:
+        """Seconds since the last lap, and samples in each."""
         now = time.perf_counter()
         spent = max(now - self.mark, 1e-9)
-        lap = {"samples_per_s": (samples - self.marked) / spent, "data_wait": loader.waited_s / spent}
-        self.mark, self.marked, loader.waited_s = now, samples, 0.0
-        return lap
+        speed = (samples - self.marked) / spent
+        self.mark, self.marked = now, samples
+        return spent, speed
 
     @contextmanager
     def paused(self) -> Iterator[None]:

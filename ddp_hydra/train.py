@@ -17,8 +17,8 @@ from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.buckets import settle_buckets
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import plain
+from ddp_hydra.data_report import DataReport, bad_of_all_ranks
 from ddp_hydra.evaluate import evaluate
-from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, cross_entropy
 from ddp_hydra.nonfinite import NonFinite
 from ddp_hydra.stopwatch import Stopwatch
@@ -32,15 +32,17 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         files: files of the client on this host; "resume" is the checkpoint to go on from.
 
     Returns:
-        On each rank: steps, samples, train_s, the last metrics by name, and `interrupted`: why it stopped before its
-        end, or "".
+        On each rank: steps, samples, train_s, the last metrics by name, what the data cost, and `interrupted`: why it
+        stopped before its end, or "".
     """
     cfg = OmegaConf.create(dict(config))
     fault, finish = faults.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
     pulse.at("start", 0)
     with build.datasets(cfg) as (train_set, val_set):
         value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None, fault, finish)
-        return value | {"bad_samples": report_bad(train_set, val_set)}
+        for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
+            print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
+        return value | {"bad_samples": len(bad_of_all_ranks(train_set, val_set))}
 
 
 def fit(
@@ -58,7 +60,7 @@ def fit(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
-    sampler = build.sampler(cfg, len(train_set), rank, world_size)
+    sampler = build.sampler(cfg, train_set, rank, world_size)
 
     # model
     seed_step(cfg.seed, 0, 0)  # all ranks build the same
@@ -79,8 +81,8 @@ def fit(
         state.restore(read_on_all_ranks(resume))
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
-    loader = Loader(train_set, device, channels_last)
-    val_loader = Loader(val_set, device, channels_last) if val_set is not None else None
+    loader = build.loader(cfg, train_set, device, channels_last)
+    val_loader = build.loader(cfg, val_set, device, channels_last) if val_set is not None else None
     meter, saver, agreement = Meter(device), Saver(), Agreement()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     metrics: dict[str, float] = {}
@@ -90,7 +92,7 @@ def fit(
             "start", header(cfg, model, train_set, val_set, sampler, total_steps, position, device), position.step
         )
 
-    watch = Stopwatch(position.samples)
+    watch, data_report = Stopwatch(position.samples), DataReport(loader, device)
     while (position.step < total_steps or state.pending) and not stop:
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)
@@ -125,7 +127,7 @@ def fit(
                 if nonfinite.refuse(verdict.bad_rank, rank, loss.item(), samples):
                     stop = 0  # at the next step, from where there is something to save
                     meter.clear()  # what was counted since is done again
-                    watch.lap(position.samples, loader)
+                    watch.lap(position.samples)
                     break
             scheduler.step()
             position.advance(sampler.global_batch)
@@ -137,7 +139,8 @@ def fit(
             if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
                 pulse.at("log", step)
                 training = meter.result("train") | {"lr": scheduler.get_last_lr()[0]}
-                training |= watch.lap(position.samples, loader)
+                lap_s, speed = watch.lap(position.samples)
+                training |= {"samples_per_s": speed} | data_report.lap(lap_s)
                 metrics |= training
                 log(training, position, rank)
             if save:
@@ -177,21 +180,20 @@ def fit(
                 saver.save(state, metrics, best=not stop and is_best(state, metrics, cfg.objective))
     saver.wait()
     total = watch.total(position.samples)
-    ended = {"steps": position.step, "samples": position.samples, "metrics": metrics}
+    ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}
     return ended | total | {"interrupted": pulse.REASONS[stop]}
 
 
 def epoch_over(sampler: Any, position: Position) -> bool:
     """Whether the epoch has no full global batch left."""
-    return bool(position.offset + sampler.global_batch > sampler.epoch_samples)
+    return bool(sampler.steps(position.offset) == 0)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
     """Steps from a position to the end of the run: all epochs, or max_steps where that is less."""
     left = (trainer.max_steps - position.step) if trainer.max_steps else float("inf")
     if trainer.epochs:
-        begun = max(0, sampler.epoch_samples - position.offset) // sampler.global_batch
-        left = min(left, begun + (trainer.epochs - position.epoch - 1) * len(sampler))
+        left = min(left, sampler.steps(position.offset) + (trainer.epochs - position.epoch - 1) * len(sampler))
     return max(0, int(left))
 
 
@@ -206,16 +208,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.default_generator.manual_seed(mixed % 2**63)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed % 2**63)
-
-
-def report_bad(*datasets: Any) -> int:
-    """Name the samples that were replaced in this rank's log, and count those of all ranks. A collective."""
-    bad = {name: reason for data in datasets for name, reason in getattr(data, "bad", {}).items()}
-    for name, reason in bad.items():
-        print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
-    count = torch.tensor(len(bad))
-    dist.all_reduce(count)
-    return int(count)
 
 
 def log(metrics: Mapping[str, float], position: Position, rank: int) -> None:

@@ -16,7 +16,7 @@ FLOORS = [
     # 2: pure parts
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
-        "project", "loader", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals", "roster",
+        "project", "loader", "data_report", "bound", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals", "roster",
         "processes",
     ),
     # 3: on the worker

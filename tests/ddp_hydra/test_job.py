@@ -41,6 +41,7 @@ VALUE = {
     "train_s": 1.5,
     "samples_per_s": 107.0,
     "metrics": {"val/accuracy": 0.5, "train/loss": float("nan")},
+    "data": {"wait_s": 0.1, "wait": 0.07},
     "interrupted": "",
 }
 

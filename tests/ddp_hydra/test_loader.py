@@ -58,12 +58,50 @@ def test_so_many_batches_are_made_ahead_and_no_more(look_ahead):
     data = Squares()
     loaded = Loader(data, CPU, look_ahead=look_ahead).load([[index] for index in range(50)])
     next(loaded)
+    next(loaded)  # from the first one on it is known how large they are
+    settle(data, look_ahead + 2)
+    assert sorted(data.read) == list(range(look_ahead + 2))
+    loaded.close()
+
+
+def test_batches_made_ahead_stay_within_the_memory_given():
+    data = Squares()
+    batch = 2 * 8 * 1024  # bytes of x and y
+    loader = Loader(data, CPU, look_ahead=9, memory_mb=3.5 * batch / 2**20)
+    loaded = loader.load([[index] * 1024 for index in range(50)])
+    next(loaded)
+    next(loaded)
+    settle(data, 5 * 1024)
+    assert sorted(set(data.read)) == list(range(5))  # two taken, three ahead
+    loaded.close()
+
+
+def test_one_batch_is_made_ahead_however_large():
+    data = Squares()
+    loaded = Loader(data, CPU, look_ahead=9, memory_mb=0).load([[index] for index in range(50)])
+    next(loaded)
+    next(loaded)
+    settle(data, 3)
+    assert sorted(data.read) == [0, 1, 2]
+    loaded.close()
+
+
+def test_a_data_set_is_told_what_will_be_asked_for():
+    class Expecting(Squares):
+        def expect(self, indices):
+            self.expected = list(indices)
+
+    data = Expecting()
+    assert pairs(Loader(data, CPU).load(iter([[3, 1], [2]]))) == [([3, 1], [9, 1]), ([2], [4])]
+    assert data.expected == [3, 1, 2]
+
+
+def settle(data: Squares, n: int) -> None:
+    """Wait until so many samples are read, and for those that should not be."""
     deadline = time.monotonic() + 5
-    while len(data.read) < look_ahead + 1 and time.monotonic() < deadline:
+    while len(data.read) < n and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.02)
-    assert sorted(data.read) == list(range(look_ahead + 1))
-    loaded.close()
 
 
 def test_the_time_waited_for_data_is_counted():

@@ -1,0 +1,28 @@
+"""Whether a run was bound by its data or by its computation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+BOUND_BY_DATA = 0.1
+"""From this share of the time on that the loop waits for batches, data is what a run is bound by."""
+
+
+def describe(total: Mapping[str, float], train_s: float) -> str:
+    """Say in a line what a run was bound by.
+
+    Args:
+        total: of `data_report.DataReport.total`.
+        train_s: how long it trained, in seconds.
+    """
+    share = total["wait"]
+    said = [
+        f"bound by {'data' if share >= BOUND_BY_DATA else 'compute'}: a rank waited {total['wait_s']:.1f} of "
+        f"{train_s:.1f} s ({share:.0%}) for batches"
+    ]
+    if "bytes" in total:
+        said.append(f"{total['bytes'] / 1e6:,.1f} MB read, {total['bytes'] / 1e6 / max(train_s, 1e-9):,.1f} MB/s")
+        said.append(f"{total['cache_hits'] / max(total['samples'], 1):.0%} from the cache")
+        said.append(f"{total['retries']:,.0f} retries")
+        said.append(f"{total['bad_samples']:,.0f} bad samples")
+    return "data: " + ", ".join(said)
