@@ -1,0 +1,80 @@
+"""What a run says of its data: laps, the whole, and the line at the end. Of several ranks: tests/integration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_hydra.bound import describe
+from ddp_hydra.data_report import DataReport, bad_of_all_ranks
+from ddp_hydra.errors import DataError
+from ddp_hydra.loader import Loader
+
+CPU = torch.device("cpu")
+
+
+class Images:
+    """A data set that says what it cost."""
+
+    def __init__(self, **counts: float) -> None:
+        self.counts = counts
+        self.bad: dict[str, str] = {}
+        self.max_bad_fraction = 0.01
+
+    def __len__(self) -> int:
+        return 100
+
+    def stats(self) -> dict[str, float]:
+        return self.counts
+
+
+def test_a_lap_is_what_came_since_the_last_one():
+    data = Images(samples=10, bytes=1000, retries=1, cache_hits=0, bad_samples=0)
+    loader = Loader(data, CPU)
+    report = DataReport(loader, CPU)
+    loader.waited_s = 1.0
+    first = {"data_wait": 0.25, "data/bytes_per_s": 250, "data/retries": 1, "data/cache_hits": 0, "data/bad_samples": 0}
+    assert report.lap(4.0) == first
+    data.counts = {"samples": 30, "bytes": 3000, "retries": 4, "cache_hits": 5, "bad_samples": 1}
+    data.bad = {"one": "damaged"}
+    loader.waited_s = 1.5
+    later = {"data_wait": 0.5, "data/bytes_per_s": 2000, "data/retries": 4, "data/cache_hits": 0.25}
+    assert report.lap(1.0) == {**later, "data/bad_samples": 1}
+    assert report.total() == {
+        "wait_s": 1.5, "wait": 0.3, "samples": 30, "bytes": 3000, "requests": 0, "retries": 4, "cache_hits": 5,
+        "bad_samples": 1,
+    }  # fmt: skip
+
+
+def test_of_a_data_set_that_says_nothing_the_waiting_is_told():
+    loader = Loader([1, 2], CPU)
+    report = DataReport(loader, CPU)
+    loader.waited_s = 0.5
+    assert report.lap(2.0) == {"data_wait": 0.25}
+    assert report.total() == {"wait_s": 0.5, "wait": 0.25}
+
+
+def test_too_many_bad_samples_fail_and_some_are_named():
+    data = Images(bad_samples=2)
+    data.bad = {"b.png": "damaged", "a.png": "empty"}
+    words = r"2 bad samples of 100.*allows 1: a\.png \(empty\); b\.png \(damaged\).*data\.max_bad_fraction="
+    with pytest.raises(DataError, match=words):
+        DataReport(Loader(data, CPU), CPU).lap(1.0)
+
+
+def test_bad_samples_of_all_data_sets_are_gathered():
+    one, other = Images(), Images()
+    one.bad, other.bad = {"a": "x"}, {"b": "y"}
+    assert bad_of_all_ranks(one, other, None) == {"a": "x", "b": "y"}
+
+
+@pytest.mark.parametrize(("wait", "bound_by"), [(0.0, "compute"), (0.09, "compute"), (0.1, "data"), (0.9, "data")])
+def test_the_line_at_the_end_says_what_a_run_was_bound_by(wait, bound_by):
+    said = describe({"wait_s": 50 * wait, "wait": wait}, 50.0)
+    assert said.startswith(f"data: bound by {bound_by}: a rank waited {50 * wait:.1f} of 50.0 s ({wait:.0%})")
+
+
+def test_the_line_at_the_end_has_all_figures():
+    counts = {"samples": 200, "bytes": 5e6, "requests": 150, "retries": 1234, "cache_hits": 50, "bad_samples": 2}
+    said = describe({"wait_s": 0.0, "wait": 0.0, **counts}, 10.0)
+    assert said.endswith("5.0 MB read, 0.5 MB/s, 25% from the cache, 1,234 retries, 2 bad samples")
