@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from ddp_hydra import versions
 from ddp_hydra.errors import ConfigError
@@ -259,7 +259,10 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """
     try:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key} is missing: give {error.full_key}=...") from None
+    except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
+        key = error.full_key
+        if isinstance(error, InterpolationToMissingValueError):  # of the key that points to the missing one
+            key = str(error).partition("value: ")[2].split()[0]
+        raise ConfigError(f"{key} is missing: give {key}=...") from None
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}

@@ -80,8 +80,18 @@ class Access:
                 f"{url.split('://')[0]}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path or a "
                 f"path: {self.setting}=..."
             )
-        path = Path(unquote(parts.path) if url.startswith("file://") else url).expanduser().absolute()
+        path = _local_path(url)
         return self._store(f"file://{path.parent}"), path.name
+
+    def open_folder(self, url: str) -> tuple[Store, str]:
+        """Return the store of a folder, and its prefix there; of a local one, the folder itself.
+
+        Args:
+            url: as `open`.
+        """
+        if url.startswith(("s3://", "http://", "https://")):
+            return self.open(url)
+        return self._store(f"file://{_local_path(url)}"), ""
 
     def _store(self, root: str) -> Store:
         if root not in self._stores:
@@ -101,6 +111,10 @@ class Access:
         """Let no store wait for a retry any more."""
         for store in self._stores.values():
             store.close()
+
+
+def _local_path(url: str) -> Path:
+    return Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser().absolute()
 
 
 def open_url(url: str, **access: Any) -> tuple[Store, str]:

@@ -84,3 +84,22 @@ def test_pet_names_holdout_has_one(names_file):
 def test_a_model_is_built_once_it_has_its_classes(name):
     model = read(f"model/{name}", "model.num_classes=6").model
     assert list(instantiate(model).parameters())[-1].shape == (6,)
+
+
+@pytest.mark.parametrize("name", ["s3_photos", "image_table"])
+def test_photos_are_cut_as_imagenet_is(name, png, tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        (tmp_path / part / "cat" / "1.png").write_bytes(png(red=9, size=300))
+        (tmp_path / f"{part}.csv").write_text(f"path,label\n{part}/cat/1.png,cat\n")
+    where = {
+        "s3_photos": [f"data.bucket=file://{tmp_path}"],
+        "image_table": [f"data.table={tmp_path}/train.csv", f"data.val_table={tmp_path}/val.csv"],
+    }
+    data = read(f"data/{name}", *where[name], "data.threads=3", "data.hue=0.1").data
+    for part in (data.train, data.val):
+        dataset = instantiate(part)
+        assert (dataset[0][0].shape, dataset.threads, dataset.seed) == ((3, 224, 224), 3, 5)
+        dataset.close()
+    assert instantiate(data.train.transform).jitter.hue == 0.1
+    assert instantiate(data.val.transform).resize == 256

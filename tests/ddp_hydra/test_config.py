@@ -54,7 +54,11 @@ def test_the_default_is_a_job():
     assert not GlobalHydra().is_initialized()
 
 
-NEEDED = {"cluster=remote": ["cluster.address=tcp://host:8786"]}
+NEEDED = {
+    "cluster=remote": ["cluster.address=tcp://host:8786"],
+    "data=s3_photos": ["data.bucket=photos"],
+    "data=image_table": ["data.table=train.csv", "data.val_table=val.csv"],
+}
 """What an option does not work without."""
 
 
@@ -67,9 +71,12 @@ def test_every_option_of_every_group_composes_to_a_job(option):
     assert "${" not in json.dumps(plain)
 
 
-def test_a_key_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match=r"cluster\.address is missing: give cluster\.address=\.\.\."):
-        config.plain(composed("cluster=remote"))
+@pytest.mark.parametrize(
+    ("option", "key"), [("cluster=remote", r"cluster\.address"), ("data=s3_photos", r"data\.bucket")]
+)
+def test_a_key_that_is_missing_is_named(option, key):
+    with pytest.raises(ConfigError, match=rf"^{key} is missing: give {key}=\.\.\.$"):
+        config.plain(composed(option))
 
 
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])

@@ -1,0 +1,180 @@
+"""Images that a table names, with their labels: CSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data.image_set import ImageSet
+from data.stores import Access, Store
+from data.strings import Strings
+
+
+class ImageTable(ImageSet):
+    """Labelled images, a row of a table each: its path, and its label.
+
+    Samples are in the order of the rows, so that the `sharded` sampler splits the file among the ranks.
+
+    Args:
+        table: CSV (its first row names the columns; may be .gz) or Parquet: s3://bucket/key, http(s)://..., or a path.
+        root: where relative paths start: a URL or a folder; None: the table's own folder.
+        path_column: name of the column with paths below `root`, or whole s3:// and http(s):// URLs.
+        label_column: name of the column with labels; numbers are sorted as numbers.
+        classes_from: a table whose labels are the classes; None: those of this one. A validation set names the
+            training set's table here, so that a label that it lacks shifts no other.
+        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
+        region: of s3:// URLs.
+        anon: read s3:// URLs without credentials.
+        addressing: of s3:// URLs, "path" or "virtual".
+        timeout_s: how long a connection may stay silent.
+        patience_s: how long a read that fails is tried again.
+        images: arguments of `ImageSet`: transform, threads, cache_mb, max_bad_fraction and more.
+
+    Raises:
+        ValueError: an argument out of its range, a table without such columns or rows, or a path out of `root`.
+        FileNotFoundError: no such table.
+        PermissionError: it may not be read.
+        ConnectionError: the store is not reachable.
+        ModuleNotFoundError: Parquet needs pyarrow.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        root: str | None = None,
+        path_column: str = "path",
+        label_column: str = "label",
+        *,
+        classes_from: str | None = None,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        anon: bool = False,
+        addressing: str = "path",
+        timeout_s: float = 10.0,
+        patience_s: float = 60.0,
+        **images: Any,
+    ) -> None:
+        super().__init__(**images)
+        self.table = table
+        self._access = Access(
+            endpoint_url, region, anon, addressing, "data.table", timeout_s, patience_s, traffic=self.traffic
+        )
+        paths, labels = read_columns(self._access, table, (path_column, label_column))
+        self._paths = Strings(paths)
+        self._root = _folder_of(table) if root is None else root.rstrip("/")
+        self._root_store, self._prefix = self._access.open_folder(self._root)
+        named = labels if classes_from is None else read_columns(self._access, classes_from, (label_column,))[0]
+        self.classes = sorted(set(named), key=_numbers_by_value)
+        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+        if unknown := sorted(set(labels) - set(self.classes)):
+            raise ValueError(
+                f"{table} has labels that {classes_from} does not have: {', '.join(unknown[:10])}; check data.table=... "
+                "and data.val_table=..."
+            )
+        self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
+
+    def where(self) -> str:
+        """Return the table."""
+        return self.table
+
+    def name(self, index: int) -> str:
+        """Return the path of a sample, as the table has it."""
+        return self._paths[index]
+
+    def fetch(self, index: int) -> Any:
+        """Return the file of a sample; raises as `ImageSet.fetch`."""
+        store, key = self._find(self._paths[index])
+        return store.get(key)
+
+    def _find(self, path: str) -> tuple[Store, str]:
+        if path.startswith(("s3://", "http://", "https://")):
+            return self._access.open(path)
+        return self._root_store, f"{self._prefix}/{path}".lstrip("/")
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._access.close()
+        super().close()
+
+
+def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[list[str]]:
+    """Read columns of a table as text.
+
+    Args:
+        access: how URLs are read.
+        table: CSV, CSV.gz or Parquet, by its extension.
+        columns: their names.
+
+    Raises:
+        ValueError: it is no such table, has no such column, or no rows.
+    """
+    store, key = access.open(table)
+    content = store.get(key)
+    read = _read_parquet if key.endswith((".parquet", ".pq")) else _read_csv
+    found = read(content, table, columns)
+    if not found[0]:
+        raise ValueError(f"{table} has no rows: check data.table=...")
+    return found
+
+
+def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
+    try:
+        text = (gzip.decompress(content) if table.endswith(".gz") else bytes(content)).decode("utf-8-sig")
+        rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+        header = next(rows, [])
+        places = [_place(column, header, table) for column in columns]
+        found: list[list[str]] = [[] for _ in columns]
+        for row in rows:
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise ValueError(f"line {rows.line_num} has {len(row)} fields, and the first line {len(header)}")
+            for column, place in zip(found, places, strict=True):
+                column.append(row[place])
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{table} is no CSV file ({error}): check data.table=...") from None
+    except ValueError as error:
+        raise ValueError(f"{table}: {error}: check data.table=...") from None
+    return found
+
+
+def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ModuleNotFoundError("Parquet needs pyarrow: type `pip install 'ddp-hydra[parquet]'`") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(bytes(content)))
+        for column in columns:
+            _place(column, file.schema_arrow.names, table)
+        read = file.read(columns=list(columns))
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{table} is no Parquet file ({error}): check data.table=...") from None
+    return [[str(value) for value in read.column(column).to_pylist()] for column in columns]
+
+
+def _place(column: str, header: Sequence[str], table: str) -> int:
+    if column not in header:
+        raise ValueError(
+            f"there is no column {column!r}, only {', '.join(header) or 'none'}; type data.path_column=... or "
+            "data.label_column=..."
+        )
+    return list(header).index(column)
+
+
+def _numbers_by_value(label: str) -> tuple[bool, float, str]:
+    """Sort numbers by value, and before names."""
+    try:
+        return False, float(label), label
+    except ValueError:
+        return True, 0.0, label
+
+
+def _folder_of(url: str) -> str:
+    return url.rpartition("/")[0] or ("/" if url.startswith("/") else ".")

@@ -1,0 +1,145 @@
+"""Images named by a table: what is read, from where, and what every mistake says."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+
+import pytest
+
+from data.image_table import ImageTable
+from ddp_hydra.samplers import Sharded
+
+ROWS = "path,label\ncat/1.png,cat\ndog/1.png,dog\ncat/2.png,cat\n"
+
+
+@pytest.fixture
+def table(tmp_path, png):
+    """Write a table beside its images, and open it."""
+    opened = []
+    for number, path in enumerate(("cat/1.png", "dog/1.png", "cat/2.png"), start=1):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(png(red=number))
+
+    def open_(content=ROWS, name="images.csv", **arguments):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        opened.append(ImageTable(str(tmp_path / name), **arguments))
+        return opened[-1]
+
+    yield open_
+    for dataset in opened:
+        dataset.close()
+
+
+def reds(dataset, indices=None):
+    return [image[0, 0, 0].item() for image, _ in dataset.__getitems__(indices or range(len(dataset)))]
+
+
+def test_samples_come_in_the_order_of_the_rows(table):
+    data = table()
+    assert reds(data) == [1, 2, 3]
+    assert [target for _, target in data] == [0, 1, 0]
+    assert data.classes == ["cat", "dog"]
+    assert data.bad == {}
+
+
+def test_a_file_that_is_packed_and_has_a_mark_of_excel_is_read(table):
+    assert reds(table(gzip.compress(b"\xef\xbb\xbf" + ROWS.encode()), "images.csv.gz")) == [1, 2, 3]
+
+
+def test_columns_may_have_other_names_and_quotes(table):
+    text = 'id,"what, it is",file\n7,"a ""cat""",cat/1.png\n8,dog,dog/1.png\n'
+    data = table(text, path_column="file", label_column="what, it is")
+    assert data.classes == ['a "cat"', "dog"]
+    assert reds(data) == [1, 2]
+
+
+def test_numbers_are_sorted_as_numbers(table):
+    data = table("path,label\ncat/1.png,10\ncat/2.png,9\ndog/1.png,none\n")
+    assert data.classes == ["9", "10", "none"]
+
+
+def test_a_validation_set_has_the_numbers_of_the_training_set(table, tmp_path):
+    table()
+    val = table("path,label\ndog/1.png,dog\n", "val.csv", classes_from=str(tmp_path / "images.csv"))
+    assert (val.classes, val[0][1]) == (["cat", "dog"], 1)
+    with pytest.raises(ValueError, match=r"labels that .*images\.csv does not have: cow; check data\.table="):
+        table("path,label\ndog/1.png,cow\n", "val.csv", classes_from=str(tmp_path / "images.csv"))
+
+
+def test_paths_start_at_the_root_that_is_given(table, tmp_path):
+    assert reds(table("path,label\n1.png,a\n2.png,b\n", root=str(tmp_path / "cat"))) == [1, 3]
+
+
+def test_it_pickles_before_and_after_use(table):
+    data = table()
+    for _ in range(2):
+        again = pickle.loads(pickle.dumps(data))
+        assert reds(again) == reds(data) == [1, 2, 3]
+        again.close()
+
+
+def test_the_sharded_sampler_splits_the_file(table):
+    data = table("path,label\n" + "cat/1.png,a\n" * 4 + "dog/1.png,b\n" * 4)
+    halves = [[i for batch in Sharded(len(data), 2, rank, 2, lanes=2).batches(0) for i in batch] for rank in (0, 1)]
+    assert [sorted(half) for half in halves] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_parquet_is_read(table, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    rows = pyarrow.table({"path": ["dog/1.png", "cat/1.png"], "label": [11, 9], "more": [1.0, 2.0]})
+    pyarrow.parquet.write_table(rows, tmp_path / "images.parquet")
+    content = (tmp_path / "images.parquet").read_bytes()
+    data = table(content, "images.parquet")
+    assert (reds(data), data.classes) == ([2, 1], ["9", "11"])
+    with pytest.raises(ValueError, match=r"no column 'file', only path, label, more.*data\.path_column="):
+        table(content, "images.parquet", path_column="file")
+    with pytest.raises(ValueError, match="no Parquet file"):
+        table(content[:100], "images.parquet")
+
+
+def test_a_missing_image_is_replaced_and_named(table):
+    data = table(ROWS.replace("dog/1", "dog/7"), max_bad_fraction=0.5)
+    assert reds(data) == [1, 3, 3]
+    assert list(data.bad) == ["dog/7.png"]
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        (ROWS, {"path_column": "file"}, r"no column 'file', only path, label.*data\.path_column="),
+        ("path,label\n", {}, r"no rows: check data\.table="),
+        ("", {}, r"no column 'path', only none"),
+        ("path,label\na,b,c\n", {}, "line 2 has 3 fields, and the first line 2"),
+        (b"\xff\xfe\x00", {}, "no CSV file"),
+        ('path,label\n"a,b\n', {}, "no CSV file"),
+    ],
+)
+def test_what_is_no_such_table_is_told(table, content, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        table(content, **arguments)
+
+
+def test_a_missing_table_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.csv"):
+        ImageTable(str(tmp_path / "none.csv"))
+
+
+def test_paths_do_not_lead_out_of_the_root(table):
+    data = table("path,label\n../secret.png,a\ncat/1.png,a\n", max_bad_fraction=0.5)
+    assert reds(data) == [1, 1]
+    assert "leads out of" in data.bad["../secret.png"]
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("credentials")
+def test_table_and_images_come_from_buckets(s3, png):
+    images = s3.fill({"photos/a.png": png(red=5)})
+    bucket = s3.fill(
+        {"t/b.png": png(red=6), "t/images.csv": f"path,label\nb.png,x\ns3://{images}/photos/a.png,y".encode()}
+    )
+    data = ImageTable(f"s3://{bucket}/t/images.csv", endpoint_url=s3.endpoint_url)
+    assert reds(data) == [6, 5]
+    data.close()
