@@ -88,5 +88,7 @@ def _credentials(bucket: Bucket) -> str:
 
 def cause(full: str) -> str:
     """Return " (why)" from the depths of the client's error, or nothing."""
+    if "InvalidCertificate" in full:
+        return " (its certificate is not trusted: set SSL_CERT_FILE to the file of whoever signed it)"
     found = re.findall(r'message: "([^"]+)"', full) or re.findall(r"kind: (TimedOut|Timeout)", full)
     return f" ({found[-1]})" if found else ""
