@@ -80,10 +80,12 @@ class _Transform:
             look: from `draw`.
             scale: height and width of `image` over those that `draw` was told.
         """
-        top, left = int(look.top * scale[0]), int(look.left * scale[1])
-        bottom = top + max(1, round(look.height * scale[0]))
-        right = left + max(1, round(look.width * scale[1]))
-        part = image[:, top : min(bottom, image.shape[1]), left : min(right, image.shape[2])]
+        height, width = image.shape[1:]
+        top = min(round(look.top * scale[0]), height - 1)
+        left = min(round(look.left * scale[1]), width - 1)
+        bottom = max(top + 1, round((look.top + look.height) * scale[0]))
+        right = max(left + 1, round((look.left + look.width) * scale[1]))
+        part = image[:, top:bottom, left:right]
         if part.shape[1:] != (self.size, self.size):
             part = resize(part, self.size)
         if look.shift != (0, 0):

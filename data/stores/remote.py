@@ -203,6 +203,7 @@ def _refuse_after_fork() -> None:
     if _used_in not in (None, os.getpid()):
         raise RuntimeError(
             f"a store was read in process {_used_in}, which then forked this one, {os.getpid()}: the client would "
-            "hang here. Read in threads (data.threads=...), or start processes by 'spawn' or 'forkserver'"
+            "hang here. Read in threads (data.threads=...), or start processes by 'spawn' or 'forkserver', as in "
+            'DataLoader(..., multiprocessing_context="forkserver")'
         )
     _used_in = os.getpid()

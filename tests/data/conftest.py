@@ -13,10 +13,14 @@ import pytest
 
 @dataclass
 class S3Server:
-    """A moto server on loopback; `fill` makes a bucket and returns its name, `publish` opens it to all."""
+    """A moto server on loopback.
+
+    `fill` makes a bucket and returns its name, `add` puts more there, `publish` opens it to all.
+    """
 
     endpoint_url: str
     fill: Callable[[Mapping[str, bytes]], str]
+    add: Callable[[str, Mapping[str, bytes]], None]
     publish: Callable[[str], None]
     close: Callable[[], None]
 
@@ -60,9 +64,12 @@ def s3() -> Iterator[S3Server]:
     def fill(objects: Mapping[str, bytes]) -> str:
         name = f"bucket-{len(backend.buckets)}"
         backend.create_bucket(name, "us-east-1")
-        for key, content in objects.items():
-            backend.put_object(name, key, content)
+        add(name, objects)
         return name
+
+    def add(bucket: str, objects: Mapping[str, bytes]) -> None:
+        for key, content in objects.items():
+            backend.put_object(bucket, key, content)
 
     def publish(bucket: str) -> None:
         for key in list(backend.buckets[bucket].keys):
@@ -73,7 +80,7 @@ def s3() -> Iterator[S3Server]:
         server.server_close()
         thread.join()
 
-    yield S3Server(f"http://127.0.0.1:{server.server_port}", fill, publish, close)
+    yield S3Server(f"http://127.0.0.1:{server.server_port}", fill, add, publish, close)
     if thread.is_alive():
         close()
     backend.reset()

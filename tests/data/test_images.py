@@ -7,9 +7,9 @@ import io
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
-from data.images import decode
+from data.images import decode, decode_jpeg, read_jpeg_header
 
 ROWS, COLUMNS = np.mgrid[0:24, 0:36]
 COLOURS = np.stack([ROWS * 10, COLUMNS * 7, (ROWS + COLUMNS) * 4], axis=-1).astype(np.uint8)
@@ -84,3 +84,43 @@ def test_half_a_file_is_damaged(format):  # noqa: A002
 def test_what_is_no_image_says_what_it_is(data, said):
     with pytest.raises(ValueError, match=said):
         decode(data)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["JPEG", "WEBP", "PNG"])
+def test_a_turned_photo_is_turned_upright(format, orientation):  # noqa: A002
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encode(Image.fromarray(COLOURS), format, exif=exif, quality=95)
+    upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")).astype(int)
+    assert np.abs(decode(data).permute(1, 2, 0).numpy() - upright).mean() < 4
+    if format == "JPEG":
+        header = read_jpeg_header(data)
+        assert (header.height, header.width, header.orientation) == (*upright.shape[:2], orientation)
+
+
+def test_damaged_exif_is_no_reason_to_lose_a_photo():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    data = encode(Image.fromarray(COLOURS), "JPEG", exif=exif).replace(b"Exif\0\0", b"Exif\0\0\xff\xff", 1)
+    assert decode(data).shape == (3, *COLOURS.shape[:2])
+
+
+@pytest.mark.parametrize(("share", "shrunk"), [(1.0, 1), (0.6, 1), (0.5, 2), (0.3, 2), (0.25, 4), (0.1, 8), (0.01, 8)])
+def test_a_jpeg_is_decoded_as_small_as_will_do(share, shrunk):
+    data = encode(Image.fromarray(COLOURS), "JPEG", quality=95)
+    header = read_jpeg_header(data)
+    image = decode_jpeg(data, header, share)
+    assert image.shape == (3, -(-header.height // shrunk), -(-header.width // shrunk))
+
+
+def test_an_odd_jpeg_is_left_to_the_thorough_decoder():
+    data = encode(Image.fromarray(COLOURS), "JPEG", quality=95)
+    odd = data[:2] + b"\xff\xff\xff" + data[2:]  # fill bytes before a marker, which the standard allows
+    assert np.abs(decode(odd).permute(1, 2, 0).numpy() - COLOURS.astype(int)).mean() < 4
+
+
+def test_pixels_of_a_jpeg_are_those_of_pillow():
+    data = encode(Image.fromarray(COLOURS), "JPEG", quality=80)
+    theirs = np.array(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+    assert np.abs(decode(data).permute(1, 2, 0).numpy() - theirs).max() <= 2

@@ -382,31 +382,73 @@ def test_a_value_that_cannot_be_is_refused(folder, arguments, typed):
         folder(**arguments)
 
 
-FORKED = """
-import os, sys
+def test_a_listing_that_is_young_enough_is_taken_from_disk(folder, s3, png, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    bucket = s3.fill({"t/a/1.png": png(), "t/b/2.png": png(), "t/c.txt": b"x"})
+    first = folder(bucket, "t", listing_max_age_s=3600)
+    s3.add(bucket, {"t/b/3.png": png()})
+    again = folder(bucket, "t", listing_max_age_s=3600)
+    assert (again.samples, again.skipped, again.n_bytes(1)) == (first.samples, 1, len(png()))
+    assert len(folder(bucket, "t")) == 3
+    assert len(folder(bucket, "", listing_max_age_s=3600)) == 3  # another prefix is another listing
+    for file in (tmp_path / "ddp_hydra" / "listings").iterdir():
+        os.utime(file, (0, 0))
+    assert len(folder(bucket, "t", listing_max_age_s=3600)) == 3
+    for file in (tmp_path / "ddp_hydra" / "listings").iterdir():
+        file.write_bytes(b"damaged")
+    assert len(folder(bucket, "t", listing_max_age_s=3600)) == 3
+
+
+def test_a_cache_that_cannot_be_written_does_not_matter(folder, pets, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(folder(pets, "pets", listing_max_age_s=60)) == 3
+
+
+def test_a_local_folder_is_read_by_the_same_class(folder, png, tmp_path):
+    for path in ("train/a/1.png", "train/b c/2.PNG", "train/top.png", "val/b c/3.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(png(red=7))
+    train = folder(f"file://{tmp_path}", "train", endpoint_url=None)
+    val = folder(f"file://{tmp_path}", "val", classes_from="train", endpoint_url=None)
+    assert (train.samples, train.skipped) == ([("train/a/1.png", 0), ("train/b c/2.PNG", 1)], 1)
+    assert (val.classes, val[0][1], val[0][0][0, 0, 0].item()) == (["a", "b c"], 1, 7)
+    with pytest.raises(FileNotFoundError, match=r"nothing under file://.*the folders in file://.* are: train, val"):
+        folder(f"file://{tmp_path}", "test", endpoint_url=None)
+
+
+LOADING = """
+import sys
+from torch.utils.data import DataLoader
 from data.s3_image_folder import S3ImageFolder
-data = S3ImageFolder(sys.argv[1], "pets", endpoint_url=sys.argv[2])
-data[0]
-pid = os.fork()
-if pid == 0:
-    try:
-        data._store.get("pets/dog/1.png")
-    except RuntimeError as error:
-        print(error, flush=True)
-        os._exit(3)
-    os._exit(0)
-data.close()
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+from data.transforms import EvalTransform
+
+if __name__ == "__main__":
+    data = S3ImageFolder(sys.argv[1], "pets", endpoint_url=sys.argv[2], transform=EvalTransform(8))
+    data[0]  # the store is in use before the processes begin
+    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context=sys.argv[3])
+    print(sum(len(targets) for images, targets in loader))
+    data.close()
 """
 
 
-def test_use_on_both_sides_of_a_fork_is_an_error_and_does_not_hang(s3, pets):
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED, pets, s3.endpoint_url],
+def in_processes(s3, bucket: str, context: str) -> subprocess.CompletedProcess:
+    """Read a bucket with a plain DataLoader of two worker processes."""
+    return subprocess.run(
+        [sys.executable, "-c", LOADING, bucket, s3.endpoint_url, context],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 3, done.stderr
-    assert "spawn" in done.stdout
+
+
+def test_a_data_loader_with_processes_reads_it(s3, pets):
+    done = in_processes(s3, pets, "forkserver")
+    assert done.stdout.split() == ["3"], done.stderr
+
+
+def test_a_data_loader_that_forks_is_told_not_to_and_does_not_hang(s3, pets):
+    done = in_processes(s3, pets, "fork")
+    assert done.returncode != 0
+    assert "start processes by 'spawn' or 'forkserver'" in done.stderr

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
 import torch
+from PIL import Image
 
+from data.colour import Shade
+from data.images import decode, read_jpeg_header
 from data.transforms import EvalTransform, TrainTransform
 
 
@@ -102,3 +106,88 @@ def test_train_refuses_a_value_out_of_range_and_says_what_to_type(arguments, typ
 def test_eval_refuses_to_cut_out_more_than_there_is():
     with pytest.raises(ValueError, match=r"resize is 20 and image_size 32.*data\.resize=32"):
         EvalTransform(32, resize=20)
+
+
+def smooth(height: int, width: int) -> torch.Tensor:
+    """A picture without noise, in which a shift of a part of a pixel changes little."""
+    rows, columns = torch.meshgrid(torch.linspace(0, 9, height), torch.linspace(0, 7, width), indexing="ij")
+    channels = [torch.sin(rows + k) * torch.cos(columns - k) for k in range(3)]
+    return (torch.stack(channels) * 120 + 128).to(torch.uint8)
+
+
+def test_eval_is_what_torchvision_makes_of_it():
+    from torchvision.transforms.v2 import functional as F
+
+    image = smooth(375, 500)
+    theirs = F.center_crop(F.resize(image, [256], antialias=True), [224, 224])
+    ours = EvalTransform(224, resize=256)(image, random.Random(0))
+    assert (ours.int() - theirs.int()).abs().float().mean() < 1
+
+
+@pytest.mark.parametrize("transform", [EvalTransform(64, resize=72), TrainTransform(64, (0.3, 1.0))])
+def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(transform):
+    data = jpeg(smooth(900, 1200))
+    header = read_jpeg_header(data)
+    ours = transform.of_jpeg(data, header, random.Random(3))
+    whole = transform(decode(data), random.Random(3))
+    assert (ours.int() - whole.int()).abs().float().mean() < 3
+
+
+def jpeg(image: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("shade", "theirs"),
+    [
+        (Shade(1.3, 1.0, 1.0, 0.0), lambda F, image: F.adjust_brightness(image, 1.3)),
+        (Shade(1.0, 0.6, 1.0, 0.0), lambda F, image: F.adjust_contrast(image, 0.6)),
+        (Shade(1.0, 1.0, 0.3, 0.0), lambda F, image: F.adjust_saturation(image, 0.3)),
+        (Shade(0.8, 1.2, 0.5, 0.0), lambda F, image: F.adjust_saturation(
+            F.adjust_contrast(F.adjust_brightness(image, 0.8), 1.2), 0.5)),
+    ],
+)  # fmt: skip
+def test_colours_change_as_torchvision_changes_them(shade, theirs):
+    from torchvision.transforms.v2 import functional as F
+
+    image = smooth(40, 50) // 2 + 64  # nothing is cut off at black and white
+    assert (shade.of(image).int() - theirs(F, image).int()).abs().max() <= 3  # they cut off three times
+
+
+def test_hue_turns_red_to_green_to_blue_and_leaves_grey_alone():
+    red = torch.zeros(3, 4, 4, dtype=torch.uint8)
+    red[0] = 150
+    assert Shade(1, 1, 1, 1 / 3).of(red)[:, 0, 0].argmax() == 2
+    assert Shade(1, 1, 1, -1 / 3).of(red)[:, 0, 0].argmax() == 1
+    grey = torch.full((3, 4, 4), 77, dtype=torch.uint8)
+    for hue in (-0.5, -0.2, 0.1, 0.5):
+        assert torch.equal(Shade(1, 1, 1, hue).of(grey), grey)
+        assert torch.allclose(Shade(1, 1, 1, hue).matrix().sum(1), torch.ones(3), atol=1e-5)
+
+
+def test_no_shade_changes_nothing():
+    image = picture(20, 30)
+    assert torch.equal(Shade(1, 1, 1, 0).of(image), image)
+
+
+def test_erasing_makes_a_rectangle_mean_grey_within_the_share_of_the_area():
+    white = torch.full((3, 50, 50), 255, dtype=torch.uint8)
+    transform = TrainTransform(50, (1.0, 1.0), (1.0, 1.0), flip=0, erase=1.0, fill=(0.5, 0.25, 0.0))
+    for seed in range(30):
+        out = transform(white, random.Random(seed))
+        erased = out[2] == 0
+        assert 0.01 < erased.float().mean() < 0.4
+        assert set(out[:, erased].unique().tolist()) == {0, 64, 128}
+        assert set(out[:, ~erased].unique().tolist()) == {255}
+    never = TrainTransform(50, (1.0, 1.0), (1.0, 1.0), flip=0, erase=0.0)
+    assert torch.equal(never(white, random.Random(0)), white)
+
+
+def test_what_is_not_asked_for_draws_no_chance():
+    """So that a run without colours goes on as it was when colours were not there."""
+    image = picture(50, 40)
+    plain = TrainTransform(32)(image, random.Random(5))
+    with_colours = TrainTransform(32, hue=1e-12, erase=1e-12)(image, random.Random(5))
+    assert torch.equal(plain, with_colours)

@@ -1,0 +1,247 @@
+"""How a batch of images is made, whatever they come from: threads, memory, chance, and plain data loaders."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from data.image_set import ImageSet, Rows
+from data.stores.patience import StaleCredentialsError, TemporaryError
+from data.transforms import EvalTransform, TrainTransform
+
+
+def jpeg(number: int, size: int = 100) -> bytes:
+    pixels = np.random.RandomState(number).randint(0, 255, (5, 5, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((size, size), Image.Resampling.BICUBIC).save(file, "JPEG")
+    return file.getvalue()
+
+
+FILES = [jpeg(number) for number in range(24)]
+
+
+class Stored(ImageSet):
+    """Images in memory; what goes wrong with some is given."""
+
+    def __init__(self, wrong: dict[int, Exception | bytes] | None = None, delay_s: float = 0.0, **images) -> None:
+        super().__init__(**{"max_bad_fraction": 0.5, **images})
+        self.targets = np.arange(len(FILES), dtype=np.int32) % 3
+        self.classes = ["a", "b", "c"]
+        self.wrong = wrong or {}
+        self.delay_s = delay_s
+        self.fetched: list[int] = []
+
+    def fetch(self, index: int) -> bytes:
+        self.fetched.append(index)
+        time.sleep(self.delay_s)
+        wrong = self.wrong.get(index, FILES[index])
+        if isinstance(wrong, Exception):
+            raise wrong
+        return wrong
+
+    def n_bytes(self, index: int) -> int:
+        return len(FILES[index])
+
+    def name(self, index: int) -> str:
+        return f"image {index}"
+
+    def where(self) -> str:
+        return "memory"
+
+
+@pytest.fixture
+def stored():
+    """Make data sets that are closed at the end."""
+    made = []
+
+    def make(*arguments, **options) -> Stored:
+        made.append(Stored(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for dataset in made:
+        dataset.close()
+
+
+def test_a_batch_is_made_in_place_and_needs_no_collating(stored):
+    data = stored(transform=EvalTransform(32))
+    samples = data.__getitems__([3, 1, 4])
+    assert isinstance(samples, Rows)
+    images, targets = data.collate(samples)
+    assert images.data_ptr() == samples[0][0].data_ptr()
+    assert images.shape == (3, 3, 32, 32)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert targets.tolist() == [0, 1, 1]
+    for image, index in zip(images, [3, 1, 4], strict=True):
+        assert torch.equal(image, data[index][0])
+
+
+@pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 7, "decoders": 1}, {"threads": 3, "decoders": 5}])
+def test_chance_depends_on_seed_epoch_and_index_and_not_on_threads(stored, options):
+    transform = TrainTransform(32, hue=0.2, erase=0.5)
+    data, other = stored(transform=transform, seed=4), stored(transform=transform, seed=4, **options)
+    batch = list(range(24))
+    first, _ = data.collate(data.__getitems__(batch))
+    assert torch.equal(first, other.collate(other.__getitems__(batch))[0])
+    assert torch.equal(first.flip(0), data.collate(data.__getitems__(batch[::-1]))[0])
+    data.set_epoch(1)
+    assert not torch.equal(first, data.collate(data.__getitems__(batch))[0])
+    another = stored(transform=transform, seed=5)
+    assert not torch.equal(first, another.collate(another.__getitems__(batch))[0])
+
+
+def test_many_are_fetched_at_a_time_and_few_decoded(stored, monkeypatch):
+    data = stored(delay_s=0.05, threads=24, decoders=2, transform=EvalTransform(32))
+    at_once, most, lock = [0], [0], threading.Lock()
+    decoded = data._decoded
+
+    def counting(*arguments):
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.005)
+        try:
+            return decoded(*arguments)
+        finally:
+            with lock:
+                at_once[0] -= 1
+
+    monkeypatch.setattr(data, "_decoded", counting)
+    begin = time.monotonic()
+    data.__getitems__(range(24))
+    assert time.monotonic() - begin < 24 * 0.05
+    assert most[0] == 2
+
+
+def test_files_in_flight_stay_within_the_memory_given(stored):
+    data = stored(threads=24, memory_mb=3.5 * max(map(len, FILES)) / 2**20, transform=EvalTransform(32))
+    at_once, most, lock = [0], [0], threading.Lock()
+    fetch = data.fetch
+
+    def counting(index):
+        with lock:
+            at_once[0] += data.n_bytes(index)
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.005)
+        try:
+            return fetch(index)
+        finally:
+            with lock:
+                at_once[0] -= data.n_bytes(index)
+
+    data.fetch = counting
+    data.__getitems__(range(24))
+    assert 0 < most[0] <= data.memory_mb * 2**20
+
+
+def test_a_file_larger_than_the_memory_given_is_read_alone(stored):
+    data = stored(threads=8, memory_mb=1e-6, transform=EvalTransform(32))
+    assert len(data.__getitems__(range(24))) == 24
+
+
+@pytest.mark.parametrize("wrong", [b"text", FILES[5][:300], b"", FileNotFoundError("gone"), PermissionError("403")])
+def test_what_cannot_be_read_is_replaced_by_the_next_and_named(stored, wrong):
+    data = stored({5: wrong, 6: wrong}, transform=EvalTransform(32))
+    data[0]
+    image, target = data[5]
+    assert torch.equal(image, stored(transform=EvalTransform(32))[7][0])
+    assert target == 7 % 3
+    assert sorted(data.bad) == ["image 5", "image 6"]
+    assert data.stats()["bad_samples"] == 2
+    fetched = len(data.fetched)
+    data[5]
+    assert len(data.fetched) <= fetched + 1  # the bad ones are not asked for again
+
+
+def test_the_replacement_is_the_same_for_every_reader(stored):
+    """So that what a run learns from does not depend on who read what, and in which order."""
+    data, other = (stored({5: b"text", 6: b"text"}, transform=TrainTransform(32)) for _ in range(2))
+    other.__getitems__([6, 4])
+    assert torch.equal(data[5][0], other[5][0])
+
+
+@pytest.mark.parametrize("error", [TemporaryError("503"), StaleCredentialsError("expired")])
+def test_a_store_that_is_down_is_no_bad_sample(stored, error):
+    data = stored({5: error}, transform=EvalTransform(32))
+    data[0]
+    with pytest.raises(type(error)):
+        data[5]
+    assert data.bad == {}
+
+
+def test_no_access_from_the_start_is_no_bad_sample(stored):
+    data = stored({index: PermissionError("403") for index in range(24)})
+    with pytest.raises(PermissionError):
+        data[5]
+
+
+def test_nothing_readable_any_more_fails_and_says_so(stored):
+    data = stored({index: PermissionError("403") for index in range(1, 24)})
+    data[0]
+    with pytest.raises(ValueError, match=r"13 of 24 images of memory are bad.*data\.max_bad_fraction="):
+        data.__getitems__(range(1, 24))
+
+
+def test_what_it_cost_is_counted(stored):
+    data = stored(transform=EvalTransform(32), cache_mb=1)
+    data.__getitems__(range(10))
+    data.__getitems__(range(12))
+    stats = data.stats()
+    assert (stats["samples"], stats["cache_hits"], stats["bad_samples"]) == (22, 10, 0)
+    assert stats["decode_s"] > 0
+    assert len(data.fetched) == 12
+
+
+def batches(data, **options) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    loader = DataLoader(data, batch_size=8, **options)
+    return [(images.clone(), targets.clone()) for images, targets in loader]
+
+
+def same(some, others) -> bool:
+    return len(some) == len(others) and all(
+        torch.equal(a, b) for batch, other in zip(some, others, strict=True) for a, b in zip(batch, other, strict=True)
+    )
+
+
+def test_a_plain_data_loader_reads_it(stored):
+    data = stored(transform=TrainTransform(32))
+    plain = batches(data)
+    assert len(plain) == 3
+    assert same(plain, batches(data, collate_fn=data.collate))
+
+
+@pytest.mark.integration
+def test_a_plain_data_loader_reads_it_in_processes(stored):
+    data = stored(transform=TrainTransform(32))
+    plain = batches(data)
+    options = {"num_workers": 2, "multiprocessing_context": "spawn", "collate_fn": data.collate}
+    assert same(plain, batches(data, **options))
+
+
+def test_it_pickles_before_and_after_use(stored):
+    data = stored({5: b"text"}, transform=TrainTransform(32))
+    for _ in range(2):
+        again = pickle.loads(pickle.dumps(data))
+        assert torch.equal(again[5][0], data[5][0])
+        again.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed"),
+    [
+        ({"threads": 0}, r"threads is 0.*data\.threads="),
+        ({"decoders": 0}, r"decoders is 0.*data\.decoders="),
+        ({"max_bad_fraction": 2}, r"data\.max_bad_fraction="),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(arguments, typed):
+    with pytest.raises(ValueError, match=typed):
+        Stored(**arguments)
