@@ -2,74 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from ddp_hydra import config
-from ddp_hydra.dispatch import Gang
-from ddp_hydra.project import pack
-from ddp_hydra.results import Record
-from ddp_hydra.versions import VERSION_BASE
-from ddp_hydra.writers import ResultsHandler, default_writers
+from tests.integration import training
+from tests.integration.training import Trained
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
 TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "results.keep_checkpoints=null")
-TIMES = ("time", "samples_per_s", "data_wait")
-
-
-@dataclass
-class Trained:
-    """One run of the training loop on a gang."""
-
-    folder: Path
-    records: list[Record]
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without what is measured by a clock."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-    def samples(self) -> list[list[int]]:
-        """The global batches, as the model saw them, the ranks' parts one after the other."""
-        told = [r for r in self.records if r.kind == "text" and r.data["name"] == "samples"]
-        by_rank: dict[int, list[list[int]]] = {}
-        for record in told:
-            by_rank.setdefault(record.rank, []).append(json.loads(record.data["text"]))
-        return [list(chain(*parts)) for parts in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
-
-    def checkpoint(self, name: str) -> dict[str, Any]:
-        return torch.load(self.folder / "checkpoints" / name, weights_only=True)
 
 
 @pytest.fixture
 def train(project, tmp_path) -> Callable[..., Trained]:
     """Run the training loop on some ranks of a cluster."""
 
-    def run(client: Any, name: str, *overrides: str, ranks: int = 2, resume: Path | None = None) -> Trained:
-        config.register()
-        with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
-            plain = config.plain(compose("config", [*TINY, *overrides]))
-        files = {"resume": resume} if resume else {}
-        gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files=files)
-        records: list[Record] = []
-        with ResultsHandler(default_writers(tmp_path / name, gang.fetch, keep=None, progress=False)) as handler:
-
-            def take(record: Record) -> None:
-                records.append(record)
-                handler.handle(record)
-
-            gang.on_record = take
-            gang.run("ddp_hydra.train:train", plain)
-        return Trained(tmp_path / name, records)
+    def run(client: Any, name: str, *overrides: str, **options: Any) -> Trained:
+        return training.train(client, project, tmp_path / name, *TINY, *overrides, **options)
 
     return run
 

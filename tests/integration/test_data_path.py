@@ -1,0 +1,133 @@
+"""Jobs whose data comes over a store that misbehaves: they end with the right numbers, or say why not."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddp_hydra.errors import JobFailed
+from tests.fault_server import FaultServer, serving
+from tests.integration import training
+from tests.integration.training import Trained
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+
+IMAGES = (
+    "data=s3_photos", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.resize=null",
+    "data.bucket=photos", "data.anon=true", "data.timeout_s=0.5", "data.cache_mb=0", "trainer.log_every_steps=1", "trainer.epochs=2",
+    "results.keep_checkpoints=null",
+)  # fmt: skip
+
+
+def photo(number: int) -> bytes:
+    pixels = np.random.RandomState(number).randint(0, 255, (6, 8, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).resize((120, 100), Image.Resampling.BICUBIC).save(file, "JPEG")
+    return file.getvalue()
+
+
+TRAIN = {f"photos/train/{'abc'[number % 3]}/{number:03}.jpg": photo(number) for number in range(96)}
+VAL = {f"photos/val/{'abc'[number % 3]}/{number:03}.jpg": photo(number + 500) for number in range(20)}
+
+
+@pytest.fixture
+def store() -> Iterator[FaultServer]:
+    with serving({**TRAIN, **VAL}) as server:
+        yield server
+
+
+@pytest.fixture
+def train(project, tmp_path, store) -> Callable[..., Trained]:
+    """Train on the photos of the store."""
+
+    def run(client: Any, name: str, *overrides: str, ranks: int = 2, resume: Path | None = None) -> Trained:
+        each = f"data.batch_size={24 // ranks}"
+        settings = (*IMAGES, f"data.endpoint_url={store.url}", each, *overrides)
+        return training.train(client, project, tmp_path / name, *settings, ranks=ranks, resume=resume)
+
+    return run
+
+
+def test_a_job_through_all_faults_has_the_same_numbers_as_one_without(client2, train, store):
+    calm = train(client2, "calm")
+    kinds = ["503", "reset", "half", "stall", "slow", "500"]
+    store.fault = lambda number, path: kinds[number // 7 % len(kinds)] if number % 7 == 3 else None
+    rough = train(client2, "rough")
+    assert rough.metrics("data/retries") == calm.metrics("data/retries")
+    assert calm.value["data"]["retries"] == 0
+    assert rough.value["data"]["retries"] > 20
+    assert rough.value["bad_samples"] == 0
+
+
+def test_bad_images_are_replaced_alike_on_any_number_of_ranks(client4, train, store):
+    paths = sorted(TRAIN)
+    store.objects[paths[10]] = b"a text"
+    store.objects[paths[11]] = store.objects[paths[11]][:500]
+    store.fault = lambda number, path: "404" if path == paths[40] else "403" if path == paths[70] else None
+    settings = ("data.max_bad_fraction=0.05",)
+    one, four = (train(client4, f"{ranks}", *settings, ranks=ranks) for ranks in (1, 4))
+    assert one.value["bad_samples"] == four.value["bad_samples"] == 4
+    for line, expected in zip(four.metrics("data/bad_samples"), one.metrics("data/bad_samples"), strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+
+
+def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, store):
+    for path in sorted(TRAIN)[::16]:
+        store.objects[path] = b"a text"  # 6 of 96; a rank sees 1 or 2 of them in an epoch
+    words = r"all ranks together found [3-6] bad samples of 96, and data\.max_bad_fraction=0\.02 allows 1"
+    with pytest.raises(JobFailed, match=words) as failed:
+        train(client4, "bad", "data.max_bad_fraction=0.02", ranks=4)
+    assert "Traceback" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ("distributed",),
+        ("chunked", "sampler.chunk_samples=7", "sampler.lanes=3"),
+        ("sharded", "sampler.lanes=4"),
+        ("weighted", "sampler.balance=0.5"),
+    ],
+    ids=lambda sampler: sampler[0],
+)
+def test_amid_an_epoch_other_ranks_and_threads_go_on_with_the_same_samples(client4, train, sampler):
+    settings = (f"sampler={sampler[0]}", *sampler[1:], "trainer.checkpoint_every_steps=1", "data.hue=0.1")
+    whole = train(client4, "whole", *settings)
+    steps = whole.folder / "checkpoints"
+    resumed = train(client4, "resumed", *settings, "data.threads=3", ranks=4, resume=steps / "step-000002.pt")
+    rest = [line for line in whole.metrics() if line["step"] > 2]
+    assert len(rest) == 8  # six steps, and two validations
+    found = [line for line in resumed.metrics() if line["step"] > 2]
+    for line, expected in zip(found, rest, strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+
+
+def test_credentials_that_expire_amid_a_job_are_read_anew(client2, train, store, monkeypatch, tmp_path):
+    file = tmp_path / "credentials"
+    text = "[default]\naws_access_key_id = {}\naws_secret_access_key = secret\n"
+    file.write_text(text.format("old"))
+    seen = []
+
+    def expire(number: int, path: str) -> None:
+        if number == 80:
+            store.access_keys = {"new"}
+            file.write_text(text.format("new"))
+        seen.append(number)
+
+    calm = train(client2, "calm")
+    store.access_keys, store.fault = {"old"}, lambda number, path: expire(number - first, path)
+    first = len(store.requests)
+    client2.run(lambda: __import__("os").environ.update(AWS_SHARED_CREDENTIALS_FILE=str(file)))
+    try:
+        rough = train(client2, "rough", "data.anon=false")
+    finally:
+        client2.run(lambda: __import__("os").environ.pop("AWS_SHARED_CREDENTIALS_FILE"))
+    assert rough.metrics("data/retries") == calm.metrics("data/retries")
+    assert store.access_keys == {"new"}
+    assert rough.value["data"]["retries"] > 0
