@@ -9,6 +9,21 @@ MOST_IN_A_ROW = 100
 """After so many bad ones side by side, it is not single samples that are bad."""
 
 
+class LostSamples(ValueError):
+    """Several neighbouring samples can't be read, for one reason: that of their shard.
+
+    Args:
+        message: the reason.
+        name: what they have in common.
+        first: index of the first.
+        count: how many they are.
+    """
+
+    def __init__(self, message: str, name: str, first: int, count: int) -> None:
+        super().__init__(message)
+        self.name, self.first, self.count = name, first, count
+
+
 class BadSamples:
     """The samples that were found bad in this process.
 
@@ -19,6 +34,8 @@ class BadSamples:
 
     Attributes:
         reasons: {name: what is wrong}.
+        counts: {name: how many samples it stands for}, where that is not one.
+        count: how many they are.
     """
 
     def __init__(self, n_samples: int, max_fraction: float, where: str) -> None:
@@ -26,7 +43,10 @@ class BadSamples:
         self.max_fraction = max_fraction
         self.where = where
         self.reasons: dict[str, str] = {}
-        self._indices: set[int] = set()
+        self.counts: dict[str, int] = {}
+        self.count = 0
+        self._ends: dict[int, int] = {}  # of each bad sample or shard: where the next one begins
+        self._lost: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -36,23 +56,35 @@ class BadSamples:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._indices
+    def behind(self, index: int) -> int | None:
+        """Return the index behind a bad sample, or behind its lost shard; None of one that is not known as bad."""
+        for first, end in self._lost:
+            if first <= index < end:
+                return end % self.n_samples
+        return self._ends.get(index)
 
     def add(self, index: int, name: str, error: Exception) -> None:
-        """Note a bad sample.
+        """Note a bad sample, or a lost shard.
 
         Raises:
             ValueError: there are too many now.
         """
         with self._lock:
-            self._indices.add(index)
-            self.reasons[name] = str(error)
-            n_bad = len(self.reasons)
+            if self.behind(index) is not None:
+                return  # another thread was first
+            if isinstance(error, LostSamples):
+                self._lost.append((error.first, error.first + error.count))
+                self.reasons[error.name] = str(error)
+                self.counts[error.name] = error.count
+                self.count += error.count
+            else:
+                self._ends[index] = (index + 1) % self.n_samples
+                self.reasons[name] = str(error)
+                self.count += 1
         allowed = self.max_fraction * self.n_samples
-        if n_bad > allowed:
+        if self.count > allowed:
             raise ValueError(
-                f"{n_bad} of {self.n_samples} images of {self.where} are bad, and data.max_bad_fraction="
+                f"{self.count} of {self.n_samples} samples of {self.where} are bad, and data.max_bad_fraction="
                 f"{self.max_fraction:g} allows {int(allowed)}: {self.some()}. Remove them, or type a larger "
                 "data.max_bad_fraction=..."
             ) from None

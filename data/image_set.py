@@ -115,7 +115,7 @@ class ImageSet(Dataset, ABC):
         self._executor: ThreadPoolExecutor | None = None
         self._works = False
         self._counting = threading.Lock()
-        self._counts = {"samples": 0, "fetch_s": 0.0, "decode_s": 0.0}
+        self._counts = {"samples": 0.0, "cache_misses": 0.0, "fetch_s": 0.0, "decode_s": 0.0}
         self._normalise: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,10 +149,19 @@ class ImageSet(Dataset, ABC):
         """Return the size of a sample's file, as far as it is known."""
         return 0
 
+    def target(self, index: int) -> int:
+        """Return the class number of a sample."""
+        return int(self.targets[index])
+
     @property
     def bad(self) -> dict[str, str]:
         """{name: what is wrong} of the images that were replaced in this process."""
         return self._noted().reasons
+
+    @property
+    def bad_counts(self) -> dict[str, int]:
+        """{name: how many images it stands for} of the `bad` that are whole shards."""
+        return self._noted().counts
 
     def _noted(self) -> BadSamples:
         if self._bad is None:
@@ -201,19 +210,20 @@ class ImageSet(Dataset, ABC):
 
     def _sample(self, index: int, epoch: int) -> tuple[Tensor, int]:
         """Return the image at `index`, or else the next good one, and the class of that."""
-        index = range(len(self))[index]
+        found = index = range(len(self))[index]
         rng = f"{self.seed}/{epoch}/{index}"
-        bad = self._noted()
-        for step in range(min(len(self), len(bad.reasons) + MOST_IN_A_ROW)):
-            found = (index + step) % len(self)
-            if found in bad:
+        bad, tried = self._noted(), 0
+        while tried < MOST_IN_A_ROW and bad.count < len(self):
+            if (behind := bad.behind(found)) is not None:
+                found = behind
                 continue
             try:
-                return self._image(found, rng), int(self.targets[found])
+                return self._image(found, rng), self.target(found)
             except (ValueError, FileNotFoundError, PermissionError) as error:
                 if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
                     raise  # nothing can be read, or not any more
                 bad.add(found, self.name(found), error)
+                tried += 1
         raise ValueError(f"no image of {self.where()} can be decoded: {bad.some()}")
 
     def _image(self, index: int, rng: str) -> Tensor:
@@ -230,7 +240,7 @@ class ImageSet(Dataset, ABC):
             fetched = time.perf_counter()
             with self._decoding:
                 image = self._decoded(index, data, rng)
-            self._count(fetch_s=fetched - begin, decode_s=time.perf_counter() - fetched)
+            self._count(cache_misses=1, fetch_s=fetched - begin, decode_s=time.perf_counter() - fetched)
             return image
 
     def _decoded(self, index: int, data: Any, rng: str) -> Tensor:
@@ -282,13 +292,13 @@ class ImageSet(Dataset, ABC):
         """Return what reading cost in this process so far.
 
         Returns:
-            samples: images made; bytes: read from the store; requests; retries; cache_hits; bad_samples; fetch_s and
-            decode_s: over all threads.
+            samples: images made; bytes: read from the store; requests; retries; cache_hits and cache_misses;
+            bad_samples; fetch_s and decode_s: over all threads.
         """
         with self._counting:
             counts = dict(self._counts)
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
-        return counts | traffic | {"cache_hits": self._cache.hits, "bad_samples": len(self.bad)}
+        return counts | traffic | {"cache_hits": self._cache.hits, "bad_samples": self._noted().count}
 
     def close(self) -> None:
         """Stop the threads."""

@@ -22,7 +22,8 @@ def describe(total: Mapping[str, float], train_s: float) -> str:
     ]
     if "bytes" in total:
         said.append(f"{total['bytes'] / 1e6:,.1f} MB read, {total['bytes'] / 1e6 / max(train_s, 1e-9):,.1f} MB/s")
-        said.append(f"{total['cache_hits'] / max(total['samples'], 1):.0%} from the cache")
+        asked = total["cache_hits"] + total["cache_misses"]
+        said.append(f"{total['cache_hits'] / max(asked, 1):.0%} from the cache")
         said.append(f"{total['retries']:,.0f} retries")
         said.append(f"{total['bad_samples']:,.0f} bad samples")
     return "data: " + ", ".join(said)

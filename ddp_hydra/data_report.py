@@ -1,11 +1,13 @@
 """What reading the data costs a run, over all ranks.
 
 A data set may tell what it has cost its process so far with `stats()`, a dict of rising numbers. Those that are known
-here: samples (read), bytes, requests, retries, cache_hits (samples or shards that were there), bad_samples.
+here: samples (read), bytes, requests, retries, cache_hits and cache_misses (of samples or of shards), bad_samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from ddp_hydra.errors import DataError
 from ddp_hydra.loader import Loader
 
-COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "bad_samples")
+COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses", "bad_samples")
 
 
 class DataReport:
@@ -42,16 +44,17 @@ class DataReport:
         """
         self.spent_s += spent_s
         now = self._over_all_ranks()
-        waited, spent, samples, n_bytes, _, _, hits, _ = (a - b for a, b in zip(now, self.before, strict=True))
+        waited, spent, *counts = (a - b for a, b in zip(now, self.before, strict=True))
+        new, so_far = (dict(zip(COUNTS, numbers, strict=True)) for numbers in (counts, now[2:]))
         self.before = now
         lap = {"data_wait": waited / max(spent, 1e-9)}
         if not hasattr(self.loader.dataset, "stats"):
             return lap
-        retries, bad = now[5], now[7]
-        if bad:
+        if so_far["bad_samples"]:
             self._refuse_too_many()
-        lap |= {"data/bytes_per_s": n_bytes / max(spent, 1e-9) * self._ranks(), "data/retries": retries}
-        return lap | {"data/cache_hits": hits / max(samples, 1), "data/bad_samples": bad}
+        lap["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self._ranks()
+        lap["data/cache_hits"] = new["cache_hits"] / max(1, new["cache_hits"] + new["cache_misses"])
+        return lap | {f"data/{name}": so_far[name] for name in ("retries", "bad_samples")}
 
     def total(self) -> dict[str, float]:
         """What the run was like as a whole, for its summary; as of the last lap."""
@@ -75,10 +78,10 @@ class DataReport:
         if share is None:
             return
         bad = bad_of_all_ranks(dataset)
-        if len(bad) > share * len(dataset):
-            some = "; ".join(f"{name} ({reason})" for name, reason in sorted(bad.items())[:3])
+        if count_bad(bad) > share * len(dataset):
+            some = "; ".join(f"{name} ({bad[name].reason})" for name in sorted(bad)[:3])
             raise DataError(
-                f"all ranks together found {len(bad)} bad samples of {len(dataset)}, and data.max_bad_fraction="
+                f"all ranks together found {count_bad(bad)} bad samples of {len(dataset)}, and data.max_bad_fraction="
                 f"{share:g} allows {int(share * len(dataset))}: {some}. Remove them, or type a larger "
                 "data.max_bad_fraction=..."
             )
@@ -87,11 +90,33 @@ class DataReport:
         return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def bad_of_all_ranks(*datasets: Any) -> dict[str, str]:
-    """{name: reason} of the samples that any rank replaced. A collective."""
-    mine = {name: reason for data in datasets for name, reason in getattr(data, "bad", {}).items()}
+@dataclass(frozen=True)
+class Bad:
+    """What is wrong with a sample, or with a shard of them.
+
+    Args:
+        reason: why it was replaced.
+        count: samples that it means.
+    """
+
+    reason: str
+    count: int = 1
+
+
+def bad_of_all_ranks(*datasets: Any) -> dict[str, Bad]:
+    """{name: what is wrong} of the samples that any rank replaced. A collective."""
+    mine = {
+        name: Bad(reason, getattr(data, "bad_counts", {}).get(name, 1))
+        for data in datasets
+        for name, reason in getattr(data, "bad", {}).items()
+    }
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    return {name: reason for rank in gathered for name, reason in rank.items()}
+    return {name: bad for rank in gathered for name, bad in rank.items()}
+
+
+def count_bad(bad: Mapping[str, Bad]) -> int:
+    """How many samples these are."""
+    return sum(one.count for one in bad.values())

@@ -51,7 +51,7 @@ class Loader:
         """Yield (x, y) for each batch of indices, in order."""
         if hasattr(self.dataset, "expect"):
             batches = list(batches)
-            self.dataset.expect(chain.from_iterable(batches))
+            self.dataset.expect(list(chain.from_iterable(batches)))
         for batch in self.ahead(batches) if self.look_ahead else map(self.make, batches):
             x, y = self.prepare(self.to_device(batch))
             if x.dim() == 4:

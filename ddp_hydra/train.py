@@ -17,7 +17,7 @@ from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.buckets import settle_buckets
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import plain
-from ddp_hydra.data_report import DataReport, bad_of_all_ranks
+from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad
 from ddp_hydra.evaluate import evaluate
 from ddp_hydra.metrics import Meter, cross_entropy
 from ddp_hydra.nonfinite import NonFinite
@@ -42,7 +42,7 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
         value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None, fault, finish)
         for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
             print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
-        return value | {"bad_samples": len(bad_of_all_ranks(train_set, val_set))}
+        return value | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
 
 
 def fit(

@@ -58,6 +58,8 @@ class TarServer(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.requests: Counter[tuple[str, str]] = Counter()
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
         self.delay_s = 0.0
         self.spoil: Callable[[str, bytes], bytes] = lambda path, content: content
         self.gate = threading.Event()
@@ -86,8 +88,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(with_body=True)
 
+    def handle_one_request(self) -> None:
+        with self.server.lock:
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.at_once, self.server.most_at_once)
+        super().handle_one_request()
+        with self.server.lock:
+            self.server.at_once -= 1
+
     def _answer(self, with_body: bool) -> None:
-        self.server.requests[self.command, self.path] += 1
+        with self.server.lock:
+            self.server.requests[self.command, self.path] += 1
         time.sleep(self.server.delay_s)
         content = self.server.files.get(self.path)
         if content is None:

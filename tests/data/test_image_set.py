@@ -186,7 +186,7 @@ def test_no_access_from_the_start_is_no_bad_sample(stored):
 def test_nothing_readable_any_more_fails_and_says_so(stored):
     data = stored({index: PermissionError("403") for index in range(1, 24)})
     data[0]
-    with pytest.raises(ValueError, match=r"13 of 24 images of memory are bad.*data\.max_bad_fraction="):
+    with pytest.raises(ValueError, match=r"\d\d of 24 samples of memory are bad.*data\.max_bad_fraction="):
         data.__getitems__(range(1, 24))
 
 

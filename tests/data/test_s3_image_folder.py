@@ -241,7 +241,7 @@ def test_too_many_bad_images_fail_and_a_few_are_named(folder, s3, png):
     objects |= {f"t/a/{number}.png": b"text" for number in (3, 7)}
     data = folder(s3.fill(objects), "t", max_bad_fraction=0.1)
     with pytest.raises(
-        ValueError, match=r"2 of 10 images.*allows 1: t/a/3\.png \(.*t/a/7\.png.*data\.max_bad_fraction="
+        ValueError, match=r"2 of 10 samples.*allows 1: t/a/3\.png \(.*t/a/7\.png.*data\.max_bad_fraction="
     ):
         data.__getitems__(list(range(10)))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_hydra.bound import describe
-from ddp_hydra.data_report import DataReport, bad_of_all_ranks
+from ddp_hydra.data_report import Bad, DataReport, bad_of_all_ranks, count_bad
 from ddp_hydra.errors import DataError
 from ddp_hydra.loader import Loader
 
@@ -35,14 +35,14 @@ def test_a_lap_is_what_came_since_the_last_one():
     loader.waited_s = 1.0
     first = {"data_wait": 0.25, "data/bytes_per_s": 250, "data/retries": 1, "data/cache_hits": 0, "data/bad_samples": 0}
     assert report.lap(4.0) == first
-    data.counts = {"samples": 30, "bytes": 3000, "retries": 4, "cache_hits": 5, "bad_samples": 1}
+    data.counts = {"samples": 30, "bytes": 3000, "retries": 4, "cache_hits": 5, "cache_misses": 15, "bad_samples": 1}
     data.bad = {"one": "damaged"}
     loader.waited_s = 1.5
     later = {"data_wait": 0.5, "data/bytes_per_s": 2000, "data/retries": 4, "data/cache_hits": 0.25}
     assert report.lap(1.0) == {**later, "data/bad_samples": 1}
     assert report.total() == {
         "wait_s": 1.5, "wait": 0.3, "samples": 30, "bytes": 3000, "requests": 0, "retries": 4, "cache_hits": 5,
-        "bad_samples": 1,
+        "cache_misses": 15, "bad_samples": 1,
     }  # fmt: skip
 
 
@@ -65,7 +65,10 @@ def test_too_many_bad_samples_fail_and_some_are_named():
 def test_bad_samples_of_all_data_sets_are_gathered():
     one, other = Images(), Images()
     one.bad, other.bad = {"a": "x"}, {"b": "y"}
-    assert bad_of_all_ranks(one, other, None) == {"a": "x", "b": "y"}
+    other.bad_counts = {"b": 9}
+    bad = bad_of_all_ranks(one, other, None)
+    assert bad == {"a": Bad("x"), "b": Bad("y", 9)}
+    assert count_bad(bad) == 10
 
 
 @pytest.mark.parametrize(("wait", "bound_by"), [(0.0, "compute"), (0.09, "compute"), (0.1, "data"), (0.9, "data")])
@@ -75,6 +78,14 @@ def test_the_line_at_the_end_says_what_a_run_was_bound_by(wait, bound_by):
 
 
 def test_the_line_at_the_end_has_all_figures():
-    counts = {"samples": 200, "bytes": 5e6, "requests": 150, "retries": 1234, "cache_hits": 50, "bad_samples": 2}
+    counts = {
+        "samples": 200,
+        "bytes": 5e6,
+        "requests": 150,
+        "retries": 1234,
+        "cache_hits": 50,
+        "cache_misses": 150,
+        "bad_samples": 2,
+    }
     said = describe({"wait_s": 0.0, "wait": 0.0, **counts}, 10.0)
     assert said.endswith("5.0 MB read, 0.5 MB/s, 25% from the cache, 1,234 retries, 2 bad samples")
