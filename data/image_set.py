@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from torch import Tensor
@@ -111,15 +112,14 @@ class ImageSet(Dataset, ABC):
         """Set what belongs to one process."""
         self._cache = Cache(int(self.cache_mb * 2**20))
         self._room = Room(int(self.memory_mb * 2**20))
-        self._decoding = threading.BoundedSemaphore(self.decoders or _cores_for_one())
-        self._executor: ThreadPoolExecutor | None = None
+        self._pools: _Pools | None = None
         self._works = False
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
         self._counts = {"samples": 0.0, "cache_misses": 0.0, "fetch_s": 0.0, "decode_s": 0.0}
-        self._normalise: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._normalise: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_works", "_cache", "_room", "_decoding", "_executor", "_counting", "_counts", "_normalise")
+        mine = ("_works", "_cache", "_room", "_pools", "_lock", "_counts", "_normalise")
         return {name: value for name, value in self.__dict__.items() if name not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,19 +188,18 @@ class ImageSet(Dataset, ABC):
             PermissionError: the store does not take the credentials any more.
             ConnectionError: the store is not reachable any more.
         """
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self.threads, "images", initializer=_compute_alone)
+        pools = self._open_pools()
         self._count(samples=len(indices))
         epoch, size = self._epoch, getattr(self.transform, "size", None)
         if size is None:
-            return list(self._executor.map(lambda index: self._sample(index, epoch), indices))
+            return list(pools.fetch.map(lambda index: self._sample(index, epoch), indices))
         images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
 
         def fill(row: Tensor, index: int) -> tuple[Tensor, int]:
             image, target = self._sample(index, epoch)
             return row.copy_(image), target
 
-        return Rows(list(self._executor.map(fill, images, indices)), images)
+        return Rows(list(pools.fetch.map(fill, images, indices)), images)
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Make a batch of what `__getitems__` returned, without another copy where it can."""
@@ -231,15 +230,13 @@ class ImageSet(Dataset, ABC):
         if isinstance(kept, Tensor):
             return self._transformed(kept, rng)
         if kept is not None:
-            with self._decoding:
-                return self._decoded(index, kept, rng)
+            return self._open_pools().decode.submit(self._decoded, index, kept, rng).result()
         with self._room.taken(self.n_bytes(index)):
             begin = time.perf_counter()
             data = self.fetch(index)
             self._works = True
             fetched = time.perf_counter()
-            with self._decoding:
-                image = self._decoded(index, data, rng)
+            image = self._open_pools().decode.submit(self._decoded, index, data, rng).result()
             self._count(cache_misses=1, fetch_s=fetched - begin, decode_s=time.perf_counter() - fetched)
             return image
 
@@ -275,16 +272,26 @@ class ImageSet(Dataset, ABC):
             Images float32 of the same shape and memory format, and the classes.
         """
         images, targets = batch
-        if images.device not in self._normalise:
-            shape = (1, 3, 1, 1)
-            mean = torch.tensor(self.mean, device=images.device).view(shape) * 255
-            scale = 1 / (torch.tensor(self.std, device=images.device).view(shape) * 255)
-            self._normalise[images.device] = mean, scale
-        mean, scale = self._normalise[images.device]
-        return images.float().sub_(mean).mul_(scale), targets
+        width = images.shape[-1]
+        rows = images.permute(0, 2, 3, 1)
+        if not rows.is_contiguous():
+            mean, scale = self._constants(images.device, 1)
+            return images.float().sub_(mean.view(1, 3, 1, 1)).mul_(scale.view(1, 3, 1, 1)), targets
+        # Whole rows of pixels at a time: vectors of three would be slow on a CPU.
+        mean, scale = self._constants(images.device, width)
+        rows = rows.reshape(-1, width * 3).float().sub_(mean).mul_(scale)
+        return rows.view(-1, images.shape[2], width, 3).permute(0, 3, 1, 2), targets
+
+    def _constants(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
+        """Return mean and 1/std of the bytes of a row of pixels, (3 * width,)."""
+        if (device, width) not in self._normalise:
+            mean = torch.tensor(self.mean, device=device) * 255
+            scale = 1 / (torch.tensor(self.std, device=device) * 255)
+            self._normalise[device, width] = mean.repeat(width), scale.repeat(width)
+        return self._normalise[device, width]
 
     def _count(self, **more: float) -> None:
-        with self._counting:
+        with self._lock:
             for name, value in more.items():
                 self._counts[name] += value
 
@@ -295,21 +302,41 @@ class ImageSet(Dataset, ABC):
             samples: images made; bytes: read from the store; requests; retries; cache_hits and cache_misses;
             bad_samples; fetch_s and decode_s: over all threads.
         """
-        with self._counting:
+        with self._lock:
             counts = dict(self._counts)
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
         return counts | traffic | {"cache_hits": self._cache.hits, "bad_samples": self._noted().count}
 
     def close(self) -> None:
         """Stop the threads."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
+        if self._pools is not None:
+            self._pools.close()
+            self._pools = None
+
+    def _open_pools(self) -> _Pools:
+        with self._lock:
+            if self._pools is None:
+                self._pools = _Pools(self.threads, self.decoders or _cores_for_one())
+            return self._pools
+
+
+class _Pools:
+    """Many threads that wait for the store, and few that decode, which so find their memory in the cores' caches."""
+
+    def __init__(self, threads: int, decoders: int) -> None:
+        self.fetch = ThreadPoolExecutor(threads, "images")
+        self.decode = ThreadPoolExecutor(decoders, "images-decode", initializer=_compute_alone)
+
+    def close(self) -> None:
+        """Stop them, the waiting ones first."""
+        self.fetch.shutdown(cancel_futures=True)
+        self.decode.shutdown()
 
 
 def _compute_alone() -> None:
     """Keep each of the many threads from computing with a team of its own: they would fight for the cores."""
     torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
+    cv2.setNumThreads(1)
 
 
 def _cores_for_one() -> int:

@@ -54,13 +54,14 @@ def read_jpeg_header(data: Any) -> JpegHeader | None:
     return JpegHeader(width, height, orientation) if orientation >= 5 else JpegHeader(height, width, orientation)
 
 
-def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0) -> Tensor:
+def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: bool = True) -> Tensor:
     """Decode a JPEG, of which a smaller size may do.
 
     Args:
         data: the file, with the buffer protocol.
         header: of it.
         at_least: share of its height and width that is needed; what comes is 1, 1/2, 1/4 or 1/8 of them.
+        exact: the pixels that Pillow would give; otherwise nearly those, a tenth faster.
 
     Returns:
         As `decode`.
@@ -72,7 +73,7 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0) -> Tensor:
     height, width = (header.width, header.height) if header.orientation >= 5 else (header.height, header.width)
     least = {} if shrink == 1 else {"min_height": -(-height // shrink), "min_width": -(-width // shrink)}
     try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB", **least)
+        pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=not exact, fastupsample=not exact, **least)
     except ValueError:
         return _decode_any(data)  # the thorough decoder may know better, or can say what is wrong
     return _as_tensor(_upright(pixels, header.orientation))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cv2
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,6 +52,7 @@ class _Transform:
     """Cuts a part out of an image and resizes it; what part, subclasses say."""
 
     size: int
+    smooth: bool
     fill: Tensor
 
     def draw(self, height: int, width: int, rng: random.Random) -> Look:
@@ -69,7 +71,8 @@ class _Transform:
             ValueError: it is damaged.
         """
         look = self.draw(header.height, header.width, rng)
-        image = decode_jpeg(data, header, at_least=self.size / min(look.height, look.width))
+        needed = self.size / min(look.height, look.width)
+        image = decode_jpeg(data, header, needed, exact=self.smooth)
         return self.apply(image, look, (image.shape[1] / header.height, image.shape[2] / header.width))
 
     def apply(self, image: Tensor, look: Look, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
@@ -87,7 +90,7 @@ class _Transform:
         right = max(left + 1, round((look.left + look.width) * scale[1]))
         part = image[:, top:bottom, left:right]
         if part.shape[1:] != (self.size, self.size):
-            part = resize(part, self.size)
+            part = resize(part, self.size, self.smooth)
         if look.shift != (0, 0):
             part = _shifted(part, *look.shift)
         if look.flip:
@@ -113,12 +116,14 @@ class EvalTransform(_Transform):
         size: side of the square that comes out, pixels.
         resize: length of the shorter side before the cut, pixels; None: `size`, which keeps the most.
             For photos of ImageNet 256 with a size of 224 is usual.
+        smooth: decode and resize as exactly as Pillow and torchvision; otherwise a quarter faster, see `resize`.
 
     Raises:
         ValueError: a size is not positive, or `resize` is smaller than `size`.
     """
 
-    def __init__(self, size: int, resize: int | None = None) -> None:
+    def __init__(self, size: int, resize: int | None = None, smooth: bool = True) -> None:
+        self.smooth = smooth
         self.size = _positive("image_size", size)
         self.resize = size if resize is None else _positive("resize", resize)
         if self.resize < self.size:
@@ -149,6 +154,7 @@ class TrainTransform(_Transform):
         hue: largest turn of the hue, as a share of the circle, 0..0.5.
         erase: chance that a rectangle is made mean grey, 0..1, as torchvision's RandomErasing.
         fill: that grey, 0..1 for each channel.
+        smooth: as of `EvalTransform`.
 
     Raises:
         ValueError: a value out of its range.
@@ -167,7 +173,9 @@ class TrainTransform(_Transform):
         hue: float = 0.0,
         erase: float = 0.0,
         fill: Sequence[float] = (0.485, 0.456, 0.406),
+        smooth: bool = False,
     ) -> None:
+        self.smooth = smooth
         self.size = _positive("image_size", size)
         self.scale = _range("crop_scale", scale, at_most=1.0)
         self.ratio = _range("crop_ratio", ratio, at_most=math.inf)
@@ -199,15 +207,20 @@ _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 """Of torchvision's RandomErasing, from Zhong et al., Random Erasing Data Augmentation (arXiv 1708.04896)."""
 
 
-def resize(image: Tensor, size: int) -> Tensor:
-    """Resize an image to a square, smoothed so that nothing flickers, as torchvision does it.
+def resize(image: Tensor, size: int, smooth: bool = True) -> Tensor:
+    """Resize an image to a square.
 
     Args:
         image: uint8 (3, height, width), fastest where the values of a pixel lie side by side.
         size: side of the square, pixels.
+        smooth: average over all pixels that become one, as torchvision does; otherwise over the nearest four, which
+            takes half the time and looks rough from twice the size on: there it is smooth in any case.
     """
+    pixels = image.permute(1, 2, 0)
+    if not smooth and min(image.shape[1:]) < 2 * size:
+        return torch.from_numpy(cv2.resize(pixels.numpy(), (size, size))).permute(2, 0, 1)
     # Unsqueezed so that torch sees channels last, and need not rearrange all pixels before and after.
-    batch = image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    batch = pixels[None].permute(0, 3, 1, 2)
     return F.interpolate(batch, size=(size, size), mode="bilinear", antialias=True)[0]
 
 

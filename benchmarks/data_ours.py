@@ -1,0 +1,126 @@
+"""Our side of the data benchmark, each part in a process of its own: `python -m benchmarks.data_ours images ...`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers import data_common as common
+from data.images import read_jpeg_header
+from data.s3_image_folder import S3ImageFolder
+from data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.loader import Loader
+
+BUCKET, PREFIX, MANY = "photos", "train", "many"
+
+
+def photos(endpoint: str, prefix: str = PREFIX) -> S3ImageFolder:
+    """The data set as a user makes it."""
+    transform = TrainTransform(common.SIDE)
+    return S3ImageFolder(BUCKET, prefix, endpoint_url=endpoint, anon=True, transform=transform)
+
+
+def images(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """From the store to float batches, as a rank reads them."""
+    for endpoint in arguments.endpoints:
+        dataset = photos(endpoint)
+        loader = Loader(dataset, torch.device("cpu"))
+        order = common.shuffled(arguments.images, arguments.seed)
+        common.count(loader.load(common.in_batches(order[:16], 4)))
+        yield common.timed(lambda loader=loader, order=order: common.count(loader.load(common.in_batches(order))))
+        dataset.close()
+
+
+def fetch(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Objects through our client, without decoding."""
+    for threads, endpoint in itertools.product(arguments.threads, arguments.endpoints):
+        dataset = photos(endpoint)
+        keys = sorted(key for key, _ in dataset.samples)
+        chosen = [keys[index] for index in common.shuffled(arguments.images, arguments.seed)] * arguments.passes
+        yield common.in_threads(dataset._store.get, chosen, threads)
+        dataset.close()
+
+
+def decoding(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """JPEGs in memory to crops, in threads."""
+    transform, rng = EvalTransform(common.SIDE, resize=256, smooth=False), random.Random(0)
+    files = sorted(Path(arguments.folder).rglob("*.jpg"))[:: common.IMAGES // arguments.images]
+    jpegs = [file.read_bytes() for file in files]
+    torch.set_num_threads(1)
+    yield common.in_threads(lambda jpeg: transform.of_jpeg(jpeg, read_jpeg_header(jpeg), rng), jpegs, arguments.threads[0])
+
+
+def listing(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """The constructor with many keys, as one "image" a second of CPU would be: `seconds` is CPU time."""
+    for endpoint in arguments.endpoints:
+        photos(endpoint).close()  # the client and its threads are up
+        begin = common.cpu_s()
+        dataset = photos(endpoint, MANY)
+        yield {"keys": len(dataset), "seconds": common.cpu_s() - begin}
+        dataset.close()
+
+
+def shards(endpoint: str, folder: str) -> Any:
+    """The shards as a user opens them, undecoded as wids without transformations."""
+    from data.wids_shards import WidsShards
+
+    return WidsShards(f"{endpoint}/{BUCKET}/shards/index.json", cache_dir=folder, decode=False)
+
+
+def shards_random(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Random reads from shards that are all there."""
+    for endpoint in arguments.endpoints:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            dataset = shards(endpoint, folder)
+            read_shards(dataset, list(range(common.IMAGES)))
+            order = [i for epoch in range(arguments.epochs) for i in common.shuffled(common.IMAGES, epoch)]
+            yield common.timed(lambda dataset=dataset, order=order: read_shards(dataset, order))
+
+
+def shards_cold(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """An epoch shard after shard, with none there."""
+    for endpoint in arguments.endpoints:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            dataset = shards(endpoint, folder)
+            yield common.timed(lambda dataset=dataset: read_shards(dataset, list(range(common.IMAGES))))
+
+
+def read_shards(dataset: Any, order: list[int]) -> int:
+    """Read samples in batches, as our loader does."""
+    return sum(common.touched(dataset.__getitems__(batch)) for batch in common.in_batches(order))
+
+
+PARTS = {
+    "images": images,
+    "fetch": fetch,
+    "decoding": decoding,
+    "listing": listing,
+    "shards-random": shards_random,
+    "shards-cold": shards_cold,
+}
+
+
+def main() -> None:
+    """Do one part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--endpoints", nargs="+", default=[])
+    parser.add_argument("--images", type=int, default=common.IMAGES)
+    parser.add_argument("--threads", nargs="+", type=int, default=[32])
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder")
+    arguments = parser.parse_args()
+    common.say(list(PARTS[arguments.part](arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The download of one shard into a file: in pieces, several at a time, unpacked where it is compressed, verified."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from data.stores import Store
+from data.wids_index import Shard, shown
+
+PIECE_BYTES = 8 * 2**20
+CONNECTIONS = 4
+_UNPACKED_BYTES = 4 * 2**20
+
+
+def is_packed(url: str) -> bool:
+    """Whether the whole file is compressed."""
+    return url.partition("?")[0].lower().endswith((".tar.gz", ".tgz"))
+
+
+def download(
+    shard: Shard,
+    store: Store,
+    key: str,
+    file: int,
+    reserve: Callable[[int], None],
+    look: Callable[[Any], object] = lambda piece: None,
+    connections: int = CONNECTIONS,
+    piece_bytes: int = PIECE_BYTES,
+) -> int:
+    """Write a shard to a file, and check its size and MD5 where the index gives them.
+
+    Args:
+        shard: what the index says.
+        store: where it is; it tries again by itself.
+        key: its name there.
+        file: descriptor of an empty file.
+        reserve: called with the bytes that the file is going to have; raises where there is no room.
+        look: called with each piece, in order; raises to stop.
+        connections: pieces fetched at a time.
+        piece_bytes: fetched with one request.
+
+    Returns:
+        How many bytes were fetched.
+
+    Raises:
+        ValueError: it is not what the index says, or it is compressed and damaged.
+        FileNotFoundError: the store does not have it.
+        PermissionError: it may not be read.
+        ConnectionError: the store is not reachable.
+    """
+    size = store.size(key)
+    if shard.size is not None and size != shard.size:
+        raise ValueError(f"{shown(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
+    digest = hashlib.md5(usedforsecurity=False) if shard.md5 else None
+
+    packed = is_packed(shard.url)
+
+    def fetch(start: int) -> Any:
+        end = min(start + piece_bytes, size)
+        piece = store.get_range(key, start, end)
+        if len(piece) != end - start:
+            raise ValueError(f"{shown(shard.url)} gave {len(piece):,} bytes in place of {end - start:,}")
+        if not packed:
+            _write(file, piece, start)
+        return piece
+
+    def pieces() -> Iterator[Any]:
+        """Yield the pieces in order, and do on the way what needs them so."""
+        for piece in _ahead(fetch, range(0, size, piece_bytes), connections):
+            if digest is not None:
+                digest.update(piece)
+            look(piece)
+            yield piece
+
+    reserve(size)
+    written = 0
+    try:
+        for piece in _unpack(pieces()) if packed else pieces():
+            if packed:
+                reserve(written + len(piece))
+                _write(file, piece, written)
+            written += len(piece)
+    except zlib.error as error:
+        raise ValueError(f"{shown(shard.url)} can't be decompressed: {error}") from None
+    os.ftruncate(file, written)
+    if digest is not None and digest.hexdigest() != shard.md5:
+        raise ValueError(f"{shown(shard.url)} has the MD5 {digest.hexdigest()}, and the index says {shard.md5}")
+    return size
+
+
+def _ahead(action: Callable[[int], Any], numbers: range, threads: int) -> Iterator[Any]:
+    """Yield what comes of an action for each number, in order, while the next ones are under way."""
+    pool = ThreadPoolExecutor(threads, "shard-pieces")
+    under_way: deque[Future[Any]] = deque()
+    waiting = iter(numbers)
+    try:
+        while True:
+            while len(under_way) <= threads and (number := next(waiting, None)) is not None:
+                under_way.append(pool.submit(action, number))
+            if not under_way:
+                return
+            yield under_way.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _write(file: int, piece: Any, start: int) -> None:
+    view = memoryview(piece).cast("B")
+    while view:
+        done = os.pwrite(file, view, start)
+        start += done
+        view = view[done:]
+
+
+def _unpack(pieces: Iterable[Any]) -> Iterator[bytes]:
+    """Decompress gzip, also where it is several files in a row."""
+    unpacker = zlib.decompressobj(wbits=31)
+    for piece in pieces:
+        rest = bytes(piece)
+        while rest:
+            if unpacker.eof:
+                if not (rest := rest.lstrip(b"\0")):  # padding
+                    break
+                unpacker = zlib.decompressobj(wbits=31)
+            yield unpacker.decompress(rest, _UNPACKED_BYTES)
+            rest = unpacker.unused_data if unpacker.eof else unpacker.unconsumed_tail
+    if not unpacker.eof:
+        raise zlib.error("it ends too early")

@@ -1,0 +1,289 @@
+"""Where the samples of a tar file are, so that any of them can be read without the others."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import BadZipFile
+
+import numpy as np
+
+BLOCK = 512
+_ZEROS = bytes(BLOCK)
+_FORMAT = 1
+_FILES = (b"0", b"\0", b"7")
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
+"""Links, devices, folders and pipes."""
+_CHECKED_AT_ONCE = 4096
+_NAME, _SIZE, _CHECKSUM, _KIND, _MAGIC, _PREFIX = (
+    slice(0, 100),
+    slice(124, 136),
+    slice(148, 156),
+    slice(156, 157),
+    slice(257, 263),
+    slice(345, 500),
+)
+
+
+class TarMembers:
+    """The samples of one tar file: their keys, and where their fields are.
+
+    A sample is made of the members that follow each other and have the same name up to the first dot of the file's
+    name; what comes from that dot on names the field, as in ".jpg" or ".seg.png". Members without a dot belong to
+    no sample.
+
+    Args:
+        keys: all keys one after the other, UTF-8.
+        key_ends: int64 (samples,), where each ends.
+        extensions: those that occur, each once.
+        first: int64 (samples + 1,), number of the first field of each sample.
+        extension: uint32 (fields,), index into `extensions`.
+        offset: int64 (fields,), bytes from the start of the file.
+        size: int64 (fields,), bytes.
+        file_size: of the tar file, bytes.
+    """
+
+    __slots__ = ("_ends", "_extension", "_first", "_offset", "_size", "arrays", "extensions", "file_size", "keys")
+
+    def __init__(
+        self,
+        keys: bytes,
+        key_ends: np.ndarray,
+        extensions: tuple[str, ...],
+        first: np.ndarray,
+        extension: np.ndarray,
+        offset: np.ndarray,
+        size: np.ndarray,
+        file_size: int,
+    ) -> None:
+        self.keys = keys
+        self.extensions = extensions
+        self.file_size = file_size
+        self.arrays: dict[str, Any] = {
+            "key_ends": key_ends,
+            "first": first,
+            "extension": extension,
+            "offset": offset,
+            "size": size,
+        }
+        # One number out of a memoryview costs half as much as out of an array.
+        self._ends, self._first = key_ends.data, first.data
+        self._extension, self._offset, self._size = extension.data, offset.data, size.data
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def key(self, index: int) -> str:
+        """Return the key of a sample."""
+        start = self._ends[index - 1] if index else 0
+        return self.keys[start : self._ends[index]].decode("utf-8", "surrogateescape")
+
+    def fields(self, index: int, content: memoryview) -> dict[str, memoryview]:
+        """Return the fields of a sample, under their extensions: parts of `content`, without a copy."""
+        extensions, extension, offset, size = self.extensions, self._extension, self._offset, self._size
+        found = {}
+        for field in range(self._first[index], self._first[index + 1]):
+            start = offset[field]
+            found[extensions[extension[field]]] = content[start : start + size[field]]
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write the index, whole or not at all."""
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)  # who tidies up sees that it is being written
+                extensions = "\0".join(self.extensions).encode("utf-8", "surrogateescape")
+                texts: Any = {"keys": np.frombuffer(self.keys, np.uint8), "names": np.frombuffer(extensions, np.uint8)}
+                np.savez(file, head=np.array([_FORMAT, self.file_size]), **texts, **self.arrays)
+                file.flush()
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+
+def load_members(path: Path, file_size: int) -> TarMembers | None:
+    """Return a saved index; None where there is none that fits a tar file of this size.
+
+    Args:
+        path: where it was saved.
+        file_size: of the tar file, bytes.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
+            arrays: dict[str, Any] = {name: saved[name] for name in saved.files}
+        head, keys, names = (arrays.pop(name) for name in ("head", "keys", "names"))
+        if head.tolist() != [_FORMAT, file_size]:
+            return None
+        extensions = tuple(names.tobytes().decode("utf-8", "surrogateescape").split("\0"))
+        return TarMembers(keys.tobytes(), extensions=extensions, file_size=file_size, **arrays)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
+    """Find the samples of a tar file.
+
+    Args:
+        path: an uncompressed tar file of any format.
+        descriptor: of the file where it is open already: its name may be gone meanwhile.
+
+    Raises:
+        ValueError: it is no tar file, or a damaged or truncated one.
+        OSError: it can't be read.
+    """
+    with path.open("rb") if descriptor is None else os.fdopen(os.dup(descriptor), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            raise ValueError(f"{path} is empty, and must be a tar file")
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+            found = _usual_members(content)
+        if found is None:
+            found = _any_members(file, path, size)
+    return _group(found, size)
+
+
+Member = tuple[bytes, int, int]
+"""Name, offset of the content and its size."""
+
+
+def _usual_members(content: mmap.mmap) -> list[Member] | None:
+    """Read the headers that nearly all tar files are made of, ten times as fast as tarfile does.
+
+    Returns:
+        The files; None where anything is unusual, or wrong: tarfile knows more, and says what it is.
+    """
+    found: list[Member] = []
+    headers: list[int] = []
+    position, end = 0, len(content)
+    name: bytes | None = None
+    size: int | None = None
+    while position + BLOCK <= end:
+        header = content[position : position + BLOCK]
+        if header == _ZEROS:
+            return found if name is size is None and _checksums_are_right(content, headers) else None
+        headers.append(position)
+        position += BLOCK
+        kind = header[_KIND]
+        try:
+            length = int(header[_SIZE].strip(b" \0") or b"0", 8) if size is None else size
+        except ValueError:  # in base 256, say
+            return None
+        if kind in _FILES:
+            if name is None:
+                name = header[_NAME].partition(b"\0")[0]
+                if header[_PREFIX.start] and header[_MAGIC] == b"ustar\0":
+                    name = header[_PREFIX].partition(b"\0")[0] + b"/" + name
+            if length < 0 or position + length > end:
+                return None
+            if not (name.endswith(b"/") and kind == b"\0"):  # an old way to write a folder
+                found.append((name, position, length))
+            name = size = None
+        elif kind in _WITHOUT_CONTENT:
+            length, name, size = 0, None, None
+        elif kind == b"L":
+            name = content[position : position + length].partition(b"\0")[0]
+        elif kind == b"x":
+            records = _records(content[position : position + length])
+            if records is None:
+                return None
+            name = records.get(b"path", name)
+            if b"size" in records:
+                size = int(records[b"size"])
+        else:
+            return None
+        position += -(-length // BLOCK) * BLOCK
+    return None
+
+
+def _records(text: bytes) -> dict[bytes, bytes] | None:
+    """Read the records of an extended header; None where they change more than a name or a size."""
+    records = {}
+    while text:
+        digits, space, _ = text.partition(b" ")
+        if not (space and digits.isdigit() and len(digits) < int(digits) <= len(text)):
+            return None
+        key, equals, value = text[len(digits) + 1 : int(digits) - 1].partition(b"=")
+        if (
+            not equals
+            or key == b"hdrcharset"
+            or key.startswith(b"GNU.sparse")
+            or (key == b"size" and not value.isdigit())
+        ):
+            return None
+        records[key] = value
+        text = text[int(digits) :]
+    return records
+
+
+def _checksums_are_right(content: mmap.mmap, headers: list[int]) -> bool:
+    """Compare the sum over each header, its own place counted as spaces, with what it says."""
+    blocks = np.frombuffer(content, np.uint8, len(content) // BLOCK * BLOCK).reshape(-1, BLOCK)
+    for start in range(0, len(headers), _CHECKED_AT_ONCE):
+        rows = blocks[np.array(headers[start : start + _CHECKED_AT_ONCE]) // BLOCK]
+        said = rows[:, _CHECKSUM].tobytes()
+        sums = rows.sum(1, dtype=np.int64) - rows[:, _CHECKSUM].sum(1, dtype=np.int64) + 8 * ord(" ")
+        for number, expected in enumerate(sums.tolist()):
+            digits = said[8 * number : 8 * number + 8].strip(b" \0")
+            if not digits.isdigit() or int(digits, 8) != expected:
+                return False
+    return True
+
+
+def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
+    """Read the headers as tarfile does, and notice where it takes damage for the end."""
+    found: list[Member] = []
+    try:
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                if member.isreg() and not member.issparse():
+                    name = member.name.encode("utf-8", "surrogateescape")
+                    found.append((name, member.offset_data, member.size))
+            stopped_at = tar.offset
+    except (tarfile.TarError, ValueError, EOFError, OverflowError) as error:
+        raise ValueError(f"{path} is no tar file, or a damaged one: {error}") from None
+    file.seek(stopped_at)
+    if file.read(BLOCK) != _ZEROS:
+        raise ValueError(
+            f"{path} is a damaged tar file, or only the start of one: it has {size} bytes, and neither a member "
+            f"nor the end begins at byte {stopped_at}"
+        )
+    return found
+
+
+def _group(members: Iterable[Member], file_size: int) -> TarMembers:
+    """Put the fields of each sample together."""
+    keys: list[bytes] = []
+    first: list[int] = []
+    extensions: dict[bytes, int] = {}
+    fields: list[tuple[int, int, int]] = []
+    last: bytes | None = None
+    for name, offset, size in members:
+        dot = name.find(b".", name.rfind(b"/") + 1)
+        if dot < 0:
+            continue
+        key = name[:dot]
+        if key != last:
+            keys.append(key)
+            first.append(len(fields))
+            last = key
+        fields.append((extensions.setdefault(name[dot:], len(extensions)), offset, size))
+    table = np.array(fields, np.int64).reshape(-1, 3)
+    return TarMembers(
+        keys=b"".join(keys),
+        key_ends=np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
+        extensions=tuple(extension.decode("utf-8", "surrogateescape") for extension in extensions),
+        first=np.array([*first, len(fields)], np.int64),
+        extension=table[:, 0].astype(np.uint32),
+        offset=table[:, 1].copy(),
+        size=table[:, 2].copy(),
+        file_size=file_size,
+    )

@@ -1,0 +1,90 @@
+"""From the bytes of a sample's field to what they mean, as its extension says."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from data.images import IMAGE_EXTENSIONS, decode
+
+_PICKLES = (".pickle", ".pkl", ".pt", ".pth", ".pyd")
+
+
+def decode_field(extension: str, content: memoryview) -> Any:
+    """Decode one field.
+
+    Images become uint8 (3, height, width); .cls, .cls2, .id, .index and .inx whole numbers; .txt, .text and
+    .transcript text; .json, .npy, .mp and .msgpack what they hold. A last .gz is taken off first. What has another
+    extension stays bytes.
+
+    Args:
+        extension: of the field, e.g. ".jpg", ".seg.png" or ".txt.gz".
+        content: its bytes.
+
+    Raises:
+        ValueError: it is damaged, or holds pickled objects.
+        ModuleNotFoundError: it needs a package that is not installed.
+    """
+    *_, kind = extension.lower().rpartition(".")
+    packed = kind == "gz"
+    if packed:
+        *_, kind = extension[:-3].lower().rpartition(".")
+    kind = f".{kind}"
+    if kind in _PICKLES:
+        raise ValueError(
+            f"{extension} holds pickled objects, and reading them could run any program: store numbers as .npy or "
+            ".json, or take the bytes, data.decode=false"
+        )
+    decoder = _image if kind in IMAGE_EXTENSIONS else _DECODERS.get(kind)
+    try:
+        plain = gzip.decompress(content) if packed else content
+        return bytes(plain) if decoder is None else decoder(plain)
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{extension} can't be decoded: {error}") from None
+
+
+def _image(content: Any) -> Any:
+    return decode(content)
+
+
+def _number(content: Any) -> int:
+    return int(bytes(content))
+
+
+def _text(content: Any) -> str:
+    return str(content, "utf-8")
+
+
+def _json(content: Any) -> Any:
+    try:
+        return json.loads(bytes(content))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _array(content: Any) -> np.ndarray:
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
+def _msgpack(content: Any) -> Any:
+    import msgpack
+
+    try:
+        return msgpack.unpackb(content)
+    except (msgpack.UnpackException, RecursionError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys((".cls", ".cls2", ".id", ".index", ".inx"), _number),
+    **dict.fromkeys((".text", ".transcript", ".txt"), _text),
+    **dict.fromkeys((".mp", ".msgpack"), _msgpack),
+    ".json": _json,
+    ".npy": _array,
+}

@@ -1,0 +1,130 @@
+"""Labelled images in tar shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.bad_samples import LostSamples
+from data.image_set import ImageSet
+from data.images import IMAGE_EXTENSIONS
+from data.wids_shards import WidsShards, field_of
+
+
+class WidsImages(ImageSet):
+    """Labelled images of a wids index: one field of a sample is the image, another the number of its class.
+
+    The `chunked` sampler reads few shards at a time. A shard that can't be had, or is damaged, is replaced by the
+    samples of the next one, as an image by its neighbour.
+
+    Args:
+        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb, look_ahead_shards, endpoint_url, region
+            and anon.
+        label: extension of the field with the number of the class, as text.
+        classes: names of the classes, or how many there are; None: what the index says (`info.classes`).
+        images: arguments of `ImageSet`: transform, threads, max_bad_fraction and more.
+
+    Raises:
+        ValueError: an argument out of its range, a file that is no such index, or classes are nowhere named.
+        FileNotFoundError: there is no such file.
+        PermissionError: it may not be read.
+        ConnectionError: its host is not reachable.
+    """
+
+    def __init__(
+        self,
+        index: str,
+        *,
+        base: str | None = None,
+        dataset: str | None = None,
+        label: str = ".cls",
+        classes: list[str] | int | None = None,
+        cache_dir: str | Path | None = None,
+        cache_gb: float = 50,
+        look_ahead_shards: int = 2,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        anon: bool = False,
+        **images: Any,
+    ) -> None:
+        super().__init__(**images)
+        self.index = index
+        self.label = label
+        self.shards = WidsShards(
+            index,
+            base=base,
+            dataset=dataset,
+            cache_dir=cache_dir,
+            cache_gb=cache_gb,
+            look_ahead_shards=look_ahead_shards,
+            endpoint_url=endpoint_url,
+            region=region,
+            anon=anon,
+            decode=False,
+        )
+        self.shard_lengths = self.shards.shard_lengths
+        self._starts = np.cumsum([0, *self.shard_lengths])
+        found = self.shards.info.get("classes") if classes is None and isinstance(self.shards.info, dict) else classes
+        if not found:
+            raise ValueError(
+                f"{index} does not say which classes there are (info.classes): give their number, data.classes=1000"
+            )
+        self.classes = [str(number) for number in range(found)] if isinstance(found, int) else list(found)
+        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def where(self) -> str:
+        """Return the index."""
+        return self.index
+
+    def name(self, index: int) -> str:
+        """Return the shard and key of a sample."""
+        return self.shards.key(index)
+
+    def fetch(self, index: int) -> Any:
+        """Return the image file of a sample, without a copy; raises as `ImageSet.fetch`."""
+        image = field_of(self._fields(index), IMAGE_EXTENSIONS)
+        if image is None:
+            raise ValueError(f"it has no image, only the fields {', '.join(self._fields(index)) or 'none'}")
+        return image
+
+    def target(self, index: int) -> int:
+        """Return the class number of a sample.
+
+        Raises:
+            ValueError: it has none.
+        """
+        text = self._fields(index).get(self.label)
+        if text is None:
+            raise ValueError(
+                f"it has no field {self.label}, only {', '.join(self._fields(index))}: check data.label=..."
+            )
+        number = int(bytes(text))
+        if not 0 <= number < len(self.classes):
+            raise ValueError(f"its class is {number}, and there are {len(self.classes)}: check data.classes=...")
+        return number
+
+    def _fields(self, index: int) -> dict[str, memoryview]:
+        try:
+            return self.shards.fields(index)
+        except (ValueError, FileNotFoundError, PermissionError) as error:
+            shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+            first, end = self._starts[shard : shard + 2].tolist()
+            raise LostSamples(str(error), self.shards.shards[shard].url, first, end - first) from None
+
+    def expect(self, indices: list[int]) -> None:
+        """Say which samples are going to be read, in order, so that their shards are there in time."""
+        self.shards.expect(indices)
+
+    def stats(self) -> dict[str, float]:
+        """Return what reading cost in this process so far; as `ImageSet.stats`, but cache hits are of shards."""
+        return super().stats() | self.shards.stats()
+
+    def close(self) -> None:
+        """Stop the threads and the downloads, and let go of the shards."""
+        super().close()
+        self.shards.close()

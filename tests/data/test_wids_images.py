@@ -1,0 +1,140 @@
+"""Training images out of tar shards: what a sample is, and what is lost with a shard."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.shards import make
+from data.transforms import EvalTransform, TrainTransform
+from data.wids_images import WidsImages
+from ddp_hydra.samplers import Chunked
+
+
+@pytest.fixture
+def shards(tmp_path, png) -> Path:
+    """An index of 40 images in 8 shards; the red of each is its number, the class its last digit's parity."""
+    for number in range(40):
+        path = tmp_path / "images" / ("odd" if number % 2 else "even") / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(red=number, size=40))
+    make(str(tmp_path / "images"), str(tmp_path / "shards"), shard_mb=6 / 1024)
+    return tmp_path / "shards" / "index.json"
+
+
+@pytest.fixture
+def images():
+    """Open an index, and close it after the test."""
+    opened = []
+
+    def open_(index, **arguments) -> WidsImages:
+        arguments = {"transform": EvalTransform(40), "cache_dir": None, **arguments}
+        opened.append(WidsImages(str(index), **arguments))
+        return opened[-1]
+
+    yield open_
+    for dataset in opened:
+        dataset.close()
+
+
+def reds(samples) -> list[int]:
+    return [image[0, 0, 0].item() for image, _ in samples]
+
+
+def test_a_sample_is_an_image_and_its_class(shards, images):
+    data = images(shards)
+    assert data.classes == ["even", "odd"]
+    samples = data.__getitems__(range(40))
+    assert sorted(reds(samples)) == list(range(40))
+    assert [target for _, target in samples] == [red % 2 for red in reds(samples)]
+    assert sum(data.shard_lengths) == len(data) == 40
+    assert len(data.shard_lengths) > 3
+
+
+def test_the_chunked_sampler_goes_by_its_shards(shards, images):
+    data = images(shards)
+    order = Chunked(40, 4, shard_lengths=data.shard_lengths, lanes=1).order(0)
+    ends = torch.tensor(data.shard_lengths).cumsum(0)
+    visited = torch.bucketize(torch.from_numpy(order), ends, right=True).unique_consecutive()
+    assert len(visited) == len(data.shard_lengths)
+
+
+def test_chance_is_a_function_of_seed_epoch_and_index(shards, images):
+    data, other = (images(shards, transform=TrainTransform(24), threads=threads) for threads in (1, 9))
+    assert torch.equal(data.collate(data.__getitems__(range(40)))[0], other.collate(other.__getitems__(range(40)))[0])
+
+
+def test_it_pickles_before_and_after_use(shards, images):
+    data = images(shards)
+    for _ in range(2):
+        again = pickle.loads(pickle.dumps(data))
+        assert reds(again.__getitems__([3, 30])) == reds(data.__getitems__([3, 30]))
+        again.close()
+
+
+def test_a_damaged_shard_is_replaced_by_the_next_one_and_counts_for_all_its_samples(shards, images):
+    lengths = images(shards).shard_lengths
+    tars = sorted(shards.parent.glob("*.tar"))
+    tars[1].write_bytes(tars[1].read_bytes()[:1000])
+    data = images(shards, max_bad_fraction=0.5)
+    first = lengths[0]
+    after = first + lengths[1]
+    good = reds(data.__getitems__(range(after, after + 1)))
+    assert reds(data.__getitems__(range(first, after))) == good * lengths[1]
+    assert list(data.bad_counts.values()) == [lengths[1]]
+    assert tars[1].name in next(iter(data.bad))
+    assert data.stats()["bad_samples"] == lengths[1]
+
+
+def test_too_many_lost_fail_and_name_the_shard(shards, images):
+    lengths = images(shards).shard_lengths
+    tar = sorted(shards.parent.glob("*.tar"))[2]
+    tar.unlink()
+    data = images(shards, max_bad_fraction=0.05)
+    with pytest.raises(ValueError, match=rf"{lengths[2]} of 40 samples.*allows 2: .*{tar.name}"):
+        data.__getitems__(range(40))
+
+
+def write(folder: Path, samples: list[dict[str, bytes]], **info) -> Path:
+    """Write one shard and its index."""
+    with tarfile.open(folder / "one.tar", "w") as tar:
+        for number, sample in enumerate(samples):
+            for extension, content in sample.items():
+                member = tarfile.TarInfo(f"{number:03}{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    index = {"__kind__": "wids-shard-index-v1", "wids_version": 1}
+    index["shardlist"] = [{"url": "one.tar", "nsamples": len(samples)}]
+    (folder / "index.json").write_text(json.dumps(index | ({"info": info} if info else {})))
+    return folder / "index.json"
+
+
+def test_samples_without_image_or_label_are_replaced_and_named(tmp_path, png, images):
+    good = [{".png": png(red=number), ".cls": b"1"} for number in range(6)]
+    odd = [
+        {".txt": b"no image", ".cls": b"1"},
+        {".png": png()},
+        {".png": png(), ".cls": b"9"},
+        {".png": b"x", ".cls": b"0"},
+    ]
+    data = images(write(tmp_path, odd + good), classes=["a", "b"], max_bad_fraction=0.5)
+    assert reds(data.__getitems__([0])) == [0]
+    reasons = " ".join(data.bad.values())
+    for words in ("no image, only the fields .txt, .cls", "no field .cls, only .png", "its class is 9", "not an image"):
+        assert words in reasons
+    assert len(data.bad) == 4
+
+
+def test_classes_come_from_the_index_or_are_given(tmp_path, png, images):
+    index = write(tmp_path, [{".jpg": png(), ".label": b" 2\n"}], classes=["a", "b", "c"])
+    assert images(index, label=".label")[0][1] == 2
+    index = write(tmp_path, [{".jpg": png(), ".cls": b"2"}])
+    assert images(index, classes=7).classes == list("0123456")
+    with pytest.raises(ValueError, match=r"info\.classes.*data\.classes="):
+        images(index)
