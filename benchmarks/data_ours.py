@@ -28,10 +28,12 @@ def photos(endpoint: str, prefix: str = PREFIX) -> S3ImageFolder:
 
 
 def images(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """From the store to float batches, as a rank reads them."""
+    """From the store to batches, as a rank reads them: bytes, as they go to a GPU, or normalised on the CPU."""
     for endpoint in arguments.endpoints:
         dataset = photos(endpoint)
-        loader = Loader(dataset, torch.device("cpu"))
+        if arguments.bytes:
+            dataset.prepare = lambda batch: batch  # the device's work
+        loader = Loader(dataset, torch.device("cpu"), channels_last=True)
         order = common.shuffled(arguments.images, arguments.seed)
         common.count(loader.load(common.in_batches(order[:16], 4)))
         yield common.timed(lambda loader=loader, order=order: common.count(loader.load(common.in_batches(order))))
@@ -54,7 +56,9 @@ def decoding(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
     files = sorted(Path(arguments.folder).rglob("*.jpg"))[:: common.IMAGES // arguments.images]
     jpegs = [file.read_bytes() for file in files]
     torch.set_num_threads(1)
-    yield common.in_threads(lambda jpeg: transform.of_jpeg(jpeg, read_jpeg_header(jpeg), rng), jpegs, arguments.threads[0])
+    yield common.in_threads(
+        lambda jpeg: transform.of_jpeg(jpeg, read_jpeg_header(jpeg), rng), jpegs, arguments.threads[0]
+    )
 
 
 def listing(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
@@ -89,7 +93,9 @@ def shards_cold(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
     for endpoint in arguments.endpoints:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             dataset = shards(endpoint, folder)
-            yield common.timed(lambda dataset=dataset: read_shards(dataset, list(range(common.IMAGES))))
+            order = list(range(common.IMAGES))
+            dataset.expect(order)  # as our loader does
+            yield common.timed(lambda dataset=dataset, order=order: read_shards(dataset, order))
 
 
 def read_shards(dataset: Any, order: list[int]) -> int:
@@ -115,6 +121,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=common.IMAGES)
     parser.add_argument("--threads", nargs="+", type=int, default=[32])
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder")

@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import cv2
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from data.bad_samples import MOST_IN_A_ROW, BadSamples
+from data.batch_maker import BatchMaker
 from data.cache import Cache
 from data.images import decode, read_jpeg_header
-from data.room import Room
 from data.stores import Traffic
 from data.stores.patience import StaleCredentialsError
+from data.stores.traffic import Tally
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -111,15 +109,14 @@ class ImageSet(Dataset, ABC):
     def _reset(self) -> None:
         """Set what belongs to one process."""
         self._cache = Cache(int(self.cache_mb * 2**20))
-        self._room = Room(int(self.memory_mb * 2**20))
-        self._pools: _Pools | None = None
+        self._maker: BatchMaker | None = None
         self._works = False
         self._lock = threading.Lock()
-        self._counts = {"samples": 0.0, "cache_misses": 0.0, "fetch_s": 0.0, "decode_s": 0.0}
+        self._tally = Tally()
         self._normalise: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_works", "_cache", "_room", "_pools", "_lock", "_counts", "_normalise")
+        mine = ("_works", "_cache", "_maker", "_lock", "_tally", "_normalise")
         return {name: value for name, value in self.__dict__.items() if name not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,22 +181,16 @@ class ImageSet(Dataset, ABC):
             For each, the image as uint8 (3, height, width) and the number of its class.
 
         Raises:
+            IndexError: there is no such sample.
             ValueError: too many images are bad.
             PermissionError: the store does not take the credentials any more.
             ConnectionError: the store is not reachable any more.
         """
-        pools = self._open_pools()
-        self._count(samples=len(indices))
-        epoch, size = self._epoch, getattr(self.transform, "size", None)
-        if size is None:
-            return list(pools.fetch.map(lambda index: self._sample(index, epoch), indices))
-        images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-
-        def fill(row: Tensor, index: int) -> tuple[Tensor, int]:
-            image, target = self._sample(index, epoch)
-            return row.copy_(image), target
-
-        return Rows(list(pools.fetch.map(fill, images, indices)), images)
+        indices = [range(len(self))[index] for index in indices]
+        self.count(samples=len(indices))
+        batch = self._open_maker().make(indices, self._epoch, getattr(self.transform, "size", None))
+        samples = batch.wait()
+        return samples if batch.images is None else Rows(samples, batch.images)
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Make a batch of what `__getitems__` returned, without another copy where it can."""
@@ -207,41 +198,59 @@ class ImageSet(Dataset, ABC):
             return samples.images, torch.tensor([target for _, target in samples])
         return default_collate(samples)
 
-    def _sample(self, index: int, epoch: int) -> tuple[Tensor, int]:
-        """Return the image at `index`, or else the next good one, and the class of that."""
-        found = index = range(len(self))[index]
-        rng = f"{self.seed}/{epoch}/{index}"
-        bad, tried = self._noted(), 0
-        while tried < MOST_IN_A_ROW and bad.count < len(self):
-            if (behind := bad.behind(found)) is not None:
-                found = behind
-                continue
-            try:
-                return self._image(found, rng), self.target(found)
-            except (ValueError, FileNotFoundError, PermissionError) as error:
-                if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
-                    raise  # nothing can be read, or not any more
-                bad.add(found, self.name(found), error)
-                tried += 1
-        raise ValueError(f"no image of {self.where()} can be decoded: {bad.some()}")
+    # -- what a BatchMaker needs ---------------------------------------------------------------------------
 
-    def _image(self, index: int, rng: str) -> Tensor:
-        kept = self._cache.get(index)
-        if isinstance(kept, Tensor):
-            return self._transformed(kept, rng)
-        if kept is not None:
-            return self._open_pools().decode.submit(self._decoded, index, kept, rng).result()
-        with self._room.taken(self.n_bytes(index)):
-            begin = time.perf_counter()
-            data = self.fetch(index)
-            self._works = True
-            fetched = time.perf_counter()
-            image = self._open_pools().decode.submit(self._decoded, index, data, rng).result()
-            self._count(cache_misses=1, fetch_s=fetched - begin, decode_s=time.perf_counter() - fetched)
-            return image
+    def good_from(self, index: int) -> int:
+        """Return a sample's index, or that of the next one that is not known to be bad.
 
-    def _decoded(self, index: int, data: Any, rng: str) -> Tensor:
-        """Make an image of a file, and keep one of the two while there is room."""
+        Raises:
+            ValueError: all are.
+        """
+        bad = self._noted()
+        while (behind := bad.behind(index)) is not None:
+            if bad.count >= len(self):
+                raise ValueError(f"no image of {self.where()} can be decoded: {bad.some()}")
+            index = behind
+        return index
+
+    def note_bad(self, index: int, error: Exception, in_a_row: int) -> None:
+        """Note that a sample can't be read.
+
+        Args:
+            index: of the sample.
+            error: why.
+            in_a_row: how many side by side were bad with it.
+
+        Raises:
+            ValueError: there are too many now.
+            Exception: `error` itself, where it is not the sample's.
+        """
+        if not isinstance(error, (ValueError, FileNotFoundError, PermissionError)):
+            raise error
+        if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
+            raise error  # nothing can be read, or not any more
+        bad = self._noted()
+        if bad.count >= len(self):
+            raise error
+        bad.add(index, self.name(index), error)
+        if in_a_row >= MOST_IN_A_ROW:
+            raise ValueError(f"{in_a_row} images in a row of {self.where()} can't be read: {bad.some()}")
+
+    def kept(self, index: int) -> Any:
+        """Return what memory has of a sample: its image, its file, or None."""
+        return self._cache.get(index)
+
+    def image_of(self, index: int, data: Any, rng: random.Random) -> Tensor:
+        """Make an image, and keep it or its file while there is room.
+
+        Args:
+            index: of the sample.
+            data: its file, or its image as it was kept.
+            rng: of the sample.
+        """
+        self._works = True
+        if isinstance(data, Tensor):
+            return self._transformed(data, rng)
         header = read_jpeg_header(data)
         of_jpeg = getattr(self.transform, "of_jpeg", None)
         if header is None or of_jpeg is None or header.height * header.width * 3 <= _SMALL_IMAGE:
@@ -251,12 +260,18 @@ class ImageSet(Dataset, ABC):
             else:
                 self._cache.put(index, data, len(data))
             return self._transformed(image, rng)
-        image = of_jpeg(data, header, random.Random(rng))  # noqa: S311
+        image = of_jpeg(data, header, rng)
         self._cache.put(index, data, len(data))
         return image
 
-    def _transformed(self, image: Tensor, rng: str) -> Tensor:
-        return image if self.transform is None else self.transform(image, random.Random(rng))  # noqa: S311
+    def _transformed(self, image: Tensor, rng: random.Random) -> Tensor:
+        return image if self.transform is None else self.transform(image, rng)
+
+    def count(self, **more: float) -> None:
+        """Count what reading costs."""
+        self._tally.add(**more)
+
+    # -- for the loop --------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the transform's chance belongs to; batches under way keep theirs."""
@@ -290,11 +305,6 @@ class ImageSet(Dataset, ABC):
             self._normalise[device, width] = mean.repeat(width), scale.repeat(width)
         return self._normalise[device, width]
 
-    def _count(self, **more: float) -> None:
-        with self._lock:
-            for name, value in more.items():
-                self._counts[name] += value
-
     def stats(self) -> dict[str, float]:
         """Return what reading cost in this process so far.
 
@@ -302,41 +312,22 @@ class ImageSet(Dataset, ABC):
             samples: images made; bytes: read from the store; requests; retries; cache_hits and cache_misses;
             bad_samples; fetch_s and decode_s: over all threads.
         """
-        with self._lock:
-            counts = dict(self._counts)
+        counts = {name: self._tally.total(name) for name in ("samples", "cache_misses", "fetch_s", "decode_s")}
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
         return counts | traffic | {"cache_hits": self._cache.hits, "bad_samples": self._noted().count}
 
     def close(self) -> None:
         """Stop the threads."""
-        if self._pools is not None:
-            self._pools.close()
-            self._pools = None
+        if self._maker is not None:
+            self._maker.close()
+            self._maker = None
 
-    def _open_pools(self) -> _Pools:
+    def _open_maker(self) -> BatchMaker:
         with self._lock:
-            if self._pools is None:
-                self._pools = _Pools(self.threads, self.decoders or _cores_for_one())
-            return self._pools
-
-
-class _Pools:
-    """Many threads that wait for the store, and few that decode, which so find their memory in the cores' caches."""
-
-    def __init__(self, threads: int, decoders: int) -> None:
-        self.fetch = ThreadPoolExecutor(threads, "images")
-        self.decode = ThreadPoolExecutor(decoders, "images-decode", initializer=_compute_alone)
-
-    def close(self) -> None:
-        """Stop them, the waiting ones first."""
-        self.fetch.shutdown(cancel_futures=True)
-        self.decode.shutdown()
-
-
-def _compute_alone() -> None:
-    """Keep each of the many threads from computing with a team of its own: they would fight for the cores."""
-    torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
-    cv2.setNumThreads(1)
+            if self._maker is None or self._maker.pid != os.getpid():  # a fork copies no threads
+                decoders = self.decoders or _cores_for_one()
+                self._maker = BatchMaker(self, self.threads, decoders, int(self.memory_mb * 2**20))
+            return self._maker
 
 
 def _cores_for_one() -> int:

@@ -73,8 +73,8 @@ class ImageTable(ImageSet):
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
             raise ValueError(
-                f"{table} has labels that {classes_from} does not have: {', '.join(unknown[:10])}; check data.table=... "
-                "and data.val_table=..."
+                f"{table} has labels that {classes_from} does not have: {', '.join(unknown[:10])}; check "
+                "data.table=... and data.val_table=..."
             )
         self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import tempfile
 import time
 import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -40,10 +39,11 @@ def list_images(store: Store, prefix: str) -> Listing:
     others: Counter[str] = Counter()
     inside = len(prefix) + 1 if prefix else 0
     for key, size in store.objects(prefix):
-        extension = os.path.splitext(key)[1].lower()  # noqa: PTH122 (half the time of listing, as a path)
-        if extension in IMAGE_EXTENSIONS and key.find("/", inside) > 0:
+        # Of a million keys; a path object would take ten times as long.
+        if key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and key.find("/", inside) > 0:
             found.append((key, size))
-        elif size or extension:  # the rest are markers of folders
+        elif size or PurePosixPath(key).suffix:  # the rest are markers of folders
+            extension = PurePosixPath(key).suffix.lower()
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
     found.sort()
     sizes = np.fromiter((min(size, 2**32 - 1) for _, size in found), np.uint32, len(found))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Room:
@@ -19,15 +17,14 @@ class Room:
         self._taken = 0
         self._changed = threading.Condition()
 
-    @contextmanager
-    def taken(self, n_bytes: int) -> Iterator[None]:
+    def take(self, n_bytes: int) -> None:
         """Wait until there is room for so many bytes, and hold it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + n_bytes <= self._size)
             self._taken += n_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken -= n_bytes
-                self._changed.notify_all()
+
+    def give(self, n_bytes: int) -> None:
+        """Let go of so many bytes."""
+        with self._changed:
+            self._taken -= n_bytes
+            self._changed.notify_all()

@@ -52,7 +52,7 @@ class FaultServer:
             def do_GET(self) -> None:
                 server.answer(self)
 
-            do_HEAD = do_GET
+            do_HEAD = do_GET  # noqa: N815
 
             def log_message(self, *args: Any) -> None:
                 pass

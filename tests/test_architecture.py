@@ -16,8 +16,8 @@ FLOORS = [
     # 2: pure parts
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
-        "project", "loader", "data_report", "bound", "stopwatch", "pulse", "faults", "agreement", "nonfinite", "restarts", "vitals", "roster",
-        "processes",
+        "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
+        "restarts", "vitals", "roster", "processes",
     ),
     # 3: on the worker
     ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),

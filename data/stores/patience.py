@@ -29,9 +29,10 @@ def patiently(
     patience_s: float,
     traffic: Traffic,
     closing: threading.Event,
-    renew: Callable[[], bool] = lambda: False,
+    renew: Callable[[], bool],
+    error: Exception,
 ) -> T:
-    """Do something until it works, waiting longer and longer.
+    """Do something that failed until it works, waiting longer and longer.
 
     Args:
         action: what to do.
@@ -39,22 +40,23 @@ def patiently(
         traffic: counts the retries.
         closing: ends the waiting.
         renew: called after stale credentials; whether others may be had.
+        error: why it failed, a TemporaryError or StaleCredentialsError.
 
     Raises:
         TemporaryError: it did not work in time.
         Exception: what `action` raised, where trying again does not help.
     """
-    wait_s, give_up = FIRST_WAIT_S, 0.0
+    wait_s, give_up = FIRST_WAIT_S, time.monotonic() + patience_s
     while True:
-        try:
-            return action()
-        except (TemporaryError, StaleCredentialsError) as error:
-            give_up = give_up or time.monotonic() + patience_s
-            stale = isinstance(error, StaleCredentialsError)
-            if time.monotonic() + wait_s > give_up or (stale and not renew()):
-                raise
+        stale = isinstance(error, StaleCredentialsError)
+        if time.monotonic() + wait_s > give_up or (stale and not renew()):
+            raise error
         # Unequal waits keep many readers from coming back all at once.
         if closing.wait(wait_s * random.uniform(0.5, 1.0)):  # noqa: S311
             raise TemporaryError("the reader was closed while it waited for the store")
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         traffic.add(retries=1)
+        try:
+            return action()
+        except (TemporaryError, StaleCredentialsError) as again:
+            error = again

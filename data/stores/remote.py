@@ -7,10 +7,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from data.stores.patience import patiently
+from data.stores.patience import StaleCredentialsError, TemporaryError, patiently
 from data.stores.traffic import Traffic
 
 T = TypeVar("T")
@@ -149,31 +150,31 @@ class Remote(ABC):
 
     def _counted(self, request: Callable[[Any], Any], key: str) -> Any:
         content = self._request(request, key)
-        self.traffic.add(requests=1, n_bytes=len(content))
+        self.traffic.add(requests=1, bytes=len(content))
         return content
 
     def _request(self, request: Callable[[Any], T], key: str | None, first: bool = False) -> T:
+        try:
+            return self._once(request, key)
+        except (TemporaryError, StaleCredentialsError) as error:
+            patience_s = self.FIRST_PATIENCE_S if first and not self._worked else self.patience_s
+            again = partial(self._once, request, key)
+            return patiently(again, patience_s, self.traffic, self._closing, self._renew, error)
+
+    def _once(self, request: Callable[[Any], T], key: str | None) -> T:
         _refuse_after_fork()
-        used: Any = None
+        store = self._opened or self._store()
+        try:
+            result = request(store)
+        except Exception as error:
+            raise self._explain(error, key) from None
+        self._worked = True
+        return result
 
-        def once() -> T:
-            nonlocal used
-            used = self._store()
-            try:
-                result = request(used)
-            except Exception as error:
-                raise self._explain(error, key) from None
-            self._worked = True
-            return result
-
-        def renew() -> bool:
-            with self._opening:
-                if self._opened is used:
-                    self._opened = None
-            return self._worked  # credentials that never worked will not by waiting
-
-        patience_s = self.FIRST_PATIENCE_S if first and not self._worked else self.patience_s
-        return patiently(once, patience_s, self.traffic, self._closing, renew)
+    def _renew(self) -> bool:
+        """Forget the credentials; whether that may help: those that never worked will not by asking again."""
+        self._opened = None
+        return self._worked
 
     def _store(self) -> Any:
         if self._opened is None:

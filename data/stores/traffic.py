@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Any
 
 
-class Traffic:
-    """Counts requests, retries and bytes over all threads of a process. A copy that is unpickled begins at zero."""
+class Tally:
+    """Counts over all threads of a process, each of which adds up its own: nobody waits for a lock.
+
+    A copy that is unpickled begins at zero.
+    """
 
     def __init__(self) -> None:
-        self.requests = self.retries = self.bytes = 0
-        self._lock = threading.Lock()
+        self._mine = threading.local()
+        self._all: list[defaultdict[str, float]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Traffic, ()
+        return type(self), ()
 
-    def add(self, requests: int = 0, retries: int = 0, n_bytes: int = 0) -> None:
-        """Count some more."""
-        with self._lock:
-            self.requests += requests
-            self.retries += retries
-            self.bytes += n_bytes
+    def add(self, **more: float) -> None:
+        """Count some more, by name."""
+        try:
+            counts = self._mine.counts
+        except AttributeError:
+            counts = self._mine.counts = defaultdict(float)
+            self._all.append(counts)
+        for name, value in more.items():
+            counts[name] += value
+
+    def total(self, name: str) -> float:
+        """Return what was counted so far."""
+        return sum(counts.get(name, 0) for counts in list(self._all))
+
+
+class Traffic(Tally):
+    """Counts requests that were answered, retries, and bytes."""
+
+    @property
+    def requests(self) -> int:
+        """Requests that were answered."""
+        return int(self.total("requests"))
+
+    @property
+    def retries(self) -> int:
+        """Requests that were made again."""
+        return int(self.total("retries"))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were read."""
+        return int(self.total("bytes"))

@@ -142,11 +142,11 @@ def jpeg(image: torch.Tensor) -> bytes:
 @pytest.mark.parametrize(
     ("shade", "theirs"),
     [
-        (Shade(1.3, 1.0, 1.0, 0.0), lambda F, image: F.adjust_brightness(image, 1.3)),
-        (Shade(1.0, 0.6, 1.0, 0.0), lambda F, image: F.adjust_contrast(image, 0.6)),
-        (Shade(1.0, 1.0, 0.3, 0.0), lambda F, image: F.adjust_saturation(image, 0.3)),
-        (Shade(0.8, 1.2, 0.5, 0.0), lambda F, image: F.adjust_saturation(
-            F.adjust_contrast(F.adjust_brightness(image, 0.8), 1.2), 0.5)),
+        (Shade(1.3, 1.0, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_brightness(image, 1.3)),
+        (Shade(1.0, 0.6, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_contrast(image, 0.6)),
+        (Shade(1.0, 1.0, 0.3, 0.0), lambda torchvision, image: torchvision.adjust_saturation(image, 0.3)),
+        (Shade(0.8, 1.2, 0.5, 0.0), lambda torchvision, image: torchvision.adjust_saturation(
+            torchvision.adjust_contrast(torchvision.adjust_brightness(image, 0.8), 1.2), 0.5)),
     ],
 )  # fmt: skip
 def test_colours_change_as_torchvision_changes_them(shade, theirs):

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
 IMAGES = (
     "data=s3_photos", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.resize=null",
-    "data.bucket=photos", "data.anon=true", "data.timeout_s=0.5", "data.cache_mb=0", "trainer.log_every_steps=1", "trainer.epochs=2",
-    "results.keep_checkpoints=null",
+    "data.bucket=photos", "data.anon=true", "data.timeout_s=0.5", "data.cache_mb=0",
+    "trainer.log_every_steps=1", "trainer.epochs=2", "results.keep_checkpoints=null",
 )  # fmt: skip
 
 
