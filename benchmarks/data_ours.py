@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import data_common as common
-from data.images import read_jpeg_header
+from data.images.decode import read_jpeg_header
 from data.s3_image_folder import S3ImageFolder
 from data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.loader import Loader

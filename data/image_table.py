@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from data.image_set import ImageSet
+from data.images.image_set import ImageSet
+from data.images.strings import Strings
 from data.stores import Access, Store
-from data.strings import Strings
 
 
 class ImageTable(ImageSet):

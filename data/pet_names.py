@@ -254,12 +254,12 @@ def _read_file(source: str) -> bytes:
         ) from None
 
 
-def _read_s3(source: str, access: dict[str, Any]) -> bytearray:
+def _read_s3(source: str, access: dict[str, Any]) -> bytes:
     from data.stores import Bucket
 
     url = urlsplit(source)
     try:
-        return Bucket(url.netloc, setting="data.source", **access).get(url.path.lstrip("/"))
+        return bytes(Bucket(url.netloc, setting="data.source", **access).get(url.path.lstrip("/")))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; {_SET_SOURCE}") from None
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from data import digits_s3
-from data.image_set import ImageSet
-from data.images import IMAGE_EXTENSIONS
-from data.listing import list_images_once
+from data.images.decode import IMAGE_EXTENSIONS
+from data.images.image_set import ImageSet
+from data.images.listing import list_images_once
 from data.stores import Bucket, LocalFolder, Store
 from data.user_cache import user_cache
 

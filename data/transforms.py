@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.colour import Jitter, Shade
-from data.images import JpegHeader, decode_jpeg
+from data.images.colour import Jitter, Shade
+from data.images.decode import JpegHeader, decode_jpeg
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from data.bad_samples import LostSamples
-from data.image_set import ImageSet
-from data.images import IMAGE_EXTENSIONS
+from data.images.bad_samples import LostSamples
+from data.images.decode import IMAGE_EXTENSIONS
+from data.images.image_set import ImageSet
 from data.wids_shards import WidsShards, field_of
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from data.shard_cache import GIB, OpenShard, ShardCache
+from data.shards.cache import GIB, OpenShard, ShardCache
+from data.shards.decode import decode_field
+from data.shards.index import read_index, shown
 from data.stores import Access
-from data.wids_decode import decode_field
-from data.wids_index import read_index, shown
 
 Sample = dict[str, Any]
 

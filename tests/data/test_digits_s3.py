@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from data import digits_s3
-from data.images import decode
+from data.images.decode import decode
 from data.s3_image_folder import S3ImageFolder
 
 ROOT = Path(__file__).parents[2]

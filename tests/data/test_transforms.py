@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data.colour import Shade
-from data.images import decode, read_jpeg_header
+from data.images.colour import Shade
+from data.images.decode import decode, read_jpeg_header
 from data.transforms import EvalTransform, TrainTransform
 
 

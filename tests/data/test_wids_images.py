@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.shards import make
+from data.shards.make import make
 from data.transforms import EvalTransform, TrainTransform
 from data.wids_images import WidsImages
 from ddp_hydra.samplers import Chunked

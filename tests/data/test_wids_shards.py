@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data.shard_folder import with_index
-from data.wids_decode import decode_field
+from data.shards.decode import decode_field
+from data.shards.folder import with_index
 from data.wids_shards import WidsShards, field_of
-from tests.data.shard_server import described, index_of, numbered, serving, tar_of
+from tests.data.shards.server import described, index_of, numbered, serving, tar_of
 
 
 @pytest.fixture

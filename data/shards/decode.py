@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data.images import IMAGE_EXTENSIONS, decode
+from data.images.decode import IMAGE_EXTENSIONS, decode
 
 _PICKLES = (".pickle", ".pkl", ".pt", ".pth", ".pyd")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from data.images import decode, decode_jpeg, read_jpeg_header
+from data.images.decode import decode, decode_jpeg, read_jpeg_header
 
 ROWS, COLUMNS = np.mgrid[0:24, 0:36]
 COLOURS = np.stack([ROWS * 10, COLUMNS * 7, (ROWS + COLUMNS) * 4], axis=-1).astype(np.uint8)

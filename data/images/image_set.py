@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from data.bad_samples import MOST_IN_A_ROW, BadSamples
-from data.batch_maker import BatchMaker
-from data.cache import Cache
-from data.images import decode, read_jpeg_header
+from data.images.bad_samples import MOST_IN_A_ROW, BadSamples
+from data.images.batch_maker import BatchMaker
+from data.images.cache import Cache
+from data.images.decode import decode, read_jpeg_header
 from data.stores import Traffic
 from data.stores.patience import StaleCredentialsError
 from data.stores.traffic import Tally

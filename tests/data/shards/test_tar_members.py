@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import tar_members
-from data.tar_members import TarMembers, load_members, read_members
-from tests.data.shard_server import tar_of
+from data.shards import tar_members as tar_members
+from data.shards.tar_members import TarMembers, load_members, read_members
+from tests.data.shards.server import tar_of
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
 LONG = "/".join(["a very long folder name"] * 12)

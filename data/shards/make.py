@@ -1,12 +1,7 @@
-"""Commands that make tar shards out of an image folder, and the index of shards that exist.
-
-python -m data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME]
-python -m data.shards index TAR... --out index.json
-"""
+"""Tar shards out of an image folder, and the index of shards that exist."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import io
@@ -14,7 +9,6 @@ import json
 import os
 import random
 import re
-import sys
 import tarfile
 import tempfile
 from collections import deque
@@ -23,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from data.shard_download import download, is_packed
+from data.shards.download import download, is_packed
+from data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
+from data.shards.tar_members import TarMembers, read_members
 from data.stores import Access, Store
-from data.tar_members import TarMembers, read_members
-from data.wids_index import KIND, VERSION, Shard, absolute, is_local, shown
 
 MIB = 2**20
 INDEX_NAME = "index.json"
@@ -140,7 +134,7 @@ def _index(name: str | None, shards: list[dict[str, Any]], info: dict[str, Any])
 
 def _images(store: Store, prefix: str, source: str) -> list[str]:
     """Return the sorted keys of the images in class folders."""
-    from data.images import IMAGE_EXTENSIONS  # brings torch in, which takes seconds that `index` need not spend
+    from data.images.decode import IMAGE_EXTENSIONS  # brings torch in, which takes seconds that `index` need not spend
 
     inside = len(prefix) + 1 if prefix else 0
     keys, outside = [], 0
@@ -301,51 +295,3 @@ def _writing(path: Path) -> Iterator[IO[bytes]]:
 
 def _json(index: dict[str, Any]) -> bytes:
     return json.dumps(index, indent=1, ensure_ascii=False).encode()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Returns:
-        0: done; 1: it could not be done, and why is on stderr.
-    """
-    parser = argparse.ArgumentParser(prog="python -m data.shards", description="Tar shards, as data.index takes them.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="write the images of a folder into shards, in random order")
-    making.add_argument("source", metavar="SOURCE", help="folder or s3://bucket/prefix with <class>/<file> images")
-    making.add_argument("out", metavar="OUT", help="folder or s3://bucket/prefix for the shards and their index.json")
-    making.add_argument("--shard-mb", type=float, default=128, help="size of a shard, MiB (%(default)s)")
-    making.add_argument("--seed", type=int, default=0, help="of the order (%(default)s)")
-    indexing = commands.add_parser("index", help="write the index of shards that exist")
-    indexing.add_argument("tars", metavar="TAR", nargs="+", help="paths or URLs, in order")
-    indexing.add_argument("--out", required=True, help="path of the index to be written")
-    for command in (making, indexing):
-        command.add_argument("--name", help="of the data set")
-        command.add_argument("--endpoint-url", help="of s3:// URLs; else what the environment says, or AWS")
-        command.add_argument("--region", help="of s3:// URLs")
-        command.add_argument("--anon", action="store_true", help="read s3:// URLs without credentials")
-    given = parser.parse_args(arguments)
-    access = Access(given.endpoint_url, given.region, given.anon, setting="SOURCE")
-    try:
-        if given.command == "make":
-            options = {"shard_mb": given.shard_mb, "seed": given.seed}
-            index = make(given.source, given.out, name=given.name, access=access, say=_say, **options)
-        else:
-            index = index_of(given.tars, given.out, name=given.name, access=access, say=_say)
-    except (ValueError, OSError) as error:
-        print(f"data.shards: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    except KeyboardInterrupt:
-        print("data.shards: interrupted; there is no index yet", file=sys.stderr)  # noqa: T201
-        return 130
-    total = sum(shard["nsamples"] for shard in index["shardlist"])
-    _say(f"{total:,} samples in {len(index['shardlist']):,} shards")
-    return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    sys.exit(main())

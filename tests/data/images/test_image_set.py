@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from data.image_set import ImageSet, Rows
+from data.images.image_set import ImageSet, Rows
 from data.stores.patience import StaleCredentialsError, TemporaryError
 from data.transforms import EvalTransform, TrainTransform
 

@@ -13,9 +13,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from data.images import IMAGE_EXTENSIONS
+from data.images.decode import IMAGE_EXTENSIONS
+from data.images.strings import Strings
 from data.stores import Store
-from data.strings import Strings
 
 
 @dataclass

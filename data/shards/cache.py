@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from data.look_ahead import LookAhead
-from data.shard_download import download, is_packed
-from data.shard_folder import ShardFolder, with_index
+from data.shards.download import download, is_packed
+from data.shards.folder import ShardFolder, with_index
+from data.shards.index import Shard, shown
+from data.shards.look_ahead import LookAhead
+from data.shards.tar_members import TarMembers, load_members, read_members
 from data.stores import Access
-from data.tar_members import TarMembers, load_members, read_members
 from data.user_cache import user_cache
-from data.wids_index import Shard, shown
 
 GIB = 2**30
 _POLL_S = 0.02

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from data import shards
-from data.shards import main
+from data.shards import make as shards
+from data.shards.__main__ import main
 from data.wids_shards import WidsShards
-from tests.data.shard_server import numbered, serving, tar_of
+from tests.data.shards.server import numbered, serving, tar_of
 
 
 @pytest.fixture
@@ -190,6 +190,6 @@ def test_shards_go_into_a_bucket(s3, credentials, pictures, tmp_path, capsys):
 def test_it_runs_as_a_module(tmp_path):
     (tmp_path / "a.tar").write_bytes(numbered(0, 10))
     command = [sys.executable, "-m", "data.shards", "index", str(tmp_path / "a.tar"), "--out", str(tmp_path / "i.json")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("10 samples in 1 shards\n")

@@ -23,15 +23,17 @@ from pathlib import Path
 
 import pytest
 
-from data import shard_cache, shard_download, shard_folder
-from data.shard_cache import ShardCache
-from data.shard_folder import Kept, ShardFolder, eviction_rank, with_index
-from data.wids_index import Shard
-from tests.data.shard_server import TarServer, numbered, serving
+from data.shards import cache as shard_cache
+from data.shards import download as shard_download
+from data.shards import folder as shard_folder
+from data.shards.cache import ShardCache
+from data.shards.folder import Kept, ShardFolder, eviction_rank, with_index
+from data.shards.index import Shard
+from tests.data.shards.server import TarServer, numbered, serving
 
 pytestmark = pytest.mark.integration
 COUNT = 20
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -308,7 +310,7 @@ def test_a_disk_that_becomes_full_amid_a_download_leaves_nothing(server, cache_o
 
 EIGHT = """
 import multiprocessing, pickle, sys
-from data.shard_cache import ShardCache
+from data.shards.cache import ShardCache
 
 def work():
     cache = ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], look_ahead=0)
@@ -344,7 +346,7 @@ def test_what_a_killed_process_left_is_never_taken_for_a_shard(server, cache_of,
     shards = serve(server, "a", n_bytes=100_000)
     server.gate.clear()  # half of it is sent
     code = (
-        "import pickle, sys\nfrom data.shard_cache import ShardCache\n"
+        "import pickle, sys\nfrom data.shards.cache import ShardCache\n"
         "ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], look_ahead=0).open(0)"
     )
     command = [sys.executable, "-c", code, pickle.dumps(shards).hex(), str(tmp_path / "cache")]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from data.shards.index import DEEPEST, Shard, read_index
 from data.stores import Access
-from data.wids_index import DEEPEST, Shard, read_index
-from tests.data.shard_server import index_of
+from tests.data.shards.server import index_of
 
 MD5 = "0123456789abcdef" * 2
 

@@ -16,10 +16,10 @@ import cv2
 import torch
 from torch import Tensor
 
-from data.room import Room
+from data.images.room import Room
 
 if TYPE_CHECKING:
-    from data.image_set import ImageSet
+    from data.images.image_set import ImageSet
 
 
 class Batch:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from data.shards.index import Shard, shown
 from data.stores import Store
-from data.wids_index import Shard, shown
 
 PIECE_BYTES = 8 * 2**20
 CONNECTIONS = 4

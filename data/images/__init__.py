@@ -1,0 +1,1 @@
+"""Labelled images: what sets of them have in common, wherever they are."""

@@ -1,0 +1,1 @@
+"""Tar shards that a wids index lists: reading, keeping and making them."""

@@ -1,0 +1,62 @@
+"""Commands that make tar shards out of an image folder, and the index of shards that exist.
+
+python -m data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME]
+python -m data.shards index TAR... --out index.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from data.shards.make import index_of, make
+from data.stores import Access
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0: done; 1: it could not be done, and why is on stderr.
+    """
+    parser = argparse.ArgumentParser(prog="python -m data.shards", description="Tar shards, as data.index takes them.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="write the images of a folder into shards, in random order")
+    making.add_argument("source", metavar="SOURCE", help="folder or s3://bucket/prefix with <class>/<file> images")
+    making.add_argument("out", metavar="OUT", help="folder or s3://bucket/prefix for the shards and their index.json")
+    making.add_argument("--shard-mb", type=float, default=128, help="size of a shard, MiB (%(default)s)")
+    making.add_argument("--seed", type=int, default=0, help="of the order (%(default)s)")
+    indexing = commands.add_parser("index", help="write the index of shards that exist")
+    indexing.add_argument("tars", metavar="TAR", nargs="+", help="paths or URLs, in order")
+    indexing.add_argument("--out", required=True, help="path of the index to be written")
+    for command in (making, indexing):
+        command.add_argument("--name", help="of the data set")
+        command.add_argument("--endpoint-url", help="of s3:// URLs; else what the environment says, or AWS")
+        command.add_argument("--region", help="of s3:// URLs")
+        command.add_argument("--anon", action="store_true", help="read s3:// URLs without credentials")
+    given = parser.parse_args(arguments)
+    access = Access(given.endpoint_url, given.region, given.anon, setting="SOURCE")
+    try:
+        if given.command == "make":
+            options = {"shard_mb": given.shard_mb, "seed": given.seed}
+            index = make(given.source, given.out, name=given.name, access=access, say=_say, **options)
+        else:
+            index = index_of(given.tars, given.out, name=given.name, access=access, say=_say)
+    except (ValueError, OSError) as error:
+        print(f"data.shards: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        print("data.shards: interrupted; there is no index yet", file=sys.stderr)  # noqa: T201
+        return 130
+    total = sum(shard["nsamples"] for shard in index["shardlist"])
+    _say(f"{total:,} samples in {len(index['shardlist']):,} shards")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())
