@@ -20,8 +20,8 @@ class WidsImages(ImageSet):
     samples of the next one, as an image by its neighbour.
 
     Args:
-        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb, look_ahead_shards, endpoint_url, region
-            and anon.
+        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb, look_ahead_shards, endpoint_url, region,
+            anon, addressing, timeout_s and patience_s.
         label: extension of the field with the number of the class, as text.
         classes: names of the classes, or how many there are; None: what the index says (`info.classes`).
         images: arguments of `ImageSet`: transform, threads, max_bad_fraction and more.
@@ -47,6 +47,9 @@ class WidsImages(ImageSet):
         endpoint_url: str | None = None,
         region: str | None = None,
         anon: bool = False,
+        addressing: str = "path",
+        timeout_s: float = 10.0,
+        patience_s: float = 60.0,
         **images: Any,
     ) -> None:
         super().__init__(**images)
@@ -62,6 +65,9 @@ class WidsImages(ImageSet):
             endpoint_url=endpoint_url,
             region=region,
             anon=anon,
+            addressing=addressing,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
             decode=False,
         )
         self.shard_lengths = self.shards.shard_lengths

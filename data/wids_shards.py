@@ -39,6 +39,9 @@ class WidsShards(Dataset):
         endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
         region: of s3:// URLs; None: what the environment says.
         anon: read s3:// URLs without credentials.
+        addressing: of s3:// URLs, "path" or "virtual".
+        timeout_s: how long a connection may stay silent.
+        patience_s: how long a read that fails is tried again.
         decode: decode the fields by their extensions, see `decode_field`; false: leave them as they are in the mapped
             shard (memoryviews, which another process can't be sent: there, make them bytes).
 
@@ -69,9 +72,12 @@ class WidsShards(Dataset):
         endpoint_url: str | None = None,
         region: str | None = None,
         anon: bool = False,
+        addressing: str = "path",
+        timeout_s: float = 10.0,
+        patience_s: float = 60.0,
         decode: bool = True,
     ) -> None:
-        access = Access(endpoint_url, region, anon, setting="data.index")
+        access = Access(endpoint_url, region, anon, addressing, "data.index", timeout_s, patience_s)
         found = read_index(index, base=base, dataset=dataset, access=access)
         self.shards, self.name, self.info = found.shards, found.name, found.info
         self.shard_lengths = [shard.n_samples for shard in self.shards]
@@ -176,8 +182,22 @@ class WidsShards(Dataset):
         self._cache.expect(shards[np.argsort(first)].tolist())
 
     def stats(self) -> dict[str, float]:
-        """Return what the shards cost this process: downloads, bytes_downloaded, hits, misses and waited_s."""
-        return dict(self._cache.counts)
+        """Return what the shards cost this process so far.
+
+        Returns:
+            downloads; bytes; requests; retries; cache_hits: shards that were there when they were opened; cache_misses;
+            waited_s: for shards, over all threads.
+        """
+        counts, traffic = dict(self._cache.counts), self._cache.access.traffic
+        return {
+            "downloads": counts["downloads"],
+            "bytes": counts["bytes_downloaded"],
+            "requests": traffic.requests,
+            "retries": traffic.retries,
+            "cache_hits": counts["hits"],
+            "cache_misses": counts["misses"],
+            "waited_s": counts["waited_s"],
+        }
 
     def close(self) -> None:
         """Stop the downloads and let go of the shards."""

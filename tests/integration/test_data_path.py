@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.shards.make import make
 from ddp_hydra.errors import JobFailed
 from tests.fault_server import FaultServer, serving
 from tests.integration import training
@@ -131,3 +132,59 @@ def test_credentials_that_expire_amid_a_job_are_read_anew(client2, train, store,
     assert rough.metrics("data/retries") == calm.metrics("data/retries")
     assert store.access_keys == {"new"}
     assert rough.value["data"]["retries"] > 0
+
+
+@pytest.fixture
+def shards(store, tmp_path) -> tuple[str, ...]:
+    """The photos as shards in the store, and the settings of a job that reads them from there."""
+    for part, photos in (("train", TRAIN), ("val", VAL)):
+        for path, content in photos.items():
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        make(str(tmp_path / "photos" / part), str(tmp_path / "shards" / part), shard_mb=0.03)
+        for file in (tmp_path / "shards" / part).iterdir():
+            store.objects[f"shards/{part}/{file.name}"] = file.read_bytes()
+    where = {"index": f"{store.url}/shards/train/index.json", "val_index": f"{store.url}/shards/val/index.json"}
+    return (
+        "data=wids", "model=pixels", "optimizer.lr=0.1", "sampler=chunked", "sampler.lanes=3", "data.image_size=16",
+        "data.resize=null", f"data.index={where['index']}", f"data.val_index={where['val_index']}",
+        f"data.cache_dir={tmp_path / 'cache'}", "trainer.log_every_steps=1", "trainer.epochs=2",
+        "results.keep_checkpoints=null", "trainer.checkpoint_every_steps=1",
+    )  # fmt: skip
+
+
+def downloads(store) -> dict[str, int]:
+    """How often each training shard was begun."""
+    paths = [path for method, path, _ in store.requests if method == "GET" and path.startswith("shards/train/")]
+    return {path: paths.count(path) for path in paths if path.endswith(".tar")}
+
+
+def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, tmp_path, store, shards):
+    whole = training.train(client4, project, tmp_path / "whole", *shards, "data.batch_size=12")
+    assert len(downloads(store)) > 5
+    assert set(downloads(store).values()) == {1}
+    assert whole.value["data"]["bytes"] >= sum(len(store.objects[path]) for path in downloads(store))
+    losses = [line["train/loss"] for line in whole.metrics() if "train/loss" in line]
+    assert losses[-1] < losses[0]
+    # Other ranks, amid the first epoch, from the shards that are there.
+    first = whole.folder / "checkpoints" / "step-000002.pt"
+    settings = (*shards, "data.batch_size=6")
+    resumed = training.train(client4, project, tmp_path / "resumed", *settings, ranks=4, resume=first)
+    rest = [line for line in whole.metrics() if line["step"] > 2]
+    found = [line for line in resumed.metrics() if line["step"] > 2]
+    assert len(found) == len(rest) == 8
+    for line, expected in zip(found, rest, strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+    assert set(downloads(store).values()) == {1}
+
+
+def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, shards):
+    path = sorted(path for path in store.objects if path.startswith("shards/train/") and path.endswith(".tar"))[2]
+    store.objects[path] = store.objects[path][:3000]
+    settings = (*shards, "data.batch_size=12", "data.max_bad_fraction=0.3")
+    trained = training.train(client2, project, tmp_path / "lost", *settings)
+    lost = trained.value["bad_samples"]
+    assert 3 <= lost <= 20
+    with pytest.raises(JobFailed, match=rf"bad.*{Path(path).name}.*data\.max_bad_fraction="):
+        training.train(client2, project, tmp_path / "few", *shards, "data.batch_size=12")
