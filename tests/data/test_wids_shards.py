@@ -12,6 +12,7 @@ import random
 import resource
 import threading
 import time
+from pathlib import Path
 
 import msgpack
 import numpy as np
