@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks import commands, environments
 from benchmarks.commands import ROOT
 from benchmarks.object_store import corpus
+from ddp_hydra.rank_host.warm import ALLOCATOR
 
 Result = dict[str, float]
 
@@ -78,7 +79,7 @@ class Sides:
 
 def _hear(command: list[str], variables: Mapping[str, str]) -> Any:
     """Run a command, and read the JSON of its last line."""
-    environment = commands.with_ours({**_ACCOUNT, **commands.ONE_THREAD, **variables})
+    environment = commands.with_ours({**_ACCOUNT, **commands.ONE_THREAD, **ALLOCATOR, **variables})
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S

@@ -17,7 +17,10 @@ The framework knows no model and no data set; it asks of a data set
     stats() -> {name: number}         optional: what reading cost so far; see `data_report.py`
     close()                           optional: at the end
 
-and of a sampler (its arguments: n_samples, batch_size, rank, world_size, and those of the config)
+An exception of it with `mistake = True` is one that only a person can put right: it is shown without a traceback, and
+the job is not tried again.
+
+And of a sampler (its arguments: n_samples, batch_size, rank, world_size, and those of the config)
 
     global_batch                      samples of all ranks in one step
     steps(position)                   steps that an epoch still has behind so many samples

@@ -219,7 +219,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    mistake = isinstance(error, DdpHydraError)
+    mistake = isinstance(error, DdpHydraError) or bool(getattr(error, "mistake", False))
     return {
         "status": "raised",
         "message": str(error) if mistake else text,

@@ -24,6 +24,12 @@ class LostSamples(ValueError):
         self.name, self.first, self.count = name, first, count
 
 
+class TooManyBadSamplesError(ValueError):
+    """More samples are bad than may be."""
+
+    mistake = True
+
+
 class BadSamples:
     """The samples that were found bad in this process.
 
@@ -67,7 +73,7 @@ class BadSamples:
         """Note a bad sample, or a lost shard.
 
         Raises:
-            ValueError: there are too many now.
+            TooManyBadSamplesError: there are too many now.
         """
         with self._lock:
             if self.behind(index) is not None:
@@ -83,7 +89,7 @@ class BadSamples:
                 self.count += 1
         allowed = self.max_fraction * self.n_samples
         if self.count > allowed:
-            raise ValueError(
+            raise TooManyBadSamplesError(
                 f"{self.count} of {self.n_samples} samples of {self.where} are bad, and data.max_bad_fraction="
                 f"{self.max_fraction:g} allows {int(allowed)}: {self.some()}. Remove them, or type a larger "
                 "data.max_bad_fraction=..."

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from data.images.bad_samples import MOST_IN_A_ROW, BadSamples
+from data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
 from data.images.batch_maker import BatchMaker
 from data.images.cache import Cache
 from data.images.decode import decode, read_jpeg_header
@@ -188,7 +188,9 @@ class ImageSet(Dataset, ABC):
         """
         indices = [range(len(self))[index] for index in indices]
         self.count(samples=len(indices))
-        batch = self._open_maker().make(indices, self._epoch, getattr(self.transform, "size", None))
+        self._noted()
+        size = self.transform.size if hasattr(self.transform, "of_jpeg") else None  # one of ours: it makes squares
+        batch = self._open_maker().make(indices, self._epoch, size)
         samples = batch.wait()
         return samples if batch.images is None else Rows(samples, batch.images)
 
@@ -209,7 +211,7 @@ class ImageSet(Dataset, ABC):
         bad = self._noted()
         while (behind := bad.behind(index)) is not None:
             if bad.count >= len(self):
-                raise ValueError(f"no image of {self.where()} can be decoded: {bad.some()}")
+                raise TooManyBadSamplesError(f"no image of {self.where()} can be decoded: {bad.some()}")
             index = behind
         return index
 
@@ -234,7 +236,7 @@ class ImageSet(Dataset, ABC):
             raise error
         bad.add(index, self.name(index), error)
         if in_a_row >= MOST_IN_A_ROW:
-            raise ValueError(f"{in_a_row} images in a row of {self.where()} can't be read: {bad.some()}")
+            raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {bad.some()}")
 
     def kept(self, index: int) -> Any:
         """Return what memory has of a sample: its image, its file, or None."""

@@ -57,6 +57,7 @@ def test_the_default_is_a_job():
 NEEDED = {
     "cluster=remote": ["cluster.address=tcp://host:8786"],
     "data=s3_photos": ["data.bucket=photos"],
+    "data=wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=image_table": ["data.table=train.csv", "data.val_table=val.csv"],
 }
 """What an option does not work without."""
