@@ -86,6 +86,7 @@ def shards_random(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
             read_shards(dataset, list(range(common.IMAGES)))
             order = [i for epoch in range(arguments.epochs) for i in common.shuffled(common.IMAGES, epoch)]
             yield common.timed(lambda dataset=dataset, order=order: read_shards(dataset, order))
+            dataset.close()
 
 
 def shards_cold(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
@@ -96,6 +97,7 @@ def shards_cold(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
             order = list(range(common.IMAGES))
             dataset.expect(order)  # as our loader does
             yield common.timed(lambda dataset=dataset, order=order: read_shards(dataset, order))
+            dataset.close()
 
 
 def read_shards(dataset: Any, order: list[int]) -> int:

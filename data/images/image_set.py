@@ -189,7 +189,7 @@ class ImageSet(Dataset, ABC):
         indices = [range(len(self))[index] for index in indices]
         self.count(samples=len(indices))
         self._noted()
-        size = self.transform.size if hasattr(self.transform, "of_jpeg") else None  # one of ours: it makes squares
+        size = getattr(self.transform, "size", None) if hasattr(self.transform, "of_jpeg") else None  # else any size
         batch = self._open_maker().make(indices, self._epoch, size)
         samples = batch.wait()
         return samples if batch.images is None else Rows(samples, batch.images)

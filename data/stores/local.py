@@ -70,7 +70,7 @@ class LocalFolder:
             OSError: the disk says so.
         """
         content = self.path(key).read_bytes()
-        self.traffic.add(requests=1, bytes=len(content))
+        self.traffic.read(len(content))
         return content
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
@@ -78,7 +78,7 @@ class LocalFolder:
         with self.path(key).open("rb") as file:
             file.seek(start)
             content = file.read(end - start)
-        self.traffic.add(requests=1, bytes=len(content))
+        self.traffic.read(len(content))
         return content
 
     def size(self, key: str) -> int:

@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,7 +16,8 @@ from data.stores.traffic import Traffic
 T = TypeVar("T")
 
 # obstore starts threads that a fork does not copy: used on both sides of one, it hangs.
-_used_in: int | None = None
+_used = False
+_forked = False
 
 
 class Remote(ABC):
@@ -74,15 +74,15 @@ class Remote(ABC):
             PermissionError: no credentials, or wrong ones.
             ConnectionError: the store is not reachable, or out of order, for longer than `patience_s`.
         """
-        import obstore
-
-        return self._counted(lambda store: obstore.get(store, key).bytes(), key)
+        content = self._request(lambda store: store.get(key).bytes(), key)
+        self.traffic.read(len(content))
+        return content
 
     def get_range(self, key: str, start: int, end: int) -> Any:
         """Return bytes `start` to `end` (exclusive) of an object; raises as `get`."""
-        import obstore
-
-        return self._counted(lambda store: obstore.get_range(store, key, start=start, end=end), key)
+        content = self._request(lambda store: store.get_range(key, start=start, end=end), key)
+        self.traffic.read(len(content))
+        return content
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes; raises as `get`."""
@@ -148,26 +148,26 @@ class Remote(ABC):
         closing, self._closing = self._closing, threading.Event()
         closing.set()
 
-    def _counted(self, request: Callable[[Any], Any], key: str) -> Any:
-        content = self._request(request, key)
-        self.traffic.add(requests=1, bytes=len(content))
-        return content
-
     def _request(self, request: Callable[[Any], T], key: str | None, first: bool = False) -> T:
         try:
-            return self._once(request, key)
-        except (TemporaryError, StaleCredentialsError) as error:
-            patience_s = self.FIRST_PATIENCE_S if first and not self._worked else self.patience_s
-            again = partial(self._once, request, key)
-            return patiently(again, patience_s, self.traffic, self._closing, self._renew, error)
-
-    def _once(self, request: Callable[[Any], T], key: str | None) -> T:
-        _refuse_after_fork()
-        store = self._opened or self._store()
-        try:
-            result = request(store)
+            result = request(self._store())
         except Exception as error:
-            raise self._explain(error, key) from None
+            return self._request_again(self._explain(error, key), request, key, first)
+        self._worked = True
+        return result
+
+    def _request_again(self, error: Exception, request: Callable[[Any], T], key: str | None, first: bool) -> T:
+        if not isinstance(error, (TemporaryError, StaleCredentialsError)):
+            raise error from None
+
+        def once() -> T:
+            try:
+                return request(self._store())
+            except Exception as again:
+                raise self._explain(again, key) from None
+
+        patience_s = self.FIRST_PATIENCE_S if first and not self._worked else self.patience_s
+        result = patiently(once, patience_s, self.traffic, self._closing, self._renew, error)
         self._worked = True
         return result
 
@@ -177,11 +177,24 @@ class Remote(ABC):
         return self._worked
 
     def _store(self) -> Any:
-        if self._opened is None:
-            with self._opening:
-                if self._opened is None:
-                    self._opened = self._open()
-        return self._opened
+        store = self._opened
+        if store is None or _forked:
+            store = self._open_once()
+        return store
+
+    def _open_once(self) -> Any:
+        global _used
+        if _forked:
+            raise RuntimeError(
+                "a store was read in a process that then forked this one: the client would hang here. Read in threads "
+                "(data.threads=...), or start processes by 'spawn' or 'forkserver', as in DataLoader(..., "
+                'multiprocessing_context="forkserver")'
+            )
+        with self._opening:
+            _used = True
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
 
     def _options(self) -> dict[str, Any]:
         """Return how obstore shall connect, and that it shall not try again: that is done here, and counted."""
@@ -199,12 +212,10 @@ class Remote(ABC):
         return {"client_options": client, "retry_config": {"max_retries": 0}}
 
 
-def _refuse_after_fork() -> None:
-    global _used_in
-    if _used_in not in (None, os.getpid()):
-        raise RuntimeError(
-            f"a store was read in process {_used_in}, which then forked this one, {os.getpid()}: the client would "
-            "hang here. Read in threads (data.threads=...), or start processes by 'spawn' or 'forkserver', as in "
-            'DataLoader(..., multiprocessing_context="forkserver")'
-        )
-    _used_in = os.getpid()
+def _note_fork() -> None:
+    global _forked
+    _forked = _used
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)

@@ -22,13 +22,19 @@ class Tally:
 
     def add(self, **more: float) -> None:
         """Count some more, by name."""
-        try:
-            counts = self._mine.counts
-        except AttributeError:
-            counts = self._mine.counts = defaultdict(float)
-            self._all.append(counts)
+        counts = self.mine()
         for name, value in more.items():
             counts[name] += value
+
+    def mine(self) -> defaultdict[str, float]:
+        """Return the counts of the calling thread."""
+        try:
+            return self._mine.counts
+        except AttributeError:
+            counts: defaultdict[str, float] = defaultdict(float)
+            self._mine.counts = counts
+            self._all.append(counts)
+            return counts
 
     def total(self, name: str) -> float:
         """Return what was counted so far."""
@@ -37,6 +43,12 @@ class Tally:
 
 class Traffic(Tally):
     """Counts requests that were answered, retries, and bytes."""
+
+    def read(self, n_bytes: int) -> None:
+        """Count an answer."""
+        counts = self.mine()
+        counts["requests"] += 1
+        counts["bytes"] += n_bytes
 
     @property
     def requests(self) -> int:
