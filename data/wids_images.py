@@ -43,7 +43,7 @@ class WidsImages(ImageSet):
         classes: list[str] | int | None = None,
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
-        look_ahead_shards: int = 2,
+        look_ahead_shards: int = 4,
         endpoint_url: str | None = None,
         region: str | None = None,
         anon: bool = False,

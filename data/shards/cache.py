@@ -91,7 +91,7 @@ class ShardCache:
         folder: str | Path | None = None,
         budget_bytes: int = 50 * GIB,
         *,
-        look_ahead: int = 2,
+        look_ahead: int = 4,
         connections: int = 4,
         wait_s: float = 60.0,
         access: Access | None = None,
@@ -99,7 +99,7 @@ class ShardCache:
         if budget_bytes <= 0:
             raise ValueError(f"cache_gb is {budget_bytes / GIB:g}, and must be above 0: type data.cache_gb=50")
         if look_ahead < 0:
-            raise ValueError(f"look_ahead_shards is {look_ahead}, and must be 0 or more: type data.look_ahead_shards=2")
+            raise ValueError(f"look_ahead_shards is {look_ahead}, and must be 0 or more: type data.look_ahead_shards=4")
         self.shards = tuple(shards)
         self.folder = folder
         self.budget_bytes = budget_bytes

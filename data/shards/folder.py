@@ -222,9 +222,10 @@ class ShardFolder:
                         files[entry.name] = entry.stat(follow_symlinks=False)
                         kinds[entry.name] = match["kind"]
         for name, kind in kinds.items():
-            orphan = kind == ".npz" and name.removesuffix(kind) not in files
-            if orphan or (kind.endswith(".part") and self._is_left_over(name)):
+            if kind == ".npz" and name.removesuffix(kind) not in files:
                 (self.path / name).unlink(missing_ok=True)
+                del files[name]
+            elif kind.endswith(".part") and self._remove_left_over(name):
                 del files[name]
         kept, total = [], 0
         for name, status in files.items():
@@ -238,13 +239,17 @@ class ShardFolder:
                 kept.append(Kept(name, size, used_ns, status.st_mtime_ns))
         return kept, total
 
-    def _is_left_over(self, name: str) -> bool:
+    def _remove_left_over(self, name: str) -> bool:
+        """Remove a `.part` that nobody fills, while nobody can begin to; whether it was one."""
         try:
             descriptor = os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:
-            return _lock(descriptor, fcntl.LOCK_EX)
+            if not _lock(descriptor, fcntl.LOCK_EX) or not _is(self.path / name, descriptor):
+                return False
+            (self.path / name).unlink()
+            return True
         finally:
             os.close(descriptor)
 

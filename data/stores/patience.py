@@ -50,7 +50,7 @@ def patiently(
     while True:
         stale = isinstance(error, StaleCredentialsError)
         if time.monotonic() + wait_s > give_up or (stale and not renew()):
-            raise error
+            raise error from None
         # Unequal waits keep many readers from coming back all at once.
         if closing.wait(wait_s * random.uniform(0.5, 1.0)):  # noqa: S311
             raise TemporaryError("the reader was closed while it waited for the store")

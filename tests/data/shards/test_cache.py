@@ -738,3 +738,30 @@ def test_a_mapped_shard_stays_locked_until_its_last_part_is_gone(server, cache_o
         assert bytes(view) == b"0"
         del view
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(tmp_path):
+    folder = ShardFolder(tmp_path, 2**30)
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            folder._look()
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        name, claimed = f"{0:032x}-a.tar", 0
+        while claimed < 1500:
+            if (part := folder.claim(name)) is None:
+                continue
+            claimed += 1
+            os.write(part, b"x")
+            folder.publish(part, name)
+            folder.discard(part, name)
+            os.close(part)
+    finally:
+        done.set()
+        for looker in lookers:
+            looker.join()
