@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cv2
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from data.images.colour import Jitter, Shade
 from data.images.decode import JpegHeader, decode_jpeg
+from data.images.opencv import cv2
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import cv2
 import torch
 from torch import Tensor
 
+from data.images.opencv import cv2
 from data.images.room import Room
 
 if TYPE_CHECKING:

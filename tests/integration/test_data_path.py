@@ -61,8 +61,7 @@ def test_a_job_through_all_faults_has_the_same_numbers_as_one_without(client2, t
     store.fault = lambda number, path: kinds[number // 7 % len(kinds)] if number % 7 == 3 else None
     rough = train(client2, "rough")
     assert rough.metrics("data/retries") == calm.metrics("data/retries")
-    assert calm.value["data"]["retries"] == 0
-    assert rough.value["data"]["retries"] > 20
+    assert rough.value["data"]["retries"] > 20 + calm.value["data"]["retries"]
     assert rough.value["bad_samples"] == 0
 
 
@@ -74,7 +73,8 @@ def test_bad_images_are_replaced_alike_on_any_number_of_ranks(client4, train, st
     settings = ("data.max_bad_fraction=0.05",)
     one, four = (train(client4, f"{ranks}", *settings, ranks=ranks) for ranks in (1, 4))
     assert one.value["bad_samples"] == four.value["bad_samples"] == 4
-    for line, expected in zip(four.metrics("data/bad_samples"), one.metrics("data/bad_samples"), strict=True):
+    counts = ("data/bad_samples", "data/retries")  # hang on who read what, and on how busy the machine is
+    for line, expected in zip(four.metrics(*counts), one.metrics(*counts), strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
 
 
@@ -102,9 +102,9 @@ def test_amid_an_epoch_other_ranks_and_threads_go_on_with_the_same_samples(clien
     whole = train(client4, "whole", *settings)
     steps = whole.folder / "checkpoints"
     resumed = train(client4, "resumed", *settings, "data.threads=3", ranks=4, resume=steps / "step-000002.pt")
-    rest = [line for line in whole.metrics() if line["step"] > 2]
+    rest = [line for line in whole.metrics("data/retries") if line["step"] > 2]
     assert len(rest) == 8  # six steps, and two validations
-    found = [line for line in resumed.metrics() if line["step"] > 2]
+    found = [line for line in resumed.metrics("data/retries") if line["step"] > 2]
     for line, expected in zip(found, rest, strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
 
@@ -171,8 +171,8 @@ def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, t
     first = whole.folder / "checkpoints" / "step-000002.pt"
     settings = (*shards, "data.batch_size=6")
     resumed = training.train(client4, project, tmp_path / "resumed", *settings, ranks=4, resume=first)
-    rest = [line for line in whole.metrics() if line["step"] > 2]
-    found = [line for line in resumed.metrics() if line["step"] > 2]
+    rest = [line for line in whole.metrics("data/retries") if line["step"] > 2]
+    found = [line for line in resumed.metrics("data/retries") if line["step"] > 2]
     assert len(found) == len(rest) == 8
     for line, expected in zip(found, rest, strict=True):
         assert line == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,13 @@
+"""OpenCV, without what importing it does to the environment of child processes."""
+
+import os
+
+_before = os.environ.get("LD_LIBRARY_PATH")
+import cv2  # noqa: E402
+
+if _before is None:
+    os.environ.pop("LD_LIBRARY_PATH", None)
+else:
+    os.environ["LD_LIBRARY_PATH"] = _before
+
+__all__ = ["cv2"]
