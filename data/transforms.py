@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -72,41 +73,43 @@ class _Transform:
         """
         look = self.draw(header.height, header.width, rng)
         needed = self.size / min(look.height, look.width)
-        image = decode_jpeg(data, header, needed, exact=self.smooth)
-        return self.apply(image, look, (image.shape[1] / header.height, image.shape[2] / header.width))
+        pixels = decode_jpeg(data, header, needed, exact=self.smooth)
+        return self._make(pixels, look, (pixels.shape[0] / header.height, pixels.shape[1] / header.width))
 
-    def apply(self, image: Tensor, look: Look, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
+        """Transform one image, drawing from `rng`."""
+        done = self._make(image.permute(1, 2, 0).numpy(), self.draw(image.shape[1], image.shape[2], rng))
+        return done.clone() if done.data_ptr() == image.data_ptr() else done
+
+    def _make(self, pixels: np.ndarray, look: Look, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
         """Make of an image what was drawn for it.
 
         Args:
-            image: uint8 (3, height, width).
+            pixels: uint8 (height, width, 3).
             look: from `draw`.
-            scale: height and width of `image` over those that `draw` was told.
+            scale: height and width of `pixels` over those that `draw` was told.
         """
-        height, width = image.shape[1:]
+        height, width = pixels.shape[:2]
         top = min(round(look.top * scale[0]), height - 1)
         left = min(round(look.left * scale[1]), width - 1)
         bottom = max(top + 1, round((look.top + look.height) * scale[0]))
         right = max(left + 1, round((look.left + look.width) * scale[1]))
-        part = image[:, top:bottom, left:right]
-        if part.shape[1:] != (self.size, self.size):
+        # In numpy: each operation of torch would let go of the interpreter lock, and wait to have it back.
+        part = pixels[top:bottom, left:right]
+        if part.shape[:2] != (self.size, self.size):
             part = resize(part, self.size, self.smooth)
         if look.shift != (0, 0):
             part = _shifted(part, *look.shift)
         if look.flip:
-            part = part.flip(-1)
+            part = cv2.flip(part, 1)
+        made = torch.from_numpy(part).permute(2, 0, 1)
         if look.shade is not None:
-            part = look.shade.of(part)
+            made = look.shade.of(made)
         if look.erased is not None:
             top, left, height, width = look.erased
-            part = part.clone()
-            part[:, top : top + height, left : left + width] = self.fill
-        return part
-
-    def __call__(self, image: Tensor, rng: random.Random) -> Tensor:
-        """Transform one image, drawing from `rng`."""
-        done = self.apply(image, self.draw(image.shape[1], image.shape[2], rng))
-        return done.clone() if done.data_ptr() == image.data_ptr() else done
+            made = made.clone()
+            made[:, top : top + height, left : left + width] = self.fill
+        return made
 
 
 class EvalTransform(_Transform):
@@ -207,29 +210,28 @@ _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 """Of torchvision's RandomErasing, from Zhong et al., Random Erasing Data Augmentation (arXiv 1708.04896)."""
 
 
-def resize(image: Tensor, size: int, smooth: bool = True) -> Tensor:
+def resize(pixels: np.ndarray, size: int, smooth: bool = True) -> np.ndarray:
     """Resize an image to a square.
 
     Args:
-        image: uint8 (3, height, width), fastest where the values of a pixel lie side by side.
+        pixels: uint8 (height, width, 3).
         size: side of the square, pixels.
         smooth: average over all pixels that become one, as torchvision does; otherwise over the nearest four, which
             takes half the time and looks rough from twice the size on: there it is smooth in any case.
     """
-    pixels = image.permute(1, 2, 0)
-    if not smooth and min(image.shape[1:]) < 2 * size:
-        return torch.from_numpy(cv2.resize(pixels.numpy(), (size, size))).permute(2, 0, 1)
+    if not smooth and min(pixels.shape[:2]) < 2 * size:
+        return cv2.resize(pixels, (size, size))
     # Unsqueezed so that torch sees channels last, and need not rearrange all pixels before and after.
-    batch = pixels[None].permute(0, 3, 1, 2)
-    return F.interpolate(batch, size=(size, size), mode="bilinear", antialias=True)[0]
+    batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    resized = F.interpolate(batch, size=(size, size), mode="bilinear", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()
 
 
-def _shifted(image: Tensor, down: int, right: int) -> Tensor:
+def _shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
     """Move an image over black."""
-    moved = torch.zeros_like(image)
-    size = image.shape[-1]
-    to, come = _overlap(down, size), _overlap(-down, size)
-    moved[:, to, _overlap(right, size)] = image[:, come, _overlap(-right, size)]
+    moved = np.zeros_like(pixels)
+    size = len(pixels)
+    moved[_overlap(down, size), _overlap(right, size)] = pixels[_overlap(-down, size), _overlap(-right, size)]
     return moved
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from data.images.opencv import cv2
 from data.images.room import Room
 
 if TYPE_CHECKING:
@@ -171,4 +170,3 @@ class BatchMaker:
 def _compute_alone() -> None:
     """Keep each of the threads from computing with a team of its own: they would fight for the cores."""
     torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
-    cv2.setNumThreads(1)

@@ -54,7 +54,7 @@ def read_jpeg_header(data: Any) -> JpegHeader | None:
     return JpegHeader(width, height, orientation) if orientation >= 5 else JpegHeader(height, width, orientation)
 
 
-def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: bool = True) -> Tensor:
+def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: bool = True) -> np.ndarray:
     """Decode a JPEG, of which a smaller size may do.
 
     Args:
@@ -64,7 +64,7 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: boo
         exact: the pixels that Pillow would give; otherwise nearly those, a tenth faster.
 
     Returns:
-        As `decode`.
+        uint8 (height, width, 3), RGB.
 
     Raises:
         ValueError: it is damaged.
@@ -76,7 +76,7 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: boo
         pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=not exact, fastupsample=not exact, **least)
     except ValueError:
         return _decode_any(data)  # the thorough decoder may know better, or can say what is wrong
-    return _as_tensor(_upright(pixels, header.orientation))
+    return _upright(pixels, header.orientation)
 
 
 def decode(data: Any) -> Tensor:
@@ -95,23 +95,20 @@ def decode(data: Any) -> Tensor:
         ValueError: it is no image, or a damaged one.
     """
     header = read_jpeg_header(data)
-    return decode_jpeg(data, header) if header else _decode_any(data)
+    pixels = decode_jpeg(data, header) if header else _decode_any(data)
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def _decode_any(data: Any) -> Tensor:
+def _decode_any(data: Any) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data)) as image:
             upright = ImageOps.exif_transpose(image)
-            return _as_tensor(np.array(_sixteen_to_eight_bits(upright).convert("RGB")))
+            return np.array(_sixteen_to_eight_bits(upright).convert("RGB"))
     except UnidentifiedImageError:
         start = bytes(data[:16])
         raise ValueError(f"not an image: the file {f'starts with {start!r}' if start else 'is empty'}") from None
     except Exception as error:  # the readers of the many formats raise almost anything on damaged files
         raise ValueError(f"damaged image: {error}") from None
-
-
-def _as_tensor(pixels: np.ndarray) -> Tensor:
-    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _orientation(data: Any) -> int:

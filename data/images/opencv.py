@@ -1,4 +1,4 @@
-"""OpenCV, without what importing it does to the environment of child processes."""
+"""OpenCV, computing in the thread that asks, and without what its import does to the environment of child processes."""
 
 import os
 
@@ -9,5 +9,7 @@ if _before is None:
     os.environ.pop("LD_LIBRARY_PATH", None)
 else:
     os.environ["LD_LIBRARY_PATH"] = _before
+
+cv2.setNumThreads(1)
 
 __all__ = ["cv2"]

@@ -111,7 +111,7 @@ def test_a_jpeg_is_decoded_as_small_as_will_do(share, shrunk):
     data = encode(Image.fromarray(COLOURS), "JPEG", quality=95)
     header = read_jpeg_header(data)
     image = decode_jpeg(data, header, share)
-    assert image.shape == (3, -(-header.height // shrunk), -(-header.width // shrunk))
+    assert image.shape == (-(-header.height // shrunk), -(-header.width // shrunk), 3)
 
 
 def test_an_odd_jpeg_is_left_to_the_thorough_decoder():
