@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,16 +50,16 @@ class Look:
     erased: tuple[int, int, int, int] | None = None
 
 
-class _Transform:
+class _Transform(ABC):
     """Cuts a part out of an image and resizes it; what part, subclasses say."""
 
     size: int
     smooth: bool
     fill: Tensor
 
+    @abstractmethod
     def draw(self, height: int, width: int, rng: random.Random) -> Look:
         """Choose what will be made of an image of a size, in pixels."""
-        raise NotImplementedError
 
     def of_jpeg(self, data: Any, header: JpegHeader, rng: random.Random) -> Tensor:
         """Decode a JPEG and transform it, drawing from `rng`; large parts are decoded no larger than needed.

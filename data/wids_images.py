@@ -10,6 +10,7 @@ import numpy as np
 from data.images.bad_samples import LostSamples
 from data.images.decode import IMAGE_EXTENSIONS
 from data.images.image_set import ImageSet
+from data.stores.patience import StaleCredentialsError
 from data.wids_shards import WidsShards, field_of
 
 
@@ -118,6 +119,8 @@ class WidsImages(ImageSet):
         try:
             return self.shards.fields(index)
         except (ValueError, FileNotFoundError, PermissionError) as error:
+            if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
+                raise  # that is no shard's own fault
             shard = int(np.searchsorted(self._starts, index, side="right")) - 1
             first, end = self._starts[shard : shard + 2].tolist()
             raise LostSamples(str(error), self.shards.shards[shard].url, first, end - first) from None

@@ -3,6 +3,6 @@
 from data.stores.local import LocalFolder
 from data.stores.s3 import Bucket
 from data.stores.traffic import Traffic
-from data.stores.urls import Access, Store, open_url
+from data.stores.urls import Access, Store
 
-__all__ = ["Access", "Bucket", "LocalFolder", "Store", "Traffic", "open_url"]
+__all__ = ["Access", "Bucket", "LocalFolder", "Store", "Traffic"]

@@ -115,8 +115,3 @@ class Access:
 
 def _local_path(url: str) -> Path:
     return Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser().absolute()
-
-
-def open_url(url: str, **access: Any) -> tuple[Store, str]:
-    """Return the store of one URL, and its key there; see `Access` for the arguments."""
-    return Access(**access).open(url)

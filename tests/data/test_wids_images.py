@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from data.shards.make import make
+from data.stores.patience import StaleCredentialsError
 from data.transforms import EvalTransform, TrainTransform
 from data.wids_images import WidsImages
 from ddp_hydra.samplers import Chunked
@@ -138,3 +139,16 @@ def test_classes_come_from_the_index_or_are_given(tmp_path, png, images):
     assert images(index, classes=7).classes == list("0123456")
     with pytest.raises(ValueError, match=r"info\.classes.*data\.classes="):
         images(index)
+
+
+@pytest.mark.parametrize("error", [StaleCredentialsError("expired"), PermissionError("403 from the start")])
+def test_no_access_is_no_lost_shard(shards, images, monkeypatch, error):
+    data = images(shards, max_bad_fraction=0.5)
+
+    def refuse(index):
+        raise error
+
+    monkeypatch.setattr(data.shards, "fields", refuse)
+    with pytest.raises(type(error), match=str(error)):
+        data[0]
+    assert data.bad == {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stores import Access, Bucket, LocalFolder, open_url
+from data.stores import Access, Bucket, LocalFolder
 from tests.fault_server import serving
 
 OBJECTS = {"photos/a/1.bin": b"one", "photos/a/b c.bin": b"two"}
@@ -169,7 +169,7 @@ def test_a_web_identity_has_credentials(store, monkeypatch, tmp_path):
 
 @pytest.mark.integration
 def test_a_web_server_is_read(store):
-    server, key = open_url(f"{store.url}/photos/a/b%20c.bin?signature=1")
+    server, key = Access().open(f"{store.url}/photos/a/b%20c.bin?signature=1")
     assert (bytes(server.get(key)), bytes(server.get_range(key, 1, 3)), server.size(key)) == (b"two", b"wo", 3)
     with pytest.raises(FileNotFoundError, match=r"/photos/none.*404"):
         server.get("photos/none")
