@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from data.images.image_set import ImageSet
+from data.images.stored import StoredImages
 from data.images.strings import Strings
 from data.stores import Access, Store
 
 
-class ImageTable(ImageSet):
+class ImageTable(StoredImages):
     """Labelled images, a row of a table each: its path, and its label.
 
     Samples are in the order of the rows, so that the `sharded` sampler splits the file among the ranks.
@@ -27,13 +27,8 @@ class ImageTable(ImageSet):
         label_column: name of the column with labels; numbers are sorted as numbers.
         classes_from: a table whose labels are the classes; None: those of this one. A validation set names the
             training set's table here, so that a label that it lacks shifts no other.
-        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
-        region: of s3:// URLs.
-        anon: read s3:// URLs without credentials.
-        addressing: of s3:// URLs, "path" or "virtual".
-        timeout_s: how long a connection may stay silent.
-        patience_s: how long a read that fails is tried again.
-        images: arguments of `ImageSet`: transform, threads, cache_mb, max_bad_fraction and more.
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
+            cache_mb, max_bad_fraction and more).
 
     Raises:
         ValueError: an argument out of its range, a table without such columns or rows, or a path out of `root`.
@@ -43,6 +38,8 @@ class ImageTable(ImageSet):
         ModuleNotFoundError: Parquet needs pyarrow.
     """
 
+    setting = "data.table"
+
     def __init__(
         self,
         table: str,
@@ -51,24 +48,15 @@ class ImageTable(ImageSet):
         label_column: str = "label",
         *,
         classes_from: str | None = None,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        anon: bool = False,
-        addressing: str = "path",
-        timeout_s: float = 10.0,
-        patience_s: float = 60.0,
         **images: Any,
     ) -> None:
         super().__init__(**images)
         self.table = table
-        self._access = Access(
-            endpoint_url, region, anon, addressing, "data.table", timeout_s, patience_s, traffic=self.traffic
-        )
-        paths, labels = read_columns(self._access, table, (path_column, label_column))
+        paths, labels = read_columns(self.access, table, (path_column, label_column))
         self._paths = Strings(paths)
         self._root = _folder_of(table) if root is None else root.rstrip("/")
-        self._root_store, self._prefix = self._access.open_folder(self._root)
-        named = labels if classes_from is None else read_columns(self._access, classes_from, (label_column,))[0]
+        self._root_store, self._prefix = self.access.open_folder(self._root)
+        named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
         self.classes = sorted(set(named), key=_numbers_by_value)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
@@ -93,13 +81,8 @@ class ImageTable(ImageSet):
 
     def _find(self, path: str) -> tuple[Store, str]:
         if path.startswith(("s3://", "http://", "https://")):
-            return self._access.open(path)
+            return self.access.open(path)
         return self._root_store, f"{self._prefix}/{path}".lstrip("/")
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._access.close()
-        super().close()
 
 
 def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[list[str]]:

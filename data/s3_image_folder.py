@@ -10,13 +10,13 @@ import numpy as np
 
 from data import digits_s3
 from data.images.decode import IMAGE_EXTENSIONS
-from data.images.image_set import ImageSet
 from data.images.listing import list_images_once
-from data.stores import Bucket, LocalFolder, Store
+from data.images.stored import StoredImages
+from data.stores import Store
 from data.user_cache import user_cache
 
 
-class S3ImageFolder(ImageSet):
+class S3ImageFolder(StoredImages):
     """Labelled images of any S3-compatible store, or of a local folder: the class is the folder above the file.
 
     It is listed once, here. Files that are no images by their extension are skipped.
@@ -27,14 +27,9 @@ class S3ImageFolder(ImageSet):
         prefix: the folder of the class folders, e.g. "imagenet/train"; "" for the whole bucket.
         classes_from: a prefix whose folders are the classes; None: those found under `prefix`. A validation
             set names the training set's prefix here, so that a missing folder shifts no label.
-        endpoint_url: where the store is; None: what the environment says, else AWS.
-        region: of the bucket; None: what the environment says.
-        anon: read without credentials, as public buckets allow.
-        addressing: "path" or "virtual", see `stores.Bucket`.
-        timeout_s: how long a connection may stay silent.
-        patience_s: how long a read that fails is tried again.
         listing_max_age_s: a listing on this machine's disk that is no older is used; 0: list each time.
-        images: arguments of `ImageSet`: transform, threads, cache_mb, max_bad_fraction and more.
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
+            cache_mb, max_bad_fraction and more).
 
     Attributes:
         skipped: how many objects under the prefix are no images.
@@ -53,12 +48,6 @@ class S3ImageFolder(ImageSet):
         prefix: str = "",
         *,
         classes_from: str | None = None,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        anon: bool = False,
-        addressing: str = "path",
-        timeout_s: float = 10.0,
-        patience_s: float = 60.0,
         listing_max_age_s: float = 0.0,
         **images: Any,
     ) -> None:
@@ -67,12 +56,9 @@ class S3ImageFolder(ImageSet):
         self._owns_server = False
         self._embedded_on: str | None = None
         if bucket is None:
-            self._store: Store = self._embedded(endpoint_url)
-        elif bucket.startswith("file://"):
-            self._store = LocalFolder(bucket.removeprefix("file://"), self.traffic)
+            self._store: Store = self._embedded()
         else:
-            patience: Any = {"timeout_s": timeout_s, "patience_s": patience_s, "traffic": self.traffic}
-            self._store = Bucket(bucket, endpoint_url, region, anon, addressing, **patience)
+            self._store = self.access.bucket(bucket)
         try:
             listing = list_images_once(self._store, self.prefix, listing_max_age_s, user_cache() / "listings")
             if not len(listing.keys):
@@ -87,17 +73,17 @@ class S3ImageFolder(ImageSet):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_owns_server": False}
 
-    def _embedded(self, endpoint_url: str | None) -> Bucket:
-        if endpoint_url is not None:
+    def _embedded(self) -> Store:
+        if (endpoint_url := self.access.endpoint_url) is not None:
             raise ValueError(
                 f"endpoint_url is {endpoint_url!r}, and no bucket is given: type data.bucket=..., or leave "
                 "out data.endpoint_url to use the embedded digits"
             )
-        endpoint = digits_s3.acquire()
+        self.access.endpoint_url, self.access.region = digits_s3.acquire(), "us-east-1"
         self._owns_server = True
         self._embedded_on = socket.gethostname()
-        credentials = digits_s3.CREDENTIALS
-        return Bucket(digits_s3.BUCKET, endpoint, "us-east-1", credentials=credentials, traffic=self.traffic)
+        self.access.credentials = digits_s3.CREDENTIALS
+        return self.access.bucket(digits_s3.BUCKET)
 
     def _label(self, classes_from: str | None) -> None:
         """Number the classes, and give each image the number of its own."""
@@ -165,7 +151,6 @@ class S3ImageFolder(ImageSet):
 
     def close(self) -> None:
         """Stop the threads, and the embedded server where this is its last user."""
-        self._store.close()
         super().close()
         if self._owns_server:
             self._owns_server = False

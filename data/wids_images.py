@@ -9,23 +9,23 @@ import numpy as np
 
 from data.images.bad_samples import LostSamples
 from data.images.decode import IMAGE_EXTENSIONS
-from data.images.image_set import ImageSet
+from data.images.stored import StoredImages
 from data.stores.patience import StaleCredentialsError
 from data.wids_shards import WidsShards, field_of
 
 
-class WidsImages(ImageSet):
+class WidsImages(StoredImages):
     """Labelled images of a wids index: one field of a sample is the image, another the number of its class.
 
     The `chunked` sampler reads few shards at a time. A shard that can't be had, or is damaged, is replaced by the
     samples of the next one, as an image by its neighbour.
 
     Args:
-        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb, look_ahead_shards, endpoint_url, region,
-            anon, addressing, timeout_s and patience_s.
+        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb and look_ahead_shards.
         label: extension of the field with the number of the class, as text.
         classes: names of the classes, or how many there are; None: what the index says (`info.classes`).
-        images: arguments of `ImageSet`: transform, threads, max_bad_fraction and more.
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
+            max_bad_fraction and more).
 
     Raises:
         ValueError: an argument out of its range, a file that is no such index, or classes are nowhere named.
@@ -33,6 +33,8 @@ class WidsImages(ImageSet):
         PermissionError: it may not be read.
         ConnectionError: its host is not reachable.
     """
+
+    setting = "data.index"
 
     def __init__(
         self,
@@ -45,12 +47,6 @@ class WidsImages(ImageSet):
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
         look_ahead_shards: int = 4,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        anon: bool = False,
-        addressing: str = "path",
-        timeout_s: float = 10.0,
-        patience_s: float = 60.0,
         **images: Any,
     ) -> None:
         super().__init__(**images)
@@ -63,12 +59,7 @@ class WidsImages(ImageSet):
             cache_dir=cache_dir,
             cache_gb=cache_gb,
             look_ahead_shards=look_ahead_shards,
-            endpoint_url=endpoint_url,
-            region=region,
-            anon=anon,
-            addressing=addressing,
-            timeout_s=timeout_s,
-            patience_s=patience_s,
+            access=self.access,
             decode=False,
         )
         self.shard_lengths = self.shards.shard_lengths

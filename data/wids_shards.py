@@ -36,12 +36,7 @@ class WidsShards(Dataset):
             (XDG_CACHE_HOME) of each host.
         cache_gb: what that folder may take, GiB.
         look_ahead_shards: shards downloaded before they are needed, where `expect` says which.
-        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
-        region: of s3:// URLs; None: what the environment says.
-        anon: read s3:// URLs without credentials.
-        addressing: of s3:// URLs, "path" or "virtual".
-        timeout_s: how long a connection may stay silent.
-        patience_s: how long a read that fails is tried again.
+        access: how URLs are read; None: as the environment says.
         decode: decode the fields by their extensions, see `decode_field`; false: leave them as they are in the mapped
             shard (memoryviews, which another process can't be sent: there, make them bytes).
 
@@ -69,15 +64,10 @@ class WidsShards(Dataset):
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
         look_ahead_shards: int = 4,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        anon: bool = False,
-        addressing: str = "path",
-        timeout_s: float = 10.0,
-        patience_s: float = 60.0,
+        access: Access | None = None,
         decode: bool = True,
     ) -> None:
-        access = Access(endpoint_url, region, anon, addressing, "data.index", timeout_s, patience_s)
+        access = access or Access(setting="data.index")
         found = read_index(index, base=base, dataset=dataset, access=access)
         self.shards, self.name, self.info = found.shards, found.name, found.info
         self.shard_lengths = [shard.n_samples for shard in self.shards]

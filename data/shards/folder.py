@@ -152,7 +152,8 @@ class ShardFolder:
 
     def publish(self, part: int, name: str) -> None:
         """Give a complete `.part` its name; its descriptor is then one of a reader."""
-        self._part(name).rename(self.path / name)
+        with self._alone():  # who counts meanwhile might find it under neither name
+            self._part(name).rename(self.path / name)
         fcntl.flock(part, fcntl.LOCK_SH)
 
     def abandon(self, part: int, name: str) -> None:

@@ -47,6 +47,7 @@ class Access:
         setting: the config key that holds the URL, for messages.
         timeout_s: how long a connection may stay silent.
         patience_s: how long a read is tried again.
+        credentials: access key and secret of s3:// URLs that are nobody's secret, as the embedded store's.
         traffic: counts over all stores.
     """
 
@@ -57,6 +58,7 @@ class Access:
     setting: str = "data.bucket"
     timeout_s: float = 10.0
     patience_s: float = 60.0
+    credentials: tuple[str, str] | None = None
     traffic: Traffic = field(default_factory=Traffic)
     _stores: dict[str, Store] = field(default_factory=dict, repr=False)
 
@@ -93,19 +95,36 @@ class Access:
             return self.open(url)
         return self._store(f"file://{_local_path(url)}"), ""
 
+    def bucket(self, name: str) -> Store:
+        """Return a whole store by the name of its bucket, or file:///folder.
+
+        Raises:
+            ValueError: that is neither.
+        """
+        return self._store(f"file://{_local_path(name)}" if name.startswith("file://") else f"s3://{name}")
+
     def _store(self, root: str) -> Store:
         if root not in self._stores:
-            patience: Any = {"timeout_s": self.timeout_s, "patience_s": self.patience_s, "traffic": self.traffic}
-            if root.startswith("s3://"):
-                name, anon = root.removeprefix("s3://"), self.anon
-                self._stores[root] = Bucket(
-                    name, self.endpoint_url, self.region, anon, self.addressing, setting=self.setting, **patience
-                )
-            elif root.startswith("file://"):
-                self._stores[root] = LocalFolder(root.removeprefix("file://"), self.traffic)
-            else:
-                self._stores[root] = WebServer(root, **patience)
+            self._stores[root] = self._connect(root)
         return self._stores[root]
+
+    def _connect(self, root: str) -> Store:
+        if root.startswith("file://"):
+            return LocalFolder(root.removeprefix("file://"), self.traffic)
+        if not root.startswith("s3://"):
+            return WebServer(root, self.timeout_s, self.patience_s, self.traffic)
+        return Bucket(
+            root.removeprefix("s3://"),
+            self.endpoint_url,
+            self.region,
+            self.anon,
+            self.addressing,
+            self.credentials,
+            self.setting,
+            self.timeout_s,
+            self.patience_s,
+            self.traffic,
+        )
 
     def close(self) -> None:
         """Let no store wait for a retry any more."""

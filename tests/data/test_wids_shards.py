@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from data.shards.decode import decode_field
 from data.shards.folder import with_index
+from data.stores import Access
 from data.wids_shards import WidsShards, field_of
 from tests.data.shards.server import described, index_of, numbered, serving, tar_of
 
@@ -350,7 +351,7 @@ def test_shards_come_from_s3(s3, credentials, tmp_path):
     bucket = s3.fill(
         {"data/a.tar": content, "data/index.json": index_of(described("a.tar", 20, content), base="../data")}
     )
-    data = WidsShards(f"s3://{bucket}/data/index.json", endpoint_url=s3.endpoint_url, cache_dir=tmp_path)
+    data = WidsShards(f"s3://{bucket}/data/index.json", access=Access(s3.endpoint_url), cache_dir=tmp_path)
     assert data[7][".cls"] == 7
     data.close()
 

@@ -688,7 +688,7 @@ def test_a_claim_is_for_one_only_and_survives_no_death(tmp_path):
     assert second is not None
     folder.publish(second, name)
     assert folder.claim(name) is None
-    assert files(tmp_path) == ["a.tar"]
+    assert files(tmp_path) == ["a.tar", "lock"]
     descriptor = folder.open(name)
     assert descriptor is not None
     with pytest.raises(BlockingIOError), (tmp_path / name).open("rb+") as file:

@@ -13,6 +13,7 @@ import pytest
 
 from data.shards import make as shards
 from data.shards.__main__ import main
+from data.stores import Access
 from data.wids_shards import WidsShards
 from tests.data.shards.server import numbered, serving, tar_of
 
@@ -179,7 +180,7 @@ def test_shards_go_into_a_bucket(s3, credentials, pictures, tmp_path, capsys):
     bucket = s3.fill({"other": b"x"})
     command = ["make", str(pictures), f"s3://{bucket}/pets", "--endpoint-url", s3.endpoint_url]
     assert main(command) == 0
-    data = WidsShards(f"s3://{bucket}/pets/index.json", endpoint_url=s3.endpoint_url, cache_dir=tmp_path / "cache")
+    data = WidsShards(f"s3://{bucket}/pets/index.json", access=Access(s3.endpoint_url), cache_dir=tmp_path / "cache")
     assert sorted(sample[".cls"] for sample in data) == sorted(10 * [0, 1, 2])
     data.close()
     assert main(command) == 1

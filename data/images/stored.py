@@ -1,0 +1,52 @@
+"""Labelled images behind URLs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from data.images.image_set import ImageSet
+from data.stores import Access
+
+
+class StoredImages(ImageSet):
+    """Labelled images that are read from stores; a subclass knows under which keys.
+
+    Args:
+        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
+        region: of s3:// URLs; None: what the environment says.
+        anon: read s3:// URLs without credentials, as public buckets allow.
+        addressing: of s3:// URLs, "path" or "virtual", see `stores.Bucket`.
+        timeout_s: how long a connection may stay silent.
+        patience_s: how long a read that fails is tried again.
+        images: arguments of `ImageSet`: transform, threads, cache_mb, max_bad_fraction and more.
+
+    Attributes:
+        access: how URLs are read.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    setting: ClassVar[str] = "data.bucket"
+    """The config key that holds the URL, for messages."""
+
+    def __init__(
+        self,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        anon: bool = False,
+        addressing: str = "path",
+        timeout_s: float = 10.0,
+        patience_s: float = 60.0,
+        **images: Any,
+    ) -> None:
+        super().__init__(**images)
+        self.access = Access(
+            endpoint_url, region, anon, addressing, self.setting, timeout_s, patience_s, traffic=self.traffic
+        )
+
+    def close(self) -> None:
+        """Stop the threads, and let no store wait for a retry any more."""
+        self.access.close()
+        super().close()
