@@ -1,0 +1,133 @@
+"""What a rank more costs the client and the scheduler: gangs of 2 to 256 stub ranks, without a process behind them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import psutil
+from distributed import Client
+
+from benchmarks import commands, report, scale_stub
+from benchmarks.report import Figure, Goal
+from ddp_hydra import cluster, project
+from ddp_hydra.dispatch import Gang
+from ddp_hydra.rank_host import relay
+
+RANKS = (2, 32, 256)
+FROM = 32
+"""Where the fixed cost of a gang is small enough to see what each rank costs."""
+MANY = 4096
+RECORDS = 50
+"""Records of each rank."""
+PER_PROCESS = 64
+"""Workers in one process."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a gang took.
+
+    Args:
+        wall_s: from the dispatch to the last rank's end.
+        client_s: CPU time of the client.
+        scheduler_s: CPU time of the scheduler.
+    """
+
+    wall_s: float
+    client_s: float
+    scheduler_s: float
+
+
+def measure(repeats: int) -> Iterator[Figure]:
+    """Dispatch gangs of all sizes, without records and with."""
+    packed = project.pack(commands.ROOT)
+    dispatch: dict[int, list[Cost]] = {n: [] for n in RANKS}
+    records: dict[int, list[Cost]] = {n: [] for n in RANKS}
+    with workers(max(RANKS)) as (client, scheduler), mock.patch.object(relay, "run_rank", scale_stub.run_rank):
+        run(client, scheduler, packed, max(RANKS), 1)  # everything once, before anything is measured
+        for _ in range(repeats):
+            for n in RANKS:
+                dispatch[n].append(run(client, scheduler, packed, n, 0))
+                records[n].append(run(client, scheduler, packed, n, RECORDS))
+                report.progress(f"{n} ranks: {dispatch[n][-1]}, with records {records[n][-1]}")
+    yield from figures(dispatch, records)
+
+
+def figures(dispatch: dict[int, list[Cost]], records: dict[int, list[Cost]]) -> Iterator[Figure]:
+    """The table: each cost per rank, how it grows, and what it would be for many."""
+    for part in ("wall", "client", "scheduler"):
+        each = {
+            n: report.times(
+                f"dispatch, {part}, {n} ranks", [1000 * getattr(cost, f"{part}_s") / n for cost in costs], unit="ms/rank"
+            )
+            for n, costs in dispatch.items()
+        }
+        yield from each.values()
+        yield report.ratio(f"{part}: {max(RANKS)} / {FROM} ranks", each[max(RANKS)], each[FROM], Goal(1.2, at_most=True))
+        many = [MANY * run / 1000 for run in each[max(RANKS)].runs]
+        yield report.times(f"{part}: so {MANY} ranks would take", many)
+    for part in ("client", "scheduler"):
+        more = {
+            n: report.times(
+                f"record, {part}, {n} ranks",
+                [
+                    1e6 * (getattr(loud, f"{part}_s") - getattr(quiet, f"{part}_s")) / n / RECORDS
+                    for loud, quiet in zip(records[n], dispatch[n], strict=True)
+                ],
+                unit="us",
+            )
+            for n in RANKS
+            if n >= FROM
+        }
+        yield from more.values()
+        yield report.ratio(f"{part}: {max(RANKS)} / {FROM} ranks", more[max(RANKS)], more[FROM], Goal(1.2, at_most=True))
+        beats = [MANY * run / 1e6 / relay.BEAT_S for run in more[max(RANKS)].runs]
+        yield report.times(f"{part}: beats of {MANY} ranks keep busy", beats, unit="cores")
+
+
+def run(client: Client, scheduler: psutil.Process, packed: project.Project, n: int, records: int) -> Cost:
+    """Run one gang of stubs."""
+    begin, client_s, scheduler_s = time.perf_counter(), time.process_time(), cpu_s(scheduler)
+    heard: list[int] = []
+    gang = Gang(client, ranks=n, name="scale", project=packed, on_record=lambda record: heard.append(record.rank))
+    assert gang.run(scale_stub.records, records) == list(range(n))
+    assert len(heard) == n * records, len(heard)
+    return Cost(time.perf_counter() - begin, time.process_time() - client_s, cpu_s(scheduler) - scheduler_s)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU time of a process so far."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@contextmanager
+def workers(n: int) -> Iterator[tuple[Client, psutil.Process]]:
+    """A scheduler in a process of its own, and `n` workers in a few more."""
+    with ExitStack() as stack:
+        scheduler = start(stack, sys.executable, "-m", "benchmarks.scale_workers")
+        assert scheduler.stdout is not None
+        address = scheduler.stdout.readline().strip()
+        for first in range(0, n, PER_PROCESS):
+            start(stack, sys.executable, "-m", "benchmarks.scale_workers", address, str(min(PER_PROCESS, n - first)))
+        client = stack.enter_context(cluster.Scheduler(address).client())
+        client.wait_for_workers(n, timeout=120)
+        yield client, psutil.Process(scheduler.pid)
+
+
+def start(stack: ExitStack, *command: str) -> subprocess.Popen[str]:
+    """Start a process that ends with its stdin."""
+    variables = os.environ | {"DASK_LOGGING__DISTRIBUTED": "critical"}  # as all end at once, they miss each other
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return stack.enter_context(subprocess.Popen(command, cwd=commands.ROOT, env=variables, text=True, **pipes))
+
+
+if __name__ == "__main__":
+    report.main(__doc__, measure, repeats=5)

@@ -1,0 +1,37 @@
+"""A rank that is none: all that a relay does for one, but no process behind it."""
+
+from __future__ import annotations
+
+import base64
+import select
+import time
+
+import cloudpickle
+from distributed import get_worker
+
+from ddp_hydra import values
+from ddp_hydra.rank_host import mailbox, relay
+from ddp_hydra.results import Record
+
+
+def records(n: int) -> None:
+    """What a gang is told to run, and `run_rank` reads: say so many records."""
+
+
+def run_rank(order: relay.Order) -> None:
+    """Stand in for `relay.run_rank`: come up, hear where to meet, send records one by one, end."""
+    worker, rank = get_worker(), order.spec.rank
+    box = mailbox.box(order.gang, rank)
+    try:
+        relay.publish(worker, order, "up", {} if rank else {"rendezvous": ["127.0.0.1", 1]})
+        while rank and not any("rendezvous" in message for message in box.take()):
+            select.select([box], [], [], 1.0)
+        _, (n,), _ = cloudpickle.loads(order.call)
+        for step in range(n):
+            said = {"metrics": {"train/loss": 0.5, "lr": 0.1}, "epoch": 0, "samples": 32 * step}
+            record = Record("metrics", said, rank, step, time.time(), order.attempt)
+            worker.log_event(order.gang, record.encode())
+        value = base64.b64encode(values.encode(rank)).decode()
+        relay.publish(worker, order, "end", {"status": "ok", "value": value, "time_s": time.time()})
+    finally:
+        mailbox.remove(order.gang, rank)
