@@ -62,16 +62,17 @@ def measure(repeats: int) -> Iterator[Figure]:
 
 def figures(dispatch: dict[int, list[Cost]], records: dict[int, list[Cost]]) -> Iterator[Figure]:
     """The table: each cost per rank, how it grows, and what it would be for many."""
+    most, linear = max(RANKS), Goal(1.2, at_most=True)
     for part in ("wall", "client", "scheduler"):
         each = {
             n: report.times(
-                f"dispatch, {part}, {n} ranks", [1000 * getattr(cost, f"{part}_s") / n for cost in costs], unit="ms/rank"
+                f"dispatch, {part}, {n} ranks", [1e3 * getattr(cost, f"{part}_s") / n for cost in costs], unit="ms/rank"
             )
             for n, costs in dispatch.items()
         }
         yield from each.values()
-        yield report.ratio(f"{part}: {max(RANKS)} / {FROM} ranks", each[max(RANKS)], each[FROM], Goal(1.2, at_most=True))
-        many = [MANY * run / 1000 for run in each[max(RANKS)].runs]
+        yield report.ratio(f"{part}: {most} / {FROM} ranks", each[most], each[FROM], linear)
+        many = [MANY * run / 1000 for run in each[most].runs]
         yield report.times(f"{part}: so {MANY} ranks would take", many)
     for part in ("client", "scheduler"):
         more = {
@@ -87,8 +88,8 @@ def figures(dispatch: dict[int, list[Cost]], records: dict[int, list[Cost]]) -> 
             if n >= FROM
         }
         yield from more.values()
-        yield report.ratio(f"{part}: {max(RANKS)} / {FROM} ranks", more[max(RANKS)], more[FROM], Goal(1.2, at_most=True))
-        beats = [MANY * run / 1e6 / relay.BEAT_S for run in more[max(RANKS)].runs]
+        yield report.ratio(f"{part}: {most} / {FROM} ranks", more[most], more[FROM], linear)
+        beats = [MANY * run / 1e6 / relay.BEAT_S for run in more[most].runs]
         yield report.times(f"{part}: beats of {MANY} ranks keep busy", beats, unit="cores")
 
 
