@@ -42,7 +42,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.evaluate import Evaluation
 from ddp_hydra.loader import Loader
+from ddp_hydra.training import precision, selection
+from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.scores import Scores
 from ddp_hydra.versions import instantiate
 
 
@@ -101,7 +105,8 @@ def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
     wanted = parameters(cfg.sampler["_target_"])
     told = {name: value for name, value in known.items() if name in wanted and value is not None}
-    arguments = {"n_samples": len(data), "batch_size": cfg.data.batch_size, "rank": rank, "world_size": world_size}
+    batch_size = cfg.data.batch_size * cfg.trainer.accumulate
+    arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     return make(cfg.sampler, **arguments, **told)
 
 
@@ -113,30 +118,90 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
     """Build the model; a `num_classes` of null is what the data set has."""
-    node = cfg.model
-    if "num_classes" in node and node.num_classes is None:
-        found = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
-        if not found:
-            raise ConfigError(
-                f"model.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
-                "take it from: give model.num_classes=<n>"
-            )
-        node = OmegaConf.merge(node, {"num_classes": found})
-    return make(node)
+    return make(counted(cfg.model, data, "model"))
 
 
-def optimizer(cfg: DictConfig, parameters: Any) -> torch.optim.Optimizer:
-    """Build the optimizer over a model's parameters."""
-    return make(cfg.optimizer, parameters)
+def counted(node: DictConfig, data: Any, key: str) -> DictConfig:
+    """Fill a `num_classes` of null with what the data set has."""
+    if "num_classes" not in node or node.num_classes is not None:
+        return node
+    found = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
+    if not found:
+        raise ConfigError(
+            f"{key}.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
+            f"take it from: give {key}.num_classes=<n>"
+        )
+    return OmegaConf.merge(node, {"num_classes": found})  # type: ignore[return-value]
 
 
-def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-    """Build the learning-rate schedule: ours, or any of torch's."""
-    arguments = {"total_steps": total_steps}
+def parallel(cfg: DictConfig, model: nn.Module) -> Parallel:
+    """Put a model among its ranks, and compile it if that is wanted."""
+    wrapped: Parallel = make(cfg.parallel, model)
+    if cfg.trainer.compile is not None:
+        wrapped.compile(cfg.trainer.compile.replace("_", "-"))
+    return wrapped
+
+
+def loss(cfg: DictConfig) -> Any:
+    """Build the loss of the training."""
+    return make(cfg.loss)
+
+
+def mix(cfg: DictConfig, data: Any) -> Any:
+    """Build what mixes the samples of a batch: (x, y) -> (x, shares of the classes)."""
+    if cfg.mix.get("_target_") is None:
+        return lambda x, y: (x, y)
+    return make(counted(cfg.mix, data, "mix"))
+
+
+def scores(cfg: DictConfig, data: Any, device: torch.device) -> Scores | None:
+    """Build the metrics of the validation beside loss and accuracy."""
+    if not cfg.metrics:
+        return None
+    metrics = {str(name): make(counted(node, data, f"metrics.{name}")).to(device) for name, node in cfg.metrics.items()}
+    return Scores(metrics, getattr(data, "classes", ()))
+
+
+def evaluation(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Evaluation:
+    """Build what judges the model on the validation set."""
+    built = make(cfg.loss)
+    return Evaluation(
+        loader(cfg, data, device, channels_last),
+        len(data),
+        cfg.data.batch_size,
+        precision.autocast(cfg.trainer.precision, device),
+        getattr(built, "for_validation", built),
+        scores(cfg, data, device),
+    )
+
+
+def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0) -> torch.optim.Optimizer:
+    """Build the optimizer over a model's parameters.
+
+    Args:
+        cfg: the config.
+        model: whose parameters, but those that are frozen.
+        global_batch: samples of a step; with trainer.base_batch_size, lr grows with it.
+    """
+    node = cfg.optimizer
+    if cfg.trainer.base_batch_size is not None and global_batch:
+        node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})
+    return make(node, selection.parameters(model, decay_all=cfg.trainer.decay_all))
+
+
+def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1) -> Any:
+    """Build the learning-rate schedule: ours, or any of torch's.
+
+    Args:
+        cfg: the config.
+        optimizer: whose rate.
+        total_steps: of the run.
+        epoch_steps: of an epoch.
+    """
+    known = {"total_steps": total_steps, "epoch_steps": epoch_steps}
     wanted = parameters(cfg.scheduler["_target_"])
-    if wanted and "total_steps" not in wanted:
-        arguments = {}
-    return make(cfg.scheduler, optimizer, **arguments)
+    arguments = {name: value for name, value in known.items() if name in wanted}
+    return make(cfg.scheduler, optimizer, **(arguments if wanted else {"total_steps": total_steps}))
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:
@@ -158,11 +223,6 @@ def device(cfg: DictConfig) -> torch.device:
 def has_convolutions(model: nn.Module) -> bool:
     """Whether the model has 2-d convolutions, for which channels_last pays."""
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-def autocast(cfg: DictConfig, device: torch.device) -> torch.autocast:
-    """The context of the forward pass, by trainer.precision."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=cfg.trainer.precision == "bf16")
 
 
 def choose(given: bool | None, otherwise: bool) -> bool:

@@ -7,7 +7,8 @@ state: the order of samples, their augmentation and the seed of each step are fu
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -60,6 +61,7 @@ class State:
         position: how far it is.
         config: the resolved config, plain.
         best: the objective's best value so far.
+        extras: name -> what else has a state_dict, or None.
         pending: the end of an epoch is reached, and its validation still to come.
     """
 
@@ -68,6 +70,7 @@ class State:
     scheduler: Any
     position: Position
     config: dict[str, Any]
+    extras: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
     pending: bool = False
 
@@ -79,6 +82,7 @@ class State:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler.state_dict(),
+                **{name: part.state_dict() for name, part in self.extras.items() if part is not None},
                 "position": asdict(self.position),
                 "best": self.best,
                 "pending": self.pending,
@@ -98,6 +102,9 @@ class State:
         try:
             self.optimizer.load_state_dict(content["optimizer"])
             self.scheduler.load_state_dict(content["scheduler"])
+            for name, part in self.extras.items():
+                if part is not None and content.get(name):
+                    part.load_state_dict(content[name])
             vars(self.position).update(asdict(Position(**content["position"])))
             for group in self.optimizer.param_groups:
                 if missing := self.optimizer.defaults.keys() - group.keys():

@@ -21,7 +21,9 @@ class Precision(Enum):
     """Arithmetic of the forward pass."""
 
     fp32 = "fp32"
+    tf32 = "tf32"
     bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class Device(Enum):
@@ -55,6 +57,15 @@ class OnNonFinite(Enum):
     rollback = "rollback"
 
 
+class CompileMode(Enum):
+    """How torch.compile shall make the model faster, see its `mode`."""
+
+    default = "default"
+    reduce_overhead = "reduce-overhead"
+    max_autotune = "max-autotune"
+    max_autotune_no_cudagraphs = "max-autotune-no-cudagraphs"
+
+
 class Handler(Enum):
     """Where the writers run."""
 
@@ -69,8 +80,16 @@ class TrainerConfig:
         epochs: passes over the training data; null where only max_steps counts.
         max_steps: optimizer steps; null where only epochs count.
         device: cpu, cuda or auto.
-        precision: fp32 or bf16 (autocast).
+        precision: fp32, tf32 (matrix products with 11 bits, GPUs), or bf16 and fp16 (autocast).
         channels_last: memory layout of images; null means yes for models with 2-d convolutions.
+        compile: torch.compile's mode: default, reduce_overhead (CUDA graphs) or max_autotune; null: not compiled.
+        accumulate: parts of data.batch_size samples in a step of each rank, whose gradients are added up.
+        clip_norm: longest gradient, over all parameters; null for any.
+        recompute: classes of modules whose activations are computed again in the backward pass, to save memory.
+        freeze: parameters that are not trained, e.g. ['*','!fc.*'] for all but the last layer's.
+        decay_all: weight decay also for biases and the scales of norms.
+        base_batch_size: the optimizer's lr is for so many samples in a step, and grows with them; null: it stays.
+        ema_decay: keep a moving average of the weights, which is evaluated and saved, e.g. 0.999; null for none.
         threads: CPU threads per rank; 0 shares each host's cores out among its ranks.
         log_every_steps: a point on each curve every so many steps.
         validate_every_epochs: 0 means only at the end.
@@ -80,6 +99,8 @@ class TrainerConfig:
         on_nonfinite: a loss that is NaN or infinite on any rank ends the job (abort), leaves the step out (skip), or
             goes back to the last checkpoint first (rollback).
         max_nonfinite: such steps to put up with.
+        stop_after_validations: the run ends when so many in a row were no better than the best; null: it goes on.
+        stop_min_delta: how much better the objective has to be for that.
     """
 
     epochs: int | None = 5
@@ -87,6 +108,14 @@ class TrainerConfig:
     device: Device = Device.auto
     precision: Precision = Precision.fp32
     channels_last: bool | None = None
+    compile: CompileMode | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    recompute: list[str] = field(default_factory=list)
+    freeze: list[str] = field(default_factory=list)
+    decay_all: bool = True
+    base_batch_size: int | None = None
+    ema_decay: float | None = None
     threads: int = 0
     log_every_steps: int = 10
     validate_every_epochs: int = 1
@@ -95,6 +124,8 @@ class TrainerConfig:
     time_limit_s: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.abort
     max_nonfinite: int = 10
+    stop_after_validations: int | None = None
+    stop_min_delta: float = 0.0
 
 
 @dataclass
@@ -171,6 +202,10 @@ class Config:
         data: batch_size, and the data sets `train` and `val`.
         model: the model's class or function and its arguments.
         sampler: who reads what.
+        loss: the loss.
+        mix: what mixes the samples of a batch.
+        metrics: of the validation, beside loss and accuracy.
+        parallel: how the ranks' models are kept the same.
         optimizer: the optimizer and its arguments but the parameters.
         scheduler: the learning-rate schedule.
         trainer: see TrainerConfig.
@@ -188,6 +223,10 @@ class Config:
     data: Any = MISSING
     model: Any = MISSING
     sampler: Any = MISSING
+    loss: Any = MISSING
+    mix: Any = field(default_factory=dict)
+    metrics: Any = field(default_factory=dict)
+    parallel: Any = MISSING
     optimizer: Any = MISSING
     scheduler: Any = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -222,6 +261,9 @@ def check(cfg: DictConfig) -> None:
         "trainer.max_steps": cfg.trainer.max_steps,
         "trainer.log_every_steps": cfg.trainer.log_every_steps,
         "trainer.max_nonfinite": cfg.trainer.max_nonfinite,
+        "trainer.accumulate": cfg.trainer.accumulate,
+        "trainer.base_batch_size": cfg.trainer.base_batch_size,
+        "trainer.stop_after_validations": cfg.trainer.stop_after_validations,
         "dispatch.min_ranks": cfg.dispatch.min_ranks,
         "results.keep_checkpoints": cfg.results.keep_checkpoints,
     }
@@ -242,6 +284,10 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"dispatch.{key}={cfg.dispatch[key]:g}: give 0 or more")
     if cfg.trainer.time_limit_s is not None and cfg.trainer.time_limit_s <= 0:
         raise ConfigError(f"trainer.time_limit_s={cfg.trainer.time_limit_s:g}: give seconds, more than 0, or null")
+    if cfg.trainer.clip_norm is not None and cfg.trainer.clip_norm <= 0:
+        raise ConfigError(f"trainer.clip_norm={cfg.trainer.clip_norm:g}: give a length, more than 0, or null")
+    if cfg.trainer.ema_decay is not None and not 0 < cfg.trainer.ema_decay < 1:
+        raise ConfigError(f"trainer.ema_decay={cfg.trainer.ema_decay:g}: give a share between 0 and 1, e.g. 0.999")
     if cfg.trainer.epochs is None and cfg.trainer.max_steps is None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:

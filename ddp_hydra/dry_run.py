@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import build, results
 from ddp_hydra.loader import Loader
-from ddp_hydra.metrics import cross_entropy
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
@@ -30,11 +29,11 @@ def first_batch(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build.sampler(cfg, train_set, 0, world_size)
     model = build.model(cfg, train_set).to(device)
-    optimizer = build.optimizer(cfg, model.parameters())
+    optimizer = build.optimizer(cfg, model, sampler.global_batch)
     build.schedule(cfg, optimizer, total_steps=max(1, len(sampler)))
     x, y = next(iter(Loader(train_set, device, look_ahead=0).load(sampler.batches(0))))
     with torch.no_grad():
-        loss = cross_entropy(model(x), y)
+        loss = build.loss(cfg)(model(x), y)
     return [
         f"data      {len(train_set):,} samples" + (f", {len(val_set):,} for validation" if val_set else ""),
         f"batch     x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}",

@@ -18,47 +18,64 @@ from torch import nn
 from ddp_hydra import pulse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.loader import Loader
-from ddp_hydra.metrics import Meter, cross_entropy
+from ddp_hydra.metrics import Meter, count
 from ddp_hydra.samplers import Partition
+from ddp_hydra.training.scores import Scores
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    loader: Loader,
-    n_samples: int,
-    batch_size: int,
-    autocast: Any,
-    prefix: str = "val",
-    stop: Callable[[], Any] = lambda: False,
-) -> dict[str, float]:
-    """Mean loss and accuracy over a data set. A collective, though the ranks' shares may differ by a sample.
+@dataclass
+class Evaluation:
+    """Judges a model on a data set.
 
     Args:
-        model: not wrapped in DDP.
         loader: of the data set.
         n_samples: its length.
         batch_size: per rank.
         autocast: the context of the forward pass.
+        criterion: the loss, a mean over a batch.
+        scores: other metrics; None for none.
         prefix: of the metrics' names.
-        stop: whether to end early, with numbers that mean nothing then.
     """
-    distributed = dist.is_initialized() and dist.get_world_size() > 1
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    if distributed:
-        for buffer in model.buffers():  # BatchNorm's statistics differ; rank 0's are those that are saved
-            dist.broadcast(buffer, src=0)
-    model.eval()
-    meter = Meter(loader.device)
-    for x, y in loader.load(Partition(n_samples, batch_size, rank, world_size).batches()):
-        with autocast:
-            logits = model(x)
-            loss = cross_entropy(logits, y)
-        meter.add(loss, logits, y)
-        pulse.tick()
-        if stop():
-            break
-    return meter.result(prefix)
+
+    loader: Loader
+    n_samples: int
+    batch_size: int
+    autocast: Any
+    criterion: Callable[..., torch.Tensor]
+    scores: Scores | None = None
+    prefix: str = "val"
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, stop: Callable[[], Any] = lambda: False) -> dict[str, float]:
+        """Return mean loss, accuracy and the other metrics. A collective, though the ranks' shares may differ.
+
+        Args:
+            model: not wrapped in DDP.
+            stop: whether to end early, with numbers that mean nothing then.
+        """
+        distributed = dist.is_initialized() and dist.get_world_size() > 1
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        if distributed:
+            for buffer in model.buffers():  # BatchNorm's statistics may differ; rank 0's are those that are saved
+                dist.broadcast(buffer, src=0)
+        model.eval()
+        meter = Meter(self.loader.device)
+        for x, y in self.loader.load(Partition(self.n_samples, self.batch_size, rank, world_size).batches()):
+            with self.autocast:
+                logits = model(x)
+                loss = self.criterion(logits, y)
+            meter.add(count(loss, logits, y))
+            if self.scores is not None:
+                self.scores.add(logits, y)
+            pulse.tick()
+            if stop():
+                break
+        return meter.result(self.prefix) | (self.scores.result(self.prefix) if self.scores is not None else {})
+
+    def show(self, step: int) -> None:
+        """Send pictures of what is no number in the last result; on rank 0."""
+        if self.scores is not None:
+            self.scores.show(step)
 
 
 USAGE = """python -m ddp_hydra.evaluate run=<run directory or checkpoint> [which=best|last]
@@ -89,9 +106,7 @@ def main() -> None:
         raise ConfigError("this run has no validation data (data.val is null): name a data set with data.val…=")
     val_set = build.dataset(node)
     channels_last = build.choose(run.cfg.trainer.channels_last, build.has_convolutions(run.model))
-    loader = build.loader(run.cfg, val_set, run.device, channels_last)
-    autocast = build.autocast(run.cfg, run.device)
-    metrics = evaluate(run.model, loader, len(val_set), run.cfg.data.batch_size, autocast)
+    metrics = build.evaluation(run.cfg, val_set, run.device, channels_last).run(run.model)
     print(f"{run.path} (step {run.step}), {len(val_set):,} samples")  # noqa: T201
     for name, value in metrics.items():
         print(f"{name} {value:.6f}")  # noqa: T201

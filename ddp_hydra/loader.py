@@ -10,13 +10,31 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise, tee
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from ddp_hydra import pulse
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes at once: a step's batch, or a part of it.
+
+    Args:
+        x: the input.
+        y: the target.
+        share: of the step's samples on this rank, 0..1.
+        last: the step's last part.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    share: float
+    last: bool
 
 
 class Loader:
@@ -57,6 +75,23 @@ class Loader:
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
             yield x, y
+
+    def steps(self, batches: Iterable[list[int]], parts: int) -> Iterator[Iterator[Part]]:
+        """Yield the parts of each step, which are read while it is done.
+
+        Args:
+            batches: indices of each step.
+            parts: in how many each is cut, as evenly as can be; a small one in fewer.
+        """
+        cut, ahead = tee(split(batch, parts) for batch in batches)
+        loaded = self.load(chain.from_iterable(cut))
+        for pieces in ahead:
+            total = sum(map(len, pieces))
+            yield (
+                Part(*next(loaded), share=len(piece) / total, last=number == len(pieces))
+                for number, piece in enumerate(pieces, start=1)
+            )
+        next(loaded, None)  # its end lets go of the threads
 
     def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Make `look_ahead` batches in the background."""
@@ -111,6 +146,13 @@ class Loader:
         if isinstance(batch, dict):
             return {name: self.to_device(part) for name, part in batch.items()}
         return batch
+
+
+def split(batch: list[int], parts: int) -> list[list[int]]:
+    """Cut a batch into so many parts, as evenly as can be; none is empty."""
+    parts = min(parts, len(batch))
+    ends = [len(batch) * number // parts for number in range(parts + 1)]
+    return [batch[begin:end] for begin, end in pairwise(ends)]
 
 
 def n_bytes(batch: Any) -> int:

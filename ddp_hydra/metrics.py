@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy over samples, and over time where there is one.
+@torch.no_grad()
+def count(loss: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    """Count one batch: sum of the loss, correct answers, and how many there are; float64 (3,) on the device.
 
     Args:
+        loss: mean over the batch.
         logits: (batch, [time,] classes).
-        target: (batch, [time]) class numbers.
+        target: (batch, [time]) class numbers, or (batch, [time,] classes) shares, of which the largest counts.
     """
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    if target.is_floating_point():
+        target = target.argmax(-1)
+    n = target.numel()
+    correct = (logits.argmax(-1) == target).sum()
+    return torch.stack([loss.double() * n, correct.double(), correct.new_tensor(n).double()])
 
 
 class Meter:
@@ -28,18 +33,10 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
 
-    @torch.no_grad()
-    def add(self, loss: Tensor, logits: Tensor, target: Tensor) -> None:
-        """Count one batch.
-
-        Args:
-            loss: mean over the batch.
-            logits: (batch, [time,] classes).
-            target: (batch, [time]) class numbers.
-        """
-        n = target.numel()
-        correct = (logits.argmax(-1) == target).sum()
-        self.sums += torch.stack([loss.double() * n, correct.double(), correct.new_tensor(n).double()])
+    def add(self, *counts: Tensor) -> None:
+        """Count batches; see `count`."""
+        for one in counts:
+            self.sums += one
 
     def result(self, prefix: str) -> dict[str, float]:
         """Mean loss and top-1 accuracy over all ranks since the last call. A collective: all ranks call it."""

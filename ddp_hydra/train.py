@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra import build, faults, pulse, results
 from ddp_hydra.agreement import Agreement, Finish
-from ddp_hydra.buckets import settle_buckets
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import plain
 from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad
-from ddp_hydra.evaluate import evaluate
-from ddp_hydra.metrics import Meter, cross_entropy
+from ddp_hydra.metrics import Meter, count
 from ddp_hydra.nonfinite import NonFinite
 from ddp_hydra.stopwatch import Stopwatch
+from ddp_hydra.training import precision, selection
+from ddp_hydra.training.early_stop import EarlyStop
+from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.update import Update
 
 
 def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -61,75 +62,93 @@ def fit(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
     sampler = build.sampler(cfg, train_set, rank, world_size)
+    precision.set_float32(cfg.trainer.precision)
+    autocast = precision.autocast(cfg.trainer.precision, device)
 
     # model
     seed_step(cfg.seed, 0, 0)  # all ranks build the same
-    model = build.model(cfg, train_set).to(device)
-    channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(model))
+    bare = build.model(cfg, train_set).to(device)
+    channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(bare))
     if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    settle_buckets(ddp)
-    autocast = build.autocast(cfg, device)
+        bare = bare.to(memory_format=torch.channels_last)
+    frozen = selection.freeze(bare, cfg.trainer.freeze)
+    selection.recompute(bare, cfg.trainer.recompute)
+    model = build.parallel(cfg, bare)
+    criterion, mix = build.loss(cfg), build.mix(cfg, train_set)
 
     # optimizer, and where to begin
-    optimizer = build.optimizer(cfg, model.parameters())
     position = Position()
-    scheduler = build.schedule(cfg, optimizer, steps_left(cfg.trainer, sampler, position))
-    state = State(model, optimizer, scheduler, position, plain(cfg))
+    optimizer = build.optimizer(cfg, model.model, sampler.global_batch)
+    scheduler = build.schedule(cfg, optimizer, steps_left(cfg.trainer, sampler, position), len(sampler))
+    scaler = precision.scaler(cfg.trainer.precision, device)
+    ema = Ema(model.model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
+    update = Update(model, optimizer, scheduler, scaler, cfg.trainer.clip_norm, ema)
+    early_stop = EarlyStop.of(cfg)
+    extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop}
+    state = State(model.model, optimizer, scheduler, position, plain(cfg), extras)
     if resume:
         state.restore(read_on_all_ranks(resume))
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
     loader = build.loader(cfg, train_set, device, channels_last)
-    val_loader = build.loader(cfg, val_set, device, channels_last) if val_set is not None else None
+    validation = build.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
     meter, saver, agreement = Meter(device), Saver(), Agreement()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     metrics: dict[str, float] = {}
     stop = 0
     if rank == 0:
         results.emit(
-            "start", header(cfg, model, train_set, val_set, sampler, total_steps, position, device), position.step
+            "start", header(cfg, bare, train_set, val_set, sampler, total_steps, position, device), position.step
         )
 
     watch, data_report = Stopwatch(position.samples), DataReport(loader, device)
-    while (position.step < total_steps or state.pending) and not stop:
+    while (position.step < total_steps or state.pending) and not (stop or early_stop.wanted):
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)
-        ddp.train()
+        model.train(frozen)
         pulse.at("load", position.step + 1)
         batches = sampler.batches(position.epoch, position.offset) if not state.pending else ()
-        for x, y in loader.load(batches):
+        for parts in loader.steps(batches, cfg.trainer.accumulate):
             step = position.step + 1
             seed_step(cfg.seed, step, rank)
             nonfinite.before_step()
+            update.begin()
+            losses: list[torch.Tensor] = []
+            counts: list[torch.Tensor] = []
 
-            pulse.at("forward", step)
-            with autocast:
-                logits = ddp(x)
-                loss = cross_entropy(logits, y)
-            if fault.spoils(step):
-                loss = loss * float("nan")
-            vote = agreement.vote(good=bool(loss.isfinite()), stop=finish.wanted())  # travels with the gradients
+            for part in parts:  # one, or trainer.accumulate of them
+                pulse.at("forward", step)
+                x, y = mix(part.x, part.y)
+                with model.exchange(part.last):
+                    with autocast:
+                        logits = model(x)
+                        loss = criterion(logits, y)
+                    if fault.spoils(step):
+                        loss = loss * float("nan")
+                    losses.append(loss.detach() * part.share)
+                    if part.last:
+                        vote = agreement.vote(
+                            good=is_finite(losses), stop=finish.wanted()
+                        )  # travels with the gradients
 
-            pulse.at("backward", step)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+                    pulse.at("backward", step)
+                    update.backward(loss * part.share)
+                counts.append(count(loss, logits, y))
             verdict = vote.result()
             stop = verdict.stop
 
             pulse.at("update", step)
             if verdict.bad_rank is None:
-                optimizer.step()
-                meter.add(loss, logits, y)
+                update.apply()
+                meter.add(*counts)
             else:
                 samples = next(iter(sampler.batches(position.epoch, position.offset)))
-                if nonfinite.refuse(verdict.bad_rank, rank, loss.item(), samples):
+                if nonfinite.refuse(verdict.bad_rank, rank, float(sum(losses)), samples):
                     stop = 0  # at the next step, from where there is something to save
                     meter.clear()  # what was counted since is done again
                     watch.lap(position.samples)
                     break
-            scheduler.step()
+            update.advance()
             position.advance(sampler.global_batch)
 
             # log and save; a save is always logged too, so that a resumed run begins with an empty meter
@@ -138,7 +157,7 @@ def fit(
             save = bool(stop) or (due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary)
             if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
                 pulse.at("log", step)
-                training = meter.result("train") | {"lr": scheduler.get_last_lr()[0]}
+                training = meter.result("train") | update.metrics()
                 lap_s, speed = watch.lap(position.samples)
                 training |= {"samples_per_s": speed} | data_report.lap(lap_s)
                 metrics |= training
@@ -146,6 +165,7 @@ def fit(
             if save:
                 state.pending = boundary
                 pulse.at("save", step)
+                model.settle()
                 nonfinite.keep()
                 if rank == 0:
                     saver.save(state, metrics, best=False)
@@ -161,17 +181,19 @@ def fit(
         if epoch_over(sampler, position):
             position.end_epoch()
         last = position.step >= total_steps
-        if val_loader is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
+        model.settle()
+        if validation is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
             pulse.at("validate", position.step)
             with watch.paused():
-                validation = evaluate(
-                    model, val_loader, len(val_set), cfg.data.batch_size, autocast, stop=finish.wanted
-                )
+                found = validation.run(ema.model if ema else model.model, stop=finish.wanted)
             stop = agreement.vote(stop=finish.wanted()).result().stop
             if not stop:
-                metrics |= validation
-                log(validation, position, rank)
+                metrics |= found
+                log(found, position, rank)
+                if rank == 0:
+                    validation.show(position.step)
         state.pending = bool(stop)
+        last |= early_stop.note(metrics) if not stop else False
         by_step = due(position.step, cfg.trainer.checkpoint_every_steps)
         if stop or last or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
             pulse.at("save", position.step)
@@ -182,6 +204,11 @@ def fit(
     total = watch.total(position.samples)
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}
     return ended | total | {"interrupted": pulse.REASONS[stop]}
+
+
+def is_finite(losses: list[torch.Tensor]) -> bool:
+    """Whether all parts of a step have a loss that is a number."""
+    return bool(torch.stack(losses).isfinite().all())
 
 
 def epoch_over(sampler: Any, position: Position) -> bool:
@@ -241,12 +268,15 @@ def header(
     """What a person wants to see before it starts."""
     world_size = dist.get_world_size()
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
     validation = f", {len(val_set):,} for validation" if val_set is not None else ""
+    parts = f"{cfg.trainer.accumulate} parts x " if cfg.trainer.accumulate > 1 else ""
     lines = [
-        f"model     {type(model).__name__}, {parameters:,} parameters",
+        f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
         f"data      {len(train_set):,} samples{validation}",
         f"ranks     {world_size} on {device.type}, {torch.get_num_threads()} threads each, {cfg.trainer.precision}",
-        f"batch     {cfg.data.batch_size} x {world_size} ranks = {sampler.global_batch} effective",
+        f"batch     {cfg.data.batch_size} x {parts}{world_size} ranks = {sampler.global_batch} effective",
         f"steps     {total_steps:,}, {len(sampler):,} in an epoch",
     ]
     if position.step:

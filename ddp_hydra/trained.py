@@ -66,7 +66,7 @@ def load(run: str | Path, which: Literal["last", "best"] = "best", overrides: Se
     train_set = build.dataset(cfg.data.train)
     device = build.device(cfg)
     model = build.model(cfg, train_set).to(device)
-    load_weights(model, content)
+    load_weights(model, content["ema"] if content.get("ema") else content)
     return Trained(cfg, model.eval(), train_set, device, content["position"]["step"], path)
 
 

@@ -17,10 +17,10 @@ FLOORS = [
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
-        "restarts", "vitals", "roster", "processes",
+        "restarts", "vitals", "roster", "processes", "losses",
     ),
     # 3: on the worker
-    ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
+    ("training", "rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
     (
         "cluster", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",

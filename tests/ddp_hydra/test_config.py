@@ -196,7 +196,7 @@ def test_a_config_that_was_refused_is_told_with_what_was_typed():
     [
         ("trainer.epochs=many", "'many' of type 'str' could not be converted to Integer"),
         ("trainer.epochs=1.5", "could not be converted to Integer"),
-        ("trainer.precision=fp8", r"Invalid value 'fp8', expected one of \[fp32, bf16\]"),
+        ("trainer.precision=fp8", r"Invalid value 'fp8', expected one of \[fp32, tf32, bf16, fp16\]"),
         ("trainer.device=tpu", r"expected one of \[auto, cpu, cuda\]"),
         ("seed=x", "could not be converted to Integer"),
         ("dry_run=maybe", "not a valid bool"),

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
-from ddp_hydra.metrics import Meter, cross_entropy
+from ddp_hydra.losses import CrossEntropy
+from ddp_hydra.metrics import Meter, count
+
+cross_entropy = CrossEntropy()
 
 LOGITS = [[0.0, 0.0], [math.log(3), 0.0], [0.0, math.log(7)]]  # probabilities 1/2 1/2, 3/4 1/4, 1/8 7/8
 TARGET = [0, 1, 1]
@@ -28,7 +31,7 @@ def measured(sizes, device="cpu", dtype=torch.float32):
     meter = Meter(torch.device(device))
     logits, target = torch.tensor(LOGITS, dtype=dtype), torch.tensor(TARGET)
     for part_logits, part_target in zip(logits.split(sizes), target.split(sizes), strict=True):
-        meter.add(cross_entropy(part_logits, part_target), part_logits, part_target)
+        meter.add(count(cross_entropy(part_logits, part_target), part_logits, part_target))
     return meter
 
 
@@ -43,7 +46,7 @@ def test_batches_count_by_their_samples(sizes):
 def test_with_time_each_place_counts():
     meter = Meter(torch.device("cpu"))
     logits, target = torch.tensor([LOGITS]), torch.tensor([TARGET])
-    meter.add(cross_entropy(logits, target), logits, target)
+    meter.add(count(cross_entropy(logits, target), logits, target))
     assert meter.result("x")["x/accuracy"] == pytest.approx(2 / 3)
     assert [int(row.argmax() == goal) for row, goal in zip(logits[0], target[0], strict=True)] == CORRECT
 
@@ -53,14 +56,14 @@ def test_a_result_begins_anew_and_of_nothing_there_is_none():
     assert meter.result("train")
     assert meter.result("train") == {}
     logits, target = torch.tensor(LOGITS[:1]), torch.tensor(TARGET[:1])
-    meter.add(cross_entropy(logits, target), logits, target)
+    meter.add(count(cross_entropy(logits, target), logits, target))
     assert meter.result("train") == {"train/loss": pytest.approx(LOSSES[0]), "train/accuracy": 1.0}
 
 
 def test_counting_keeps_no_graph():
     weight = torch.tensor(LOGITS, requires_grad=True)
     meter = Meter(torch.device("cpu"))
-    meter.add(cross_entropy(weight, torch.tensor(TARGET)), weight, torch.tensor(TARGET))
+    meter.add(count(cross_entropy(weight, torch.tensor(TARGET)), weight, torch.tensor(TARGET)))
     assert not meter.sums.requires_grad
 
 
@@ -69,7 +72,7 @@ def test_many_small_losses_do_not_drown():
     meter = Meter(torch.device("cpu"))
     meter.sums += 2.0**24
     logits, target = torch.tensor(LOGITS[:1]), torch.tensor(TARGET[:1])
-    meter.add(torch.tensor(1.0), logits, target)
+    meter.add(count(torch.tensor(1.0), logits, target))
     assert meter.sums.tolist() == [2.0**24 + 1] * 3
 
 
@@ -77,6 +80,6 @@ def test_many_small_losses_do_not_drown():
 def test_on_a_gpu_the_sums_stay_there():
     meter = Meter(torch.device("cuda"))
     logits, target = torch.tensor(LOGITS, device="cuda"), torch.tensor(TARGET, device="cuda")
-    meter.add(cross_entropy(logits, target), logits, target)
+    meter.add(count(cross_entropy(logits, target), logits, target))
     assert meter.sums.is_cuda
     assert meter.result("x")["x/loss"] == pytest.approx(sum(LOSSES) / 3)

@@ -46,6 +46,10 @@ def config(**trainer: Any) -> Any:
             "data": {"batch_size": 2},
             "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
             "sampler": {"_target_": "ddp_hydra.samplers.Distributed", "seed": 0},
+            "loss": {"_target_": "ddp_hydra.losses.CrossEntropy"},
+            "mix": {},
+            "metrics": {},
+            "parallel": {"_target_": "ddp_hydra.training.parallel.ddp"},
             "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
             "scheduler": {"_target_": "ddp_hydra.schedules.cosine"},
             "trainer": OmegaConf.to_container(OmegaConf.structured(TrainerConfig(**given)), enum_to_str=True),
@@ -95,7 +99,7 @@ def train(group, tmp_path):
     """Run the loop; `stop_at` is the place where it is asked to finish."""
     runs = 0
 
-    def run(resume=None, stop_at=None, fault=(), val=5, **trainer: Any) -> Run:
+    def run(resume=None, stop_at=None, fault=(), val=5, parts=None, **trainer: Any) -> Run:
         nonlocal runs
         runs += 1
         made = Run(tmp_path / str(runs))
@@ -107,7 +111,7 @@ def train(group, tmp_path):
         results.connect(DirectSender(made.records.append, made.folder))
         faults.arm(0, 0, {})
         armed = faults.wait(fault)
-        cfg = config(**trainer)
+        cfg = OmegaConf.merge(config(**trainer), parts or {})
         finish = Finish(cfg.trainer.time_limit_s)
         made.value = fit(cfg, Numbers(9), Numbers(val) if val else None, resume, armed, finish)
         return made
@@ -271,3 +275,138 @@ def test_a_rollback_may_go_back_into_the_epoch_before(train):
 def test_too_many_bad_steps_end_the_run(train):
     with pytest.raises(NonFiniteLoss, match="in step 3, and 2 such steps were allowed"):
         train(fault=["nan"], on_nonfinite="skip", max_nonfinite=2)
+
+
+# -- what a step may be made of ----------------------------------------------------------------------------
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in read(run.last)["model"].values()])
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_step_of_several_parts_is_one_of_a_larger_batch(parts, train):
+    whole = train(epochs=1, parts={"data": {"batch_size": 2 * parts}})
+    cut = train(epochs=1, accumulate=parts)
+    assert torch.allclose(weights(cut), weights(whole), atol=1e-6)
+    losses = [dict(run.metrics("train/loss")) for run in (cut, whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert cut.value["samples"] == whole.value["samples"]
+
+
+def test_a_bad_part_spoils_the_whole_step(train):
+    run = train(fault=["nan,rank=0,step=2"], accumulate=2, on_nonfinite="skip", log_every_steps=1, epochs=1)
+    assert [step for step, _ in run.metrics("train/loss")] == [1]
+    assert weights(run).isfinite().all()
+
+
+OPTIONS = {
+    "ema": {"ema_decay": 0.9},
+    "clip": {"clip_norm": 0.05},
+    "parts": {"accumulate": 2},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "clip_norm": 1.0},
+    "one cycle": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.one_cycle"}}},
+    "by epoch": {"parts": {"scheduler": {"by": "epoch", "warmup_epochs": 0.5}}},
+    "groups": {"decay_all": False, "parts": {"optimizer": {"weight_decay": 0.1}}},
+    "alone": {"parts": {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}},
+    "smooth": {"parts": {"loss": {"label_smoothing": 0.1}}},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_whatever_a_step_is_made_of_a_resumed_run_ends_as_if_never_stopped(options, train):
+    first = train(stop_at=("update", 1), **options)
+    resumed = train(resume=first.last, **options)
+    whole = train(**options)
+    assert flat(read(resumed.last)) == flat(read(whole.last))
+    assert resumed.metrics("val/loss") == whole.metrics("val/loss")
+    assert weights(whole).tolist() != weights(train(epochs=1)).tolist()
+
+
+def test_gradients_are_clipped_to_a_length_that_is_logged_as_it_was(train):
+    free, clipped = (
+        train(epochs=1, log_every_steps=1, clip_norm=1e9),
+        train(epochs=1, log_every_steps=1, clip_norm=0.01),
+    )
+    assert all(norm > 0.05 for _, norm in free.metrics("grad_norm"))
+    assert clipped.metrics("grad_norm")[0] == pytest.approx(free.metrics("grad_norm")[0])
+    moved = [
+        (read(run.last)["optimizer"]["state"][0]["momentum_buffer"] ** 2).sum().sqrt().item() for run in (free, clipped)
+    ]
+    assert moved[1] < 0.05 < moved[0]
+
+
+def test_the_moving_average_is_what_is_validated_and_saved(train):
+    plain, averaged = train(), train(ema_decay=0.99)
+    assert weights(plain).tolist() == weights(averaged).tolist()  # training is the same
+    assert plain.metrics("val/loss") != averaged.metrics("val/loss")
+    ema = read(averaged.last)["ema"]
+    assert ema["steps"] == 8
+    assert ema["model"].keys() == read(averaged.last)["model"].keys()
+
+
+def test_frozen_parameters_stay_as_they_were(train):
+    start = train(max_steps=1, epochs=None, parts={"optimizer": {"lr": 1e-30}})
+    run = train(freeze=["bias"])
+    before, after = read(start.last)["model"], read(run.last)["model"]
+    assert torch.equal(before["bias"], after["bias"])
+    assert not torch.equal(before["weight"], after["weight"])
+
+
+def test_the_rate_grows_with_the_global_batch(train):
+    run = train(epochs=1, base_batch_size=8, parts={"scheduler": {"_target_": "ddp_hydra.schedules.constant"}})
+    assert {rate for _, rate in run.metrics("lr")} == {0.1 * 2 / 8}
+
+
+def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train):
+    options = {"stop_after_validations": 2, "stop_min_delta": 5.0, "epochs": 9}
+    run = train(**options)
+    assert run.value["steps"] == 3 * STEPS  # the first is the best, and two more are no better
+    assert run.steps_saved[-1] == 3 * STEPS
+    assert train(resume=run.last, **options).value["steps"] == 3 * STEPS
+
+
+def test_a_run_that_gets_better_goes_on(train):
+    loss = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # which such a small set does
+    run = train(stop_after_validations=1, epochs=3, parts=loss)
+    values = [value for _, value in run.metrics("val/loss")]
+    assert values == sorted(values)
+    assert run.value["steps"] == 3 * STEPS
+
+
+def test_other_metrics_are_validated_too_and_matrices_are_pictures(train):
+    pytest.importorskip("torchmetrics")
+    metrics = {
+        "f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3, "average": "macro"},
+        "each": {"_target_": "torchmetrics.classification.MulticlassRecall", "num_classes": 3, "average": None},
+        "confusion": {"_target_": "torchmetrics.classification.MulticlassConfusionMatrix", "num_classes": 3},
+    }
+    run = train(epochs=2, parts={"metrics": metrics})
+    assert [step for step, _ in run.metrics("val/f1")] == [4, 8]
+    assert [step for step, _ in run.metrics("val/each/2")] == [4, 8]
+    images = [record for record in run.records if record.kind == "image"]
+    assert [(record.step, record.data["name"]) for record in images] == [(4, "val/confusion"), (8, "val/confusion")]
+
+
+def test_samples_may_be_mixed(train):
+    mixed = {"mix": {"_target_": "tests.ddp_hydra.test_train.halves"}}
+    run, plain = train(parts=mixed), train()
+    assert weights(run).tolist() != weights(plain).tolist()
+    assert run.metrics("val/loss") != plain.metrics("val/loss")
+
+
+def halves() -> Any:
+    """Mix each batch with itself turned around."""
+
+    def mix(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares = torch.nn.functional.one_hot(y, 3).float()
+        return (x + x.flip(0)) / 2, (shares + shares.flip(0)) / 2
+
+    return mix
+
+
+def test_a_compiled_model_trains_the_same(train):
+    compiled = train(epochs=1, compile="default")
+    assert torch.allclose(weights(compiled), weights(train(epochs=1)), atol=1e-5)
+    assert read(compiled.last)["model"].keys() == {"weight", "bias"}

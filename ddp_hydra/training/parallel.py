@@ -1,0 +1,232 @@
+"""A model among its ranks: how gradients, and what else differs between them, are brought together.
+
+The config chooses with `parallel=ddp`, `dp` or `none`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddp_hydra.buckets import settle_buckets
+from ddp_hydra.errors import ConfigError
+
+HOOKS = ("none", "fp16", "bf16", "powersgd", "post_local_sgd")
+
+
+class Parallel:
+    """A model that is called like the bare one.
+
+    Args:
+        model: the bare one.
+        wrapped: what is called instead of it.
+
+    Attributes:
+        call: `wrapped`, or what torch.compile made of it.
+    """
+
+    def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
+        self.model, self.wrapped = model, wrapped
+        self.call: Callable[..., Any] = wrapped
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute."""
+        return self.call(*inputs)
+
+    def compile(self, mode: str) -> None:
+        """Have torch.compile make it faster; outside of DDP, so that it can cut the graph at DDP's buckets."""
+        self.call = torch.compile(self.wrapped, mode=mode)
+
+    def train(self, frozen: Iterable[nn.Module] = ()) -> None:
+        """Go into training mode, all but some layers."""
+        self.wrapped.train()
+        for layer in frozen:
+            layer.eval()
+
+    def exchange(self, wanted: bool) -> AbstractContextManager[Any]:
+        """The context of a forward and backward pass: whether its gradients are summed over the ranks."""
+        return nullcontext()
+
+    def after_step(self) -> None:
+        """Called after each optimizer step."""
+
+    def settle(self) -> None:
+        """Make the model the same on all ranks, where it is not; before it is judged or saved. A collective."""
+
+
+class DDP(Parallel):
+    """DistributedDataParallel; see `ddp` for the arguments."""
+
+    def __init__(self, model: nn.Module, wrapped: DistributedDataParallel, batchnorm: str) -> None:
+        super().__init__(model, wrapped)
+        self.averager: Any = None
+        shared = batchnorm != "average" or dist.get_world_size() == 1
+        self.own = [] if shared else [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+
+    def exchange(self, wanted: bool) -> AbstractContextManager[Any]:
+        """As the model; without, gradients are only added up."""
+        return nullcontext() if wanted else self.wrapped.no_sync()  # type: ignore[operator]
+
+    def after_step(self) -> None:
+        """Average the weights, where gradients were not."""
+        if self.averager is not None:
+            self.averager.average_parameters(self.model.parameters())
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Average what the ranks have each for themselves."""
+        if self.averager is not None:
+            average(self.model.parameters())
+        statistics = (buffer for layer in self.own for buffer in (layer.running_mean, layer.running_var))
+        average(buffer for buffer in statistics if buffer is not None)
+
+
+def average(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors by their means over all ranks. A collective."""
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+
+
+def ddp(
+    model: nn.Module,
+    *,
+    bucket_cap_mb: float = 25.0,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = True,
+    find_unused_parameters: bool = False,
+    comm_hook: str = "none",
+    powersgd_rank: int = 1,
+    start_step: int = 1000,
+    average_every_steps: int = 4,
+    sync_batchnorm: bool = False,
+    batchnorm: str = "broadcast",
+) -> Parallel:
+    """Wrap a model in DistributedDataParallel.
+
+    Args:
+        model: on its device.
+        bucket_cap_mb: MiB of gradients that travel together.
+        static_graph: the model uses the same parameters in each step, in the same order.
+        gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
+        find_unused_parameters: the model does not use all of its parameters in each step.
+        comm_hook: how gradients travel: "none": as they are; "fp16", "bf16": in half as many bytes; "powersgd": as
+            products of thin matrices (Vogels et al., 2019); "post_local_sgd": within each host only, and the weights
+            are averaged over all now and then (Lin et al., 2020).
+        powersgd_rank: width of those matrices.
+        start_step: steps without compression at first, for powersgd; with all ranks, for post_local_sgd.
+        average_every_steps: how often post_local_sgd averages the weights.
+        sync_batchnorm: BatchNorm counts over the batches of all ranks (GPUs only).
+        batchnorm: statistics of BatchNorm: "broadcast": those of rank 0 count, before each step; "average": each rank
+            keeps its own, and their mean is evaluated and saved.
+
+    Raises:
+        ConfigError: an argument is none of its values, or the device can't do it.
+    """
+    for name, value, allowed in (("comm_hook", comm_hook, HOOKS), ("batchnorm", batchnorm, ("broadcast", "average"))):
+        if value not in allowed:
+            raise ConfigError(f"parallel.{name}={value}: give one of {', '.join(allowed)}")
+    if sync_batchnorm:
+        if next(model.parameters()).device.type == "cpu":
+            raise ConfigError(
+                "parallel.sync_batchnorm=true works on GPUs only, and this rank computes on the CPU: leave it out, or "
+                "give parallel.batchnorm=average"
+            )
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    wrapped = DistributedDataParallel(
+        model,
+        bucket_cap_mb=bucket_cap_mb,
+        static_graph=static_graph,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        find_unused_parameters=find_unused_parameters,
+        **(_own_buffers() if batchnorm == "average" else {}),
+    )
+    if not static_graph and not find_unused_parameters:
+        settle_buckets(wrapped)
+    parallel = DDP(model, wrapped, batchnorm)
+    if dist.get_world_size() > 1:
+        _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)
+    return parallel
+
+
+def _own_buffers() -> dict[str, bool]:
+    """What has DDP leave buffers alone; the argument has another name from torch 2.15 on."""
+    names = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
+
+
+def _hook(
+    parallel: DDP, wrapped: DistributedDataParallel, name: str, powersgd_rank: int, start_step: int, every: int
+) -> None:
+    if name in ("fp16", "bf16"):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        wrapped.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
+    elif name == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+        # Its error feedback needs two steps to begin with.
+        state = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
+        wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
+    elif name == "post_local_sgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+        on_host, _ = dist.new_subgroups(group_size=_ranks_per_host())
+        alike = local_sgd.PostLocalSGDState(None, on_host, start_step)
+        wrapped.register_comm_hook(alike, local_sgd.post_localSGD_hook)
+        parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
+
+
+def _ranks_per_host() -> int:
+    """How many ranks each host has.
+
+    Raises:
+        ConfigError: some have more than others.
+    """
+    mine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    if len(set(every)) > 1:
+        raise ConfigError(
+            f"parallel.comm_hook=post_local_sgd wants as many ranks on each host, and they are {sorted(set(every))}: "
+            "give dispatch.ranks that divide evenly, or another hook"
+        )
+    return mine
+
+
+def dp(model: nn.Module) -> Parallel:
+    """Wrap a model in DataParallel: one rank, which splits each batch among all GPUs that it sees.
+
+    Raises:
+        ConfigError: there are several ranks.
+    """
+    _alone("dp")
+    return Parallel(model, DataParallel(model))
+
+
+def none(model: nn.Module) -> Parallel:
+    """Take a model as it is, on one rank.
+
+    Raises:
+        ConfigError: there are several ranks.
+    """
+    _alone("none")
+    return Parallel(model, model)
+
+
+def _alone(name: str) -> None:
+    if (ranks := dist.get_world_size()) > 1:
+        raise ConfigError(
+            f"parallel={name} is for one rank, and this job has {ranks}: give dispatch.ranks=1 (and a data.batch_size "
+            f"{ranks} times as large for the same global batch), or parallel=ddp"
+        )

@@ -1,0 +1,95 @@
+"""Metrics of torchmetrics, chosen in the config, exact over all ranks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_hydra import results
+
+FEW = 20
+"""Up to so many classes, a picture has their names and numbers."""
+
+
+class Scores:
+    """Several metrics of one evaluation; what is no number, such as a confusion matrix, becomes a picture.
+
+    Args:
+        metrics: name -> a `torchmetrics.Metric` of class scores and class numbers.
+        classes: names of the classes, for the pictures.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = ()) -> None:
+        self.metrics, self.classes = dict(metrics), list(classes)
+        self.matrices: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, target: Tensor) -> None:
+        """Count one batch.
+
+        Args:
+            logits: (batch, [time,] classes).
+            target: (batch, [time]) class numbers.
+        """
+        for metric in self.metrics.values():
+            if type(metric).__name__ == "Perplexity":  # it wants to see the time
+                metric.update(logits.float(), target)
+            else:
+                metric.update(logits.float().flatten(0, -2), target.flatten())
+
+    def result(self, prefix: str) -> dict[str, float]:
+        """The numbers, over all ranks since the last call. A collective."""
+        numbers: dict[str, float] = {}
+        self.matrices.clear()
+        for name, metric in self.metrics.items():
+            value = metric.compute()
+            metric.reset()
+            if value.ndim == 0:
+                numbers[f"{prefix}/{name}"] = float(value)
+            elif value.ndim == 1:
+                labels = self._labels(value)
+                numbers |= {f"{prefix}/{name}/{label}": float(one) for label, one in zip(labels, value, strict=True)}
+            else:
+                self.matrices[f"{prefix}/{name}"] = value.cpu()
+        return numbers
+
+    def show(self, step: int) -> None:
+        """Send pictures of the last result's matrices; on rank 0."""
+        for name, matrix in self.matrices.items():
+            results.image(name, picture(matrix, self._labels(matrix)), step)
+
+    def _labels(self, value: Tensor) -> list[str]:
+        return self.classes if len(self.classes) == len(value) else [str(number) for number in range(len(value))]
+
+
+def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
+    """Draw a confusion matrix as a PNG.
+
+    Args:
+        matrix: (classes, classes): true class -> predicted class.
+        labels: names of the classes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    shares = (matrix.double() / matrix.double().sum(1, keepdim=True).clamp(min=1)).numpy()
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    axes.set(xlabel="predicted class", ylabel="true class")
+    if len(matrix) <= FEW:
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
+        axes.set_yticks(range(len(labels)), labels)
+        for (true, guess), n in np.ndenumerate(matrix.numpy()):
+            dark = shares[true, guess] > 0.4
+            axes.text(guess, true, f"{n:g}", ha="center", va="center", color="white" if dark else "black")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=75)
+    return buffer.getvalue()

@@ -1,0 +1,93 @@
+"""Parts of a model chosen by name: what is frozen, what decays, what is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from ddp_hydra.errors import ConfigError
+
+
+def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is meant by patterns like "layer1.*"; of those that fit, the last counts, and "!" takes out."""
+    chosen = False
+    for pattern in patterns:
+        if fnmatchcase(name, pattern.removeprefix("!")):
+            chosen = not pattern.startswith("!")
+    return chosen
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """Take parameters out of the training.
+
+    Args:
+        model: whose.
+        patterns: of their names, see `is_chosen`; ["*", "!fc.*"] leaves only the last layer.
+
+    Returns:
+        BatchNorm layers that are frozen: in training, too, they are to stay as in evaluation.
+
+    Raises:
+        ConfigError: a pattern fits no parameter, or nothing is left.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+            raise ConfigError(
+                f"trainer.freeze has {pattern!r}, which is the name of no parameter; some are {', '.join(_some(names))}"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_chosen(name, patterns))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"trainer.freeze={list(patterns)} leaves nothing to train: take something out, as in '!fc.*'")
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if norm.affine and not any(part.requires_grad for part in norm.parameters())]
+
+
+def _some(names: list[str]) -> list[str]:
+    return names if len(names) <= 6 else [*names[:3], "…", *names[-3:]]
+
+
+def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
+    """Return what the optimizer gets.
+
+    Args:
+        model: whose parameters.
+        decay_all: weight decay is for all of them; otherwise not for biases and scales, which have one dimension.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if decay_all:
+        return iter(trained)
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def recompute(model: nn.Module, classes: Iterable[str]) -> None:
+    """Have parts of a model forget their activations and compute them again in the backward pass: less memory.
+
+    Args:
+        model: whose.
+        classes: names of the classes of these parts, e.g. "Bottleneck" (Chen et al., 2016).
+
+    Raises:
+        ConfigError: the model has none of a class.
+    """
+    for name in classes:
+        parts = [module for module in model.modules() if type(module).__name__ == name]
+        if not parts:
+            known = sorted({type(module).__name__ for module in model.modules()})
+            raise ConfigError(f"trainer.recompute has {name!r}, and the model is made of {', '.join(known)}")
+        for part in parts:
+            part.forward = _twice(part.forward)
+
+
+def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(checkpoint, forward, use_reentrant=False)

@@ -1,0 +1,73 @@
+"""From a loss to new weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.parallel import Parallel
+
+
+class Update:
+    """One optimizer step, with all that belongs to it.
+
+    Args:
+        model: whose weights.
+        optimizer: its optimizer.
+        scheduler: its learning-rate schedule.
+        scaler: of the gradients; disabled but for fp16.
+        clip_norm: longest gradient, over all parameters; None for any.
+        ema: the moving average of the weights; None for none.
+
+    Attributes:
+        grad_norm: length of the last gradient before it was clipped, where that is known.
+    """
+
+    def __init__(
+        self,
+        model: Parallel,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler,
+        clip_norm: float | None = None,
+        ema: Ema | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
+        self.grad_norm: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Forget the last step's gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add a part's gradients."""
+        self.scaler.scale(loss).backward()
+
+    def apply(self) -> None:
+        """Step."""
+        if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            parameters = [part for group in self.optimizer.param_groups for part in group["params"]]
+            self.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.model.after_step()
+        if self.ema is not None:
+            self.ema.update(self.model.model)
+
+    def advance(self) -> None:
+        """On with the schedule, also where the step was left out."""
+        self.scheduler.step()
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged: the learning rate, and what else there is."""
+        found = {"lr": float(self.scheduler.get_last_lr()[0])}
+        if self.grad_norm is not None:
+            found["grad_norm"] = float(self.grad_norm)
+        if self.scaler.is_enabled():
+            found["loss_scale"] = float(self.scaler.get_scale())
+        return found
