@@ -27,3 +27,22 @@ def describe(total: Mapping[str, float], train_s: float) -> str:
         said.append(f"{total['retries']:,.0f} retries")
         said.append(f"{total['bad_samples']:,.0f} bad samples")
     return "data: " + ", ".join(said)
+
+
+SLOW = 1.15
+"""From this multiple of the median on, a rank holds up the others notably."""
+
+
+def describe_slowest(slowest: Mapping[str, float | None]) -> str | None:
+    """Say in a line which rank held up the others; None where none did.
+
+    Args:
+        slowest: of `insight.stragglers.Stragglers.total`.
+    """
+    times = slowest.get("times")
+    if times is None or times < SLOW:
+        return None
+    return (
+        f"slow: rank {slowest['rank']:.0f} took {times:.2f} times as long as the median rank for its own part of a "
+        "step (waiting for data, and the forward pass); the others waited for it"
+    )

@@ -101,6 +101,9 @@ class TrainerConfig:
         max_nonfinite: such steps to put up with.
         stop_after_validations: the run ends when so many in a row were no better than the best; null: it goes on.
         stop_min_delta: how much better the objective has to be for that.
+        profile_steps: trace so many steps, and tell where their time goes; 0 for none.
+        overfit_batches: train on the first so many batches only, again and again; 0 for all.
+        detect_anomaly: have autograd name the operation whose gradient is NaN; slow.
     """
 
     epochs: int | None = 5
@@ -126,6 +129,9 @@ class TrainerConfig:
     max_nonfinite: int = 10
     stop_after_validations: int | None = None
     stop_min_delta: float = 0.0
+    profile_steps: int = 0
+    overfit_batches: int = 0
+    detect_anomaly: bool = False
 
 
 @dataclass
@@ -223,10 +229,10 @@ class Config:
     data: Any = MISSING
     model: Any = MISSING
     sampler: Any = MISSING
-    loss: Any = MISSING
+    loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.losses.CrossEntropy"})
     mix: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
-    parallel: Any = MISSING
+    parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp"})
     optimizer: Any = MISSING
     scheduler: Any = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -270,7 +276,8 @@ def check(cfg: DictConfig) -> None:
     for key, value in positive.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{key}={value}: give a whole number of at least 1")
-    for key in ("validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs", "threads"):
+    counts = ("validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs", "threads")
+    for key in (*counts, "profile_steps", "overfit_batches"):
         if cfg.trainer[key] < 0:
             raise ConfigError(f"trainer.{key}={cfg.trainer[key]}: give 0 or more")
     seconds = ("timeout_s", "queue_timeout_s", "start_timeout_s", "lost_timeout_s", "hang_timeout_s")

@@ -6,6 +6,7 @@ DdpHydraError
 ├── RecordError            a record is malformed, or points out of the run directory
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
 ├── DataError              too much of a data set can't be read
+├── OutOfMemory            a rank's memory, or its GPU's, is full
 ├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
 ├── SweepFailed            some jobs of a sweep failed
 └── JobFailed              the gang failed; carries the root cause
@@ -47,6 +48,10 @@ class CheckpointError(DdpHydraError):
 
 class DataError(DdpHydraError):
     """Too much of a data set can't be read."""
+
+
+class OutOfMemory(DdpHydraError):
+    """A rank's memory, or its GPU's, is full."""
 
 
 class NonFiniteLoss(DdpHydraError):

@@ -57,6 +57,8 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float 
         stack.enter_context(hparams.session(run_dir, overrides))
         plain = configs.plain(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
+        if (weights := find_weights(cfg)) is not None:
+            files["weights"], plain["model"]["weights"] = weights, None
         packed = project.pack(project.find())
         summary["project"] = packed.sha256
         job = Job(run_dir, cfg, plain, files, summary)
@@ -67,6 +69,8 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float 
         summary["status"] = "done"
     print(_closing_line(summary, run_dir))  # noqa: T201
     print(bound.describe(summary["data"], summary["train_s"]))  # noqa: T201
+    if (slow := bound.describe_slowest(summary["slowest"])) is not None:
+        print(slow)  # noqa: T201
     return value["metrics"].get(cfg.objective.metric)
 
 
@@ -88,12 +92,15 @@ def read_value(value: Any) -> dict[str, Any]:
         metrics, data = (
             {str(name): float(number) for name, number in value[part].items()} for part in ("metrics", "data")
         )
+        peak_memory = int(value["peak_memory"])
+        slowest = {str(name): float(number) for name, number in value["slowest"].items()}
         reason = REASONS[REASONS.index(value["interrupted"])]
         if finite(speeds) != speeds or finite(data) != data or not {"wait_s", "wait"} <= data.keys():
             raise ValueError(speeds, data)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise RecordError(f"rank 0 returned what no training returns: {value!r:.200} ({error!r:.100})") from None
-    return {**counts, **speeds, "metrics": metrics, "data": data, "interrupted": reason}
+    insight = {"peak_memory": peak_memory, "slowest": finite(slowest)}
+    return {**counts, **speeds, "metrics": metrics, "data": data, **insight, "interrupted": reason}
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
@@ -105,6 +112,23 @@ def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     return find_checkpoint(cfg.resume).absolute()
 
 
+def find_weights(cfg: DictConfig) -> Path | None:
+    """The file that `model.weights` means, or the best checkpoint of a run directory; None where it is only a name.
+
+    Raises:
+        CheckpointError: it looks like a path, and there is nothing.
+    """
+    given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
+    if not isinstance(given, str) or not ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth"))):
+        return None
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return find_checkpoint(path, "best").absolute()
+    if not path.is_file():
+        raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
+    return path.absolute()
+
+
 class Job:
     """A job on its way: its writers, and the two ways to run it.
 
@@ -112,7 +136,7 @@ class Job:
         run_dir: where its results go.
         cfg: the composed config.
         plain: the same as plain values, for the ranks.
-        files: files of the client that rank 0 needs; "resume" is a checkpoint.
+        files: files of the client that rank 0 needs: "resume", a checkpoint; "weights", to begin with.
         summary: filled while it runs.
     """
 

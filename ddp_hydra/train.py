@@ -16,10 +16,14 @@ from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import plain
 from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad
+from ddp_hydra.insight import memory
+from ddp_hydra.insight.profile import Profile
+from ddp_hydra.insight.stragglers import Stragglers
 from ddp_hydra.metrics import Meter, count
 from ddp_hydra.nonfinite import NonFinite
+from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
-from ddp_hydra.training import precision, selection
+from ddp_hydra.training import precision, selection, weights
 from ddp_hydra.training.early_stop import EarlyStop
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.update import Update
@@ -30,7 +34,7 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
 
     Args:
         config: the resolved config, plain; see `config.Config`.
-        files: files of the client on this host; "resume" is the checkpoint to go on from.
+        files: files of the client on rank 0's host: "resume", the checkpoint to go on from; "weights", to begin with.
 
     Returns:
         On each rank: steps, samples, train_s, the last metrics by name, what the data cost, and `interrupted`: why it
@@ -40,14 +44,16 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
     fault, finish = faults.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
     pulse.at("start", 0)
     with build.datasets(cfg) as (train_set, val_set):
-        value = fit(cfg, train_set, val_set, Path(files["resume"]) if files else None, fault, finish)
+        with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
+            paths = {name: Path(path) for name, path in (files or {}).items()}
+            value = fit(cfg, train_set, val_set, paths, fault, finish)
         for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
             print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
         return value | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
 
 
 def fit(
-    cfg: DictConfig, train_set: Any, val_set: Any, resume: Path | None, fault: faults.Armed, finish: Finish
+    cfg: DictConfig, train_set: Any, val_set: Any, files: Mapping[str, Path], fault: faults.Armed, finish: Finish
 ) -> dict[str, Any]:
     """Train on a data set.
 
@@ -55,19 +61,23 @@ def fit(
         cfg: the resolved config.
         train_set: the training data.
         val_set: the validation data, or None.
-        resume: the checkpoint to go on from; only rank 0 reads it.
+        files: "resume", the checkpoint to go on from; "weights", to begin with; only rank 0 reads them.
         fault: what shall go wrong on this rank on purpose.
         finish: whether to stop before the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
     sampler = build.sampler(cfg, train_set, rank, world_size)
+    if cfg.trainer.overfit_batches:
+        sampler = Repeated(sampler, cfg.trainer.overfit_batches)
     precision.set_float32(cfg.trainer.precision)
     autocast = precision.autocast(cfg.trainer.precision, device)
 
     # model
     seed_step(cfg.seed, 0, 0)  # all ranks build the same
     bare = build.model(cfg, train_set).to(device)
+    memory.watch(bare)
+    new = weights.load(bare, files["weights"]) if "weights" in files else []  # DDP hands them on from rank 0
     channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(bare))
     if channels_last:
         bare = bare.to(memory_format=torch.channels_last)
@@ -86,8 +96,8 @@ def fit(
     early_stop = EarlyStop.of(cfg)
     extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop}
     state = State(model.model, optimizer, scheduler, position, plain(cfg), extras)
-    if resume:
-        state.restore(read_on_all_ranks(resume))
+    if "resume" in files:
+        state.restore(read_on_all_ranks(files["resume"]))
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
     loader = build.loader(cfg, train_set, device, channels_last)
@@ -97,11 +107,14 @@ def fit(
     metrics: dict[str, float] = {}
     stop = 0
     if rank == 0:
-        results.emit(
-            "start", header(cfg, bare, train_set, val_set, sampler, total_steps, position, device), position.step
-        )
+        told = header(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
+        if "weights" in files:
+            told["lines"].append(f"weights   from a file, all but {', '.join(new) or 'none'}")
+        results.emit("start", told, position.step)
 
     watch, data_report = Stopwatch(position.samples), DataReport(loader, device)
+    stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
+    profile = Profile(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
     while (position.step < total_steps or state.pending) and not (stop or early_stop.wanted):
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)
@@ -119,6 +132,7 @@ def fit(
             for part in parts:  # one, or trainer.accumulate of them
                 pulse.at("forward", step)
                 x, y = mix(part.x, part.y)
+                profile.note_batch(x)
                 with model.exchange(part.last):
                     with autocast:
                         logits = model(x)
@@ -159,7 +173,7 @@ def fit(
                 pulse.at("log", step)
                 training = meter.result("train") | update.metrics()
                 lap_s, speed = watch.lap(position.samples)
-                training |= {"samples_per_s": speed} | data_report.lap(lap_s)
+                training |= {"samples_per_s": speed} | data_report.lap(lap_s) | stragglers.lap()
                 metrics |= training
                 log(training, position, rank)
             if save:
@@ -169,6 +183,7 @@ def fit(
                 nonfinite.keep()
                 if rank == 0:
                     saver.save(state, metrics, best=False)
+            profile.step()
             if last or stop:
                 break
             if not boundary:
@@ -203,6 +218,7 @@ def fit(
     saver.wait()
     total = watch.total(position.samples)
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}
+    ended |= {"slowest": stragglers.total(), "peak_memory": memory.peak_of_all_ranks(device)}
     return ended | total | {"interrupted": pulse.REASONS[stop]}
 
 

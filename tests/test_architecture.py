@@ -20,7 +20,10 @@ FLOORS = [
         "restarts", "vitals", "roster", "processes", "losses",
     ),
     # 3: on the worker
-    ("training", "rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
+    (
+        "training", "insight", "rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate",
+        "dry_run",
+    ),
     # 4: on the client
     (
         "cluster", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",

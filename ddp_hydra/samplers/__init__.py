@@ -10,6 +10,7 @@ from ddp_hydra.samplers.base import Sampler
 from ddp_hydra.samplers.distributed import Distributed
 from ddp_hydra.samplers.lanes import Chunked, Sharded
 from ddp_hydra.samplers.partition import Partition
+from ddp_hydra.samplers.repeated import Repeated
 from ddp_hydra.samplers.weighted import Weighted
 
-__all__ = ["Chunked", "Distributed", "Partition", "Sampler", "Sharded", "Weighted"]
+__all__ = ["Chunked", "Distributed", "Partition", "Repeated", "Sampler", "Sharded", "Weighted"]

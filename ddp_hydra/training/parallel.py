@@ -158,7 +158,7 @@ def ddp(
     return parallel
 
 
-def _own_buffers() -> dict[str, bool]:
+def _own_buffers() -> dict[str, Any]:
     """What has DDP leave buffers alone; the argument has another name from torch 2.15 on."""
     names = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}

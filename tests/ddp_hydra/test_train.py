@@ -15,7 +15,7 @@ from ddp_hydra import faults, pulse, results
 from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
 from ddp_hydra.config import TrainerConfig
-from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.results import Record
 from ddp_hydra.train import fit
@@ -99,7 +99,7 @@ def train(group, tmp_path):
     """Run the loop; `stop_at` is the place where it is asked to finish."""
     runs = 0
 
-    def run(resume=None, stop_at=None, fault=(), val=5, parts=None, **trainer: Any) -> Run:
+    def run(resume=None, stop_at=None, fault=(), val=5, parts=None, start=None, **trainer: Any) -> Run:
         nonlocal runs
         runs += 1
         made = Run(tmp_path / str(runs))
@@ -113,7 +113,8 @@ def train(group, tmp_path):
         armed = faults.wait(fault)
         cfg = OmegaConf.merge(config(**trainer), parts or {})
         finish = Finish(cfg.trainer.time_limit_s)
-        made.value = fit(cfg, Numbers(9), Numbers(val) if val else None, resume, armed, finish)
+        given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}
+        made.value = fit(cfg, Numbers(9), Numbers(val) if val else None, given, armed, finish)
         return made
 
     return run
@@ -410,3 +411,85 @@ def test_a_compiled_model_trains_the_same(train):
     compiled = train(epochs=1, compile="default")
     assert torch.allclose(weights(compiled), weights(train(epochs=1)), atol=1e-5)
     assert read(compiled.last)["model"].keys() == {"weight", "bias"}
+
+
+# -- what it says of itself --------------------------------------------------------------------------------
+
+
+def test_a_profile_is_a_trace_and_a_table(train):
+    import gzip
+    import json
+
+    run = train(epochs=5, profile_steps=4)
+    files = {record.data["path"]: record for record in run.records if record.kind == "file"}
+    with gzip.open(files["profile/rank-0.json.gz"].data["source"]) as trace:
+        events = json.load(trace)["traceEvents"]
+    spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert {name: spans.count(name) for name in ("forward", "backward", "update")} == {
+        "forward": 4, "backward": 4, "update": 4
+    }  # fmt: skip
+    (table,) = [record.data["text"] for record in run.records if record.kind == "text"]
+    for part in ("| waiting for data |", "| forward pass |", "| optimizer |", "GFLOP a sample", "| all |", "Memory:"):
+        assert part in table
+    assert "profile/table.md" in files
+    assert weights(run).tolist() == weights(train(epochs=5)).tolist()  # looking changes nothing
+
+
+def test_one_batch_can_be_learnt_by_heart(train):
+    run = train(epochs=30, overfit_batches=1, val=0)
+    losses = [loss for _, loss in run.metrics("train/loss")]
+    assert losses[-1] < 0.05 < losses[0]
+
+
+def test_a_run_tells_its_memory(train):
+    assert train(epochs=1).value["peak_memory"] > 2**25
+
+
+# -- weights to begin with ---------------------------------------------------------------------------------
+
+
+def test_a_run_may_begin_with_the_weights_of_another_but_its_last_layer(train, tmp_path):
+    start = train(epochs=3)
+    same = train(epochs=1, start=start.last, parts={"optimizer": {"lr": 1e-30}})
+    assert torch.allclose(weights(same), weights(start))
+    assert "weights   from a file, all but none" in same.records[0].data["lines"]
+    wider = train(epochs=1, start=start.last, parts={"model": {"_target_": "tests.ddp_hydra.test_train.Deeper"}})
+    assert "weights   from a file, all but head.weight, head.bias" in wider.records[0].data["lines"]
+
+
+class Deeper(torch.nn.Linear):
+    """With one layer more."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"state_dict": state}], ids=["bare", "wrapped"])
+def test_anybodys_weights_will_do(wrap, train, tmp_path):
+    file = tmp_path / "weights.pth"
+    values = {"module.weight": torch.ones(3, 4), "module.bias": torch.zeros(3)}
+    torch.save(wrap(values), file)
+    run = train(epochs=1, start=file, parts={"optimizer": {"lr": 1e-30}})
+    assert torch.equal(read(run.last)["model"]["weight"], torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"a": torch.ones(2), "b": torch.ones(2)}, r"weights for 0 of the 2 parts.*begin with a, b, the model's with"),
+        ([1, 2], r"holds no weights"),
+        (b"nothing", r"can't be read as weights"),
+    ],
+)
+def test_what_are_no_weights_of_this_model_are_refused(content, said, train, tmp_path):
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(CheckpointError, match=said):
+        train(start=file)

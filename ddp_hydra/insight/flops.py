@@ -1,0 +1,90 @@
+"""How much a model computes, and what share of a GPU's peak that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+TRAINING = 3
+"""A training step computes about three times what its forward pass does: the backward pass is two more of it."""
+
+PEAK_TFLOPS = {
+    ("B200", "bf16"): 2250.0,
+    ("H200", "bf16"): 989.0,
+    ("H200", "tf32"): 495.0,
+    ("H100", "bf16"): 989.0,
+    ("H100", "tf32"): 495.0,
+    ("A100", "bf16"): 312.0,
+    ("A100", "tf32"): 156.0,
+    ("L40S", "bf16"): 362.0,
+    ("L4", "bf16"): 121.0,
+    ("A10", "bf16"): 125.0,
+    ("V100", "fp16"): 125.0,
+    ("T4", "fp16"): 65.0,
+}
+"""Dense peaks of matrix units, from the makers' data sheets; SXM where there are several."""
+
+
+@dataclass
+class Cost:
+    """What a model computes for one sample.
+
+    Args:
+        forward: floating-point operations of the forward pass; 0 where torch can't count them.
+        parts: class, parameters and operations of each direct child, by name.
+    """
+
+    forward: int
+    parts: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def count(model: nn.Module, sample: torch.Tensor) -> Cost:
+    """Count the operations of a model's forward pass. Convolutions, products and attention count; the rest is little.
+
+    Args:
+        model: the bare one; it is left as it was.
+        sample: a batch of one.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model(sample)
+    finally:
+        model.train(was_training)
+    by_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    root = type(model).__name__
+    parts = {
+        name: (
+            type(child).__name__,
+            sum(parameter.numel() for parameter in child.parameters()),
+            by_module.get(f"{root}.{name}", 0),
+        )
+        for name, child in model.named_children()
+    }
+    return Cost(counter.get_total_flops(), parts)
+
+
+def peak_tflops(device: str, precision: str) -> float | None:
+    """Return the peak of a GPU by its name, or None where it is not known."""
+    precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
+    words: Sequence[str] = device.replace("-", " ").split()
+    return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)
+
+
+def utilisation(cost: Cost, samples_per_s: float, device: str, precision: str) -> float | None:
+    """Return the share of a GPU's peak that training uses (MFU, Chowdhery et al., 2022).
+
+    Args:
+        cost: of a sample.
+        samples_per_s: of one rank.
+        device: the GPU's name.
+        precision: trainer.precision.
+    """
+    peak = peak_tflops(device, precision)
+    return None if peak is None or not cost.forward else TRAINING * cost.forward * samples_per_s / (peak * 1e12)

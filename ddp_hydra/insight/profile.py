@@ -1,0 +1,152 @@
+"""`debug=profile`: a trace of a few steps, and a table of where their time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+
+from ddp_hydra import pulse, results
+from ddp_hydra.insight import flops, memory
+from ddp_hydra.insight.phases import Phases
+
+WARM_UP = 3
+"""Steps before: what is done once in a run is not what it is like."""
+NAMES = {
+    "load": "waiting for data",
+    "forward": "forward pass",
+    "backward": "backward pass, with the exchange of gradients",
+    "update": "optimizer",
+    "log": "results: metrics",
+    "save": "results: checkpoint",
+    "validate": "validation",
+}
+EXCHANGES = ("gloo:", "nccl:", "c10d::")
+
+
+class Profile:
+    """Traces some steps of this rank, and sends what was found.
+
+    Args:
+        steps: how many; 0 for none.
+        rank: whose.
+        model: the bare one.
+        device: of the model.
+        precision: trainer.precision.
+    """
+
+    def __init__(self, steps: int, rank: int, model: nn.Module, device: torch.device, precision: str) -> None:
+        self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
+        self.seen = self.samples = 0
+        self.cost: flops.Cost | None = None
+        self.profiler: Any = None
+        self.span: Any = None
+
+    def note_batch(self, x: torch.Tensor) -> None:
+        """Look at the first batch, to know what a sample costs, and count the samples."""
+        if self.steps and self.cost is None:
+            self.cost = flops.count(self.model, x[:1])
+        self.samples += len(x) if self.profiler is not None else 0
+
+    def step(self) -> None:
+        """Called after each step."""
+        if not self.steps or self.seen > WARM_UP + self.steps:
+            return
+        self.seen += 1
+        if self.seen == WARM_UP:
+            self._begin()
+        elif self.seen == WARM_UP + self.steps:
+            self._end()
+
+    def _begin(self) -> None:
+        on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self.profiler.start()
+        self.phases = Phases()
+        pulse.on_phase(self._enter)
+
+    def _enter(self, phase: str, step: int) -> None:
+        if self.span is not None:
+            self.span.__exit__(None, None, None)
+        self.span = None
+        if self.profiler is not None:
+            self.span = record_function(phase)
+            self.span.__enter__()
+
+    def _end(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        profiler, self.profiler = self.profiler, None
+        self._enter("", 0)
+        profiler.stop()
+        results.submit_file(f"profile/rank-{self.rank}.json.gz", lambda target: _export(profiler, target))
+        if self.rank == 0:
+            table = self._table(profiler)
+            results.text("profile", table)
+            results.submit("profile/table.md", table)
+            print(table)  # noqa: T201
+
+    def _table(self, profiler: Any) -> str:
+        spent = {phase: self.phases.spent_s[phase] for phase in NAMES if self.phases.spent_s[phase]}
+        total = sum(spent.values())
+        rows = [(NAMES[phase], seconds) for phase, seconds in spent.items()]
+        exchange_s = (
+            sum(event.self_cpu_time_total for event in profiler.key_averages() if event.key.startswith(EXCHANGES)) / 1e6
+        )
+        lines = [
+            f"Steps of rank 0, the mean of {self.steps}; the trace is in profile/rank-0.json.gz (ui.perfetto.dev).",
+            "",
+            "| | ms a step | share |",
+            "| --- | ---: | ---: |",
+            *(f"| {name} | {1e3 * s / self.steps:.2f} | {s / total:.0%} |" for name, s in rows),
+            f"| all | {1e3 * total / self.steps:.2f} | 100% |",
+            "",
+            f"Communication: {1e3 * exchange_s / self.steps:.2f} ms of CPU time a step, beside the backward pass.",
+            f"Memory: at most {memory.peak_bytes(self.device) / 2**20:,.0f} MiB of the "
+            f"{'GPU' if self.device.type == 'cuda' else 'process'}.",
+            *self._computed(total),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _computed(self, total_s: float) -> list[str]:
+        """What the model computes."""
+        assert self.cost is not None
+        if not self.cost.forward:
+            return ["Operations: torch can't count those of this model."]
+        speed = self.samples / total_s
+        done = flops.TRAINING * self.cost.forward * speed
+        lines = [
+            f"Operations: {self.cost.forward / 1e9:.3f} GFLOP a sample forward; {done / 1e12:.3f} TFLOP/s in training "
+            f"at {speed:,.1f} samples/s of this rank (backward counted as twice forward)."
+        ]
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+            share = flops.utilisation(self.cost, speed, name, self.precision)
+            known = f"{share:.1%} of the peak of {name}" if share else f"the peak of {name} is not known"
+            lines.append(f"MFU: {known}.")
+        return [
+            *lines,
+            "",
+            "| part | class | parameters | MFLOP a sample |",
+            "| --- | --- | ---: | ---: |",
+            *(
+                f"| {name} | {kind} | {size:,} | {operations / 1e6:,.1f} |"
+                for name, (kind, size, operations) in self.cost.parts.items()
+            ),
+        ]
+
+
+def _export(profiler: Any, target: Path) -> None:
+    """Write the trace, compressed, as Perfetto and TensorBoard take it."""
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, contextlib.ExitStack() as stack:
+        plain = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        source = stack.enter_context(plain.open("rb"))
+        shutil.copyfileobj(source, stack.enter_context(gzip.open(target, "wb")))

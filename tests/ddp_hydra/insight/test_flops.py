@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra.insight import flops
+
+
+def test_operations_by_hand():
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+    cost = flops.count(model, torch.zeros(1, 10))
+    assert cost.forward == 2 * (10 * 20 + 20 * 5)
+    assert cost.parts == {"0": ("Linear", 220, 400), "1": ("ReLU", 0, 0), "2": ("Linear", 105, 200)}
+    assert model.training
+
+
+def test_a_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = {name: part.clone() for name, part in model.state_dict().items()}
+    assert flops.count(model, torch.randn(1, 3, 8, 8)).forward == 2 * 36 * 4 * 27
+    assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA H100 80GB HBM3", "tf32", 495),
+        ("NVIDIA A100-SXM4-40GB", "fp16", 312),
+        ("NVIDIA A10G", "bf16", None),
+        ("Tesla T4", "fp16", 65),
+        ("NVIDIA H200", "fp32", None),
+        ("some card", "bf16", None),
+    ],
+)
+def test_peaks_go_by_the_name(device, precision, peak):
+    assert flops.peak_tflops(device, precision) == peak
+
+
+def test_the_share_of_the_peak():
+    cost = flops.Cost(4_000_000_000)
+    assert flops.utilisation(cost, 20_000, "NVIDIA H200", "bf16") == pytest.approx(3 * 4e9 * 20_000 / 989e12)
+    assert flops.utilisation(cost, 20_000, "some card", "bf16") is None
+    assert flops.utilisation(flops.Cost(0), 20_000, "NVIDIA H200", "bf16") is None

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from ddp_hydra.errors import OutOfMemory
+from ddp_hydra.insight import memory
+
+CFG = OmegaConf.create({"data": {"batch_size": 64}, "trainer": {"precision": "fp32", "accumulate": 1}})
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.ReLU()
+
+
+def test_a_full_memory_says_what_took_it_and_what_to_type():
+    model = nn.Sequential(Block(), Block(), nn.Linear(2, 2))
+    memory.watch(model)
+    with pytest.raises(OutOfMemory) as caught, memory.explained(CFG):
+        torch.empty(2**60, dtype=torch.uint8)
+    said = str(caught.value)
+    for part in (
+        "no memory left on cpu in step 0",
+        "data.batch_size=32 trainer.accumulate=2",
+        "trainer.precision=bf16",
+        "trainer.recompute=[Block]",
+        "torch said: ",
+    ):
+        assert part in said
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), memory.explained(CFG):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_the_peak_is_what_was_taken():
+    before = memory.peak_bytes(torch.device("cpu"))
+    taken = torch.ones(64 * 2**20 + before, dtype=torch.uint8)
+    assert memory.peak_bytes(torch.device("cpu")) > before
+    assert memory.peak_of_all_ranks(torch.device("cpu")) > taken.nbytes

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import selection
+
+
+def network() -> nn.Module:
+    model = nn.Sequential()
+    model.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    model.head = nn.Linear(4, 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        ([], ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "head.weight", "head.bias"]),
+        (["*", "!head.*"], ["head.weight", "head.bias"]),
+        (["body.*"], ["head.weight", "head.bias"]),
+        (["!head.*", "*.bias"], ["body.0.weight", "body.1.weight", "head.weight"]),
+        (["*", "!body.*", "body.1.*"], ["body.0.weight", "body.0.bias"]),
+    ],
+)
+def test_of_the_patterns_that_fit_the_last_counts(patterns, trained):
+    model = network()
+    selection.freeze(model, patterns)
+    assert [name for name, part in model.named_parameters() if part.requires_grad] == trained
+
+
+def test_norms_whose_weights_are_frozen_are_told():
+    model = network()
+    assert selection.freeze(model, ["body.1.weight"]) == []
+    assert selection.freeze(model, ["body.*"]) == [model.body[1]]
+
+
+def test_a_pattern_that_fits_nothing_is_refused_with_names_that_are_there():
+    with pytest.raises(ConfigError, match=r"'!tail\.\*', which is the name of no parameter; .*body\.0\.weight"):
+        selection.freeze(network(), ["*", "!tail.*"])
+
+
+def test_something_must_be_left():
+    with pytest.raises(ConfigError, match=r"leaves nothing to train"):
+        selection.freeze(network(), ["*"])
+
+
+def test_biases_and_scales_may_be_spared_from_decay():
+    model = network()
+    optimizer = torch.optim.SGD(selection.parameters(model, decay_all=False), lr=0.1, weight_decay=0.3)
+    groups = [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [(2, 0.3), (4, 0.0)]
+
+
+def test_frozen_parameters_are_not_the_optimizers():
+    model = network()
+    selection.freeze(model, ["*", "!head.*"])
+    assert len(list(selection.parameters(model, decay_all=True))) == 2
+    assert [len(group["params"]) for group in selection.parameters(model, decay_all=False)] == [1, 1]
+
+
+def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
+    x = torch.randn(8, 4)
+    saved, gradients = [], []
+    for classes in ([], ["Sequential"]):
+        torch.manual_seed(0)
+        model = nn.Sequential()
+        model.body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        model.head = nn.Linear(4, 2)
+        selection.recompute(model, classes)
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t):
+            loss = model(x).square().mean()
+        loss.backward()
+        saved.append(len(kept))
+        gradients.append([part.grad for part in model.parameters()])
+    assert saved[1] < saved[0]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

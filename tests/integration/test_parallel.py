@@ -1,0 +1,140 @@
+"""Ranks whose gradients travel in other ways, beside one process that does it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_hydra.errors import RankFailed
+from tests.integration.test_exactness import train as train
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+STEPS = 12
+
+
+def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """On each rank: train a small network on this rank's half of the samples; its weights and statistics."""
+    import torch.distributed as dist
+    from torch import nn
+
+    from ddp_hydra.training import parallel
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16)] if options.pop("norm", False) else [nn.Linear(8, 16)]
+    model = parallel.ddp(nn.Sequential(*layers, nn.Tanh(), nn.Linear(16, 8)), **options)
+    optimizer = torch.optim.SGD(model.model.parameters(), lr=0.2)
+    x = torch.randn(64, 8)
+    y = x @ torch.randn(8, 8)
+    losses = []
+    for _ in range(steps):
+        share = slice(rank * 64 // world_size, (rank + 1) * 64 // world_size)
+        with model.exchange(True):
+            loss = nn.functional.mse_loss(model(x[share]), y[share])
+            optimizer.zero_grad()
+            loss.backward()
+        optimizer.step()
+        model.after_step()
+        losses.append(loss.item())
+    own = {name: value.clone() for name, value in model.model.state_dict().items()}
+    model.settle()
+    return {"losses": losses, "own": own, "settled": dict(model.model.state_dict())}
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def plain(client2) -> list[dict[str, Any]]:
+    from ddp_hydra.dispatch import Gang
+
+    return Gang(client2, backend="gloo").run(descend, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"static_graph": True}, 0.0),
+        ({"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001}, 1e-6),
+        ({"find_unused_parameters": True}, 1e-6),
+        ({"comm_hook": "fp16"}, 2e-3),
+        ({"comm_hook": "bf16"}, 2e-2),
+        ({"comm_hook": "powersgd", "powersgd_rank": 4, "start_step": 2}, 0.2),
+        (
+            {"comm_hook": "post_local_sgd", "start_step": 4, "average_every_steps": 2},
+            1e-6,
+        ),  # on one host
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_gradients_may_travel_in_other_ways(client2, gang, plain, options, tolerance):
+    ranks = gang(client2, backend="gloo").run(descend, dict(options))
+    assert distance(ranks[0]["settled"], ranks[1]["settled"]) == 0
+    assert distance(ranks[0]["settled"], plain[0]["settled"]) <= tolerance
+    assert ranks[0]["losses"][-1] < 0.7 * ranks[0]["losses"][0]
+    compresses = options.get("comm_hook") in ("fp16", "bf16", "powersgd")
+    assert (distance(ranks[0]["settled"], plain[0]["settled"]) > 0) is compresses
+
+
+def test_ranks_on_two_hosts_keep_their_own_weights_for_a_while_and_meet_again(client2, gang):
+    def on_two_hosts(options: dict[str, Any], steps: int) -> dict[str, Any]:
+        import os
+
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        return descend(options, steps)
+
+    options = {"comm_hook": "post_local_sgd", "start_step": 4, "average_every_steps": 3}
+    apart = gang(client2, backend="gloo").run(on_two_hosts, dict(options), 6)
+    assert distance(apart[0]["own"], apart[1]["own"]) > 1e-4
+    assert distance(apart[0]["settled"], apart[1]["settled"]) == 0
+    together = gang(client2, backend="gloo").run(on_two_hosts, dict(options), 4)
+    assert distance(together[0]["own"], together[1]["own"]) < 1e-6
+
+
+def test_statistics_of_batchnorm_are_rank_0s_or_the_mean_of_all(client2, gang):
+    shared = gang(client2, backend="gloo").run(descend, {"norm": True}, 1)
+    averaged = gang(client2, backend="gloo").run(descend, {"norm": True, "batchnorm": "average"}, 1)
+    for ranks in (shared, averaged):
+        assert not torch.equal(*(rank["own"]["1.running_mean"] for rank in ranks))  # until the next forward pass
+    assert torch.equal(*(rank["settled"]["1.running_mean"] for rank in averaged))
+    mean = sum(rank["own"]["1.running_mean"] for rank in averaged) / 2
+    assert torch.allclose(averaged[0]["settled"]["1.running_mean"], mean)
+
+
+def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
+    runs = [
+        train(client2, "none", "parallel=none", "data.batch_size=24", ranks=1),
+        train(client2, "dp", "parallel=dp", "data.batch_size=24", ranks=1),
+        train(client2, "ddp", "parallel=ddp", "data.batch_size=12", ranks=2),
+        train(client2, "parts", "parallel=ddp", "data.batch_size=4", "trainer.accumulate=3", ranks=2),
+    ]
+    for run in runs[1:]:
+        assert len(run.metrics()) == len(runs[0].metrics())
+        for line, expected in zip(run.metrics(), runs[0].metrics(), strict=True):
+            assert line == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("parallel=none", r"parallel=none is for one rank, and this job has 2: give dispatch\.ranks=1"),
+        ("parallel.comm_hook=zip", r"parallel\.comm_hook=zip: give one of none, fp16"),
+        ("parallel.sync_batchnorm=true", r"sync_batchnorm=true works on GPUs only"),
+        ("trainer.freeze=['nothing.*']", r"freeze has 'nothing\.\*'.*layers\.0\.weight"),
+        ("trainer.freeze=['*']", r"leaves nothing to train"),
+        ("trainer.recompute=[Bottleneck]", r"'Bottleneck', and the model is made of .*Tiny"),
+    ],
+)
+def test_what_does_not_fit_is_said(client2, train, override, said):
+    with pytest.raises(RankFailed, match=said):
+        train(client2, "run", override)
+
+
+def test_recomputing_changes_nothing(client2, train):
+    plain = train(client2, "plain", "trainer.max_steps=4")
+    twice = train(client2, "twice", "trainer.max_steps=4", "trainer.recompute=[Linear]")
+    assert twice.metrics() == plain.metrics()
+    assert twice.checkpoint("last.pt")["model"].keys() == plain.checkpoint("last.pt")["model"].keys()
