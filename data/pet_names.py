@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from data.holdout import check, is_of
 from data.user_cache import user_cache
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
@@ -76,18 +77,12 @@ class PetNames(Dataset):
     ) -> None:
         if window < 1:
             raise ValueError(f"window is {window}, and must be at least 1 character: type data.window=8")
-        if not 0 <= holdout < 1:
-            raise ValueError(f"holdout is {holdout}, and is a share from 0 to below 1: type data.holdout=0.1")
-        if split not in ("train", "val"):
-            raise ValueError(f"split is {split!r}, and is train or val")
+        check(holdout, split)
         self.window = window
         access = {"endpoint_url": endpoint_url, "region": region, "anon": anon}
         names = _load(source, cache_dir, timeout_s, access)
         self._known = frozenset(names)
-        if holdout:
-            names = [name for name in names if _is_held_out(name, holdout) == (split == "val")]
-        elif split == "val":
-            names = []
+        names = [name for name in names if is_of(name, holdout, split)]
         if not names:
             raise ValueError(f"no names are left for {split}: holdout is {holdout}; type data.holdout=0.1")
         self.names = names
@@ -202,11 +197,6 @@ def make_windows(names: Sequence[str], window: int) -> Tensor:
     positions = torch.arange(len(characters))[:, None] + torch.arange(-window, 1)
     seen = characters[positions.clamp(min=0)]
     return seen.masked_fill_(positions < starts[:, None], PAD)
-
-
-def _is_held_out(name: str, share: float) -> bool:
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str, Any]) -> list[str]:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from data import digits_s3
+from data.holdout import check, is_of
 from data.images.decode import IMAGE_EXTENSIONS
 from data.images.listing import list_images_once
 from data.images.stored import StoredImages
+from data.images.strings import Strings
 from data.stores import Store
 from data.user_cache import user_cache
 
@@ -27,6 +29,8 @@ class S3ImageFolder(StoredImages):
         prefix: the folder of the class folders, e.g. "imagenet/train"; "" for the whole bucket.
         classes_from: a prefix whose folders are the classes; None: those found under `prefix`. A validation
             set names the training set's prefix here, so that a missing folder shifts no label.
+        holdout: share of the images that is kept for validation, 0..1, chosen by a hash of each key.
+        split: with a holdout, "train": the images that are not held out; "val": the others.
         listing_max_age_s: a listing on this machine's disk that is no older is used; 0: list each time.
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
             cache_mb, max_bad_fraction and more).
@@ -48,9 +52,12 @@ class S3ImageFolder(StoredImages):
         prefix: str = "",
         *,
         classes_from: str | None = None,
+        holdout: float = 0.0,
+        split: str = "train",
         listing_max_age_s: float = 0.0,
         **images: Any,
     ) -> None:
+        check(holdout, split)
         super().__init__(**images)
         self.prefix = prefix.strip("/")
         self._owns_server = False
@@ -66,6 +73,8 @@ class S3ImageFolder(StoredImages):
             self.skipped = listing.others.total()
             self._keys, self._sizes = listing.keys, listing.sizes
             self._label(classes_from)
+            if holdout:
+                self._keep([is_of(key, holdout, split) for key in self._keys])
         except BaseException:
             self.close()
             raise
@@ -98,6 +107,13 @@ class S3ImageFolder(StoredImages):
             )
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         self.targets = np.fromiter((self.class_to_idx[folder] for folder in folders), np.int32, len(folders))
+
+    def _keep(self, wanted: list[bool]) -> None:
+        """Leave out the other images; the classes stay."""
+        if not any(wanted):
+            raise ValueError(f"no images of {self.where()} are left in this split: type another data.holdout=0.1")
+        self._keys = Strings([key for key, is_wanted in zip(self._keys, wanted, strict=True) if is_wanted])
+        self._sizes, self.targets = self._sizes[wanted], self.targets[wanted]
 
     def _nothing_found(self, others: Counter[str]) -> str:
         where = self.where()

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import default_collate
 
+from data.holdout import is_of
 from data.s3_image_folder import S3ImageFolder
 from data.transforms import TrainTransform
 
@@ -452,3 +454,31 @@ def test_a_data_loader_that_forks_is_told_not_to_and_does_not_hang(s3, pets):
     done = in_processes(s3, pets, "fork")
     assert done.returncode != 0
     assert "start processes by 'spawn' or 'forkserver'" in done.stderr
+
+
+# -- a part kept for validation ----------------------------------------------------------------------------
+
+
+def test_a_share_of_the_images_is_held_out_by_its_keys(tmp_path):
+    for number in range(60):
+        file = tmp_path / "all" / "ab"[number % 2] / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(file)
+    whole, train, val = (
+        S3ImageFolder(f"file://{tmp_path}", "all", holdout=holdout, split=split)
+        for holdout, split in ((0.0, "train"), (0.3, "train"), (0.3, "val"))
+    )
+    assert sorted([*train.samples, *val.samples]) == sorted(whole.samples)
+    assert 5 < len(val) < 30
+    assert train.classes == val.classes == ["a", "b"]
+    assert val[0][1] == val.targets[0]
+    for data in (whole, train, val):
+        data.close()
+
+
+def test_a_split_that_leaves_nothing_is_refused(tmp_path):
+    (tmp_path / "all" / "a").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "all" / "a" / "one.png")
+    split = "train" if is_of("all/a/one.png", 0.5, "val") else "val"
+    with pytest.raises(ValueError, match=r"left in this split: type another data\.holdout="):
+        S3ImageFolder(f"file://{tmp_path}", "all", holdout=0.5, split=split)

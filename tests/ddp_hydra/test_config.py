@@ -57,6 +57,8 @@ def test_the_default_is_a_job():
 NEEDED = {
     "cluster=remote": ["cluster.address=tcp://host:8786"],
     "data=s3_photos": ["data.bucket=photos"],
+    "experiment=imagenet_s3": ["data.bucket=imagenet"],
+    "experiment=imagenet_wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=image_table": ["data.table=train.csv", "data.val_table=val.csv"],
 }

@@ -1,0 +1,105 @@
+"""What the loops by hand, of Fabric and of Ray Train have in common: the model, its batches, what they count."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.workloads import Images, Windows
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=("lstm", "resnet18"), required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--metrics", required=True)
+    return parser.parse_args()
+
+
+@dataclass
+class Work:
+    """One rank's work.
+
+    Args:
+        model: lstm or resnet18.
+        batch_size: per rank.
+        steps: of the run.
+        metrics: file that rank 0 writes.
+        rank: whose.
+        world_size: number of ranks.
+    """
+
+    model: str
+    batch_size: int
+    steps: int
+    metrics: str
+    rank: int
+    world_size: int
+
+    def build(self) -> tuple[nn.Module, Any]:
+        """The model, and its data in memory."""
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        n_samples = self.steps * self.batch_size * self.world_size
+        if self.model == "lstm":
+            from models.char_lstm import CharLSTM
+
+            data: Any = Windows(n_samples)
+            return CharLSTM(data.num_classes), data
+        from models.resnet import resnet18
+
+        data = Images(n_samples)
+        return resnet18(data.num_classes).to(memory_format=torch.channels_last), data
+
+    def batches(self, data: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches, in random order."""
+        order = torch.randperm(len(data))
+        for step in range(self.steps):
+            start = (step * self.world_size + self.rank) * self.batch_size
+            indices = order[start : start + self.batch_size]
+            x, y = data.prepare((data.x[indices], data.y[indices]))
+            yield (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x), y
+
+
+class Log:
+    """Loss and accuracy every 10 steps, over all ranks; rank 0 writes lines like those of a job's metrics.jsonl.
+
+    Args:
+        work: whose.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.step = work, 0
+        self.sums = torch.zeros(3)
+        self.file = open(work.metrics, "w", buffering=1) if work.rank == 0 else None  # noqa: PTH123, SIM115
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
+        """Count one step."""
+        self.step += 1
+        correct = (logits.argmax(-1) == y).sum()
+        self.sums += torch.stack([loss * y.numel(), correct, torch.tensor(float(y.numel()))])
+        if self.step % 10 == 0:
+            dist.all_reduce(self.sums)
+            loss_sum, correct_sum, seen = self.sums.tolist()
+            if self.file is not None:
+                samples = self.step * self.work.batch_size * self.work.world_size
+                line = {"time": time.time(), "step": self.step, "samples": samples}
+                print(json.dumps(line | {"loss": loss_sum / seen, "accuracy": correct_sum / seen}), file=self.file)
+            self.sums.zero_()
+
+
+def loss_of(logits: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())

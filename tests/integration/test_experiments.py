@@ -1,0 +1,73 @@
+"""The experiments of conf/experiment that need data of others, for a few steps on small sets of the same kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.shards.make import make
+from tests.integration import training
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+SMALL = (
+    "data.batch_size=4",
+    "data.image_size=32",
+    "data.resize=32",
+    "trainer.max_steps=2",
+    "trainer.log_every_steps=1",
+)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(40):
+        file = folder / "images" / "abcd"[number % 4] / f"{number:03}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.RandomState(number).randint(0, 255, (8, 10, 3), np.uint8)
+        Image.fromarray(pixels).resize((50, 40)).save(file)
+    return folder
+
+
+def names(run: training.Trained) -> set[str]:
+    return {name for line in run.metrics() for name in line}
+
+
+def test_transfer(client2, project, photos, tmp_path):
+    folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images", "data.holdout=0.3")
+    first = training.train(
+        client2, project, tmp_path / "first", "experiment=transfer", "model.weights=null", *folder, *SMALL
+    )
+    assert {"train/loss", "val/accuracy"} <= names(first)
+    head = ("trainer.freeze=['*','!fc.*']", "model.weights=null")
+    frozen = training.train(client2, project, tmp_path / "frozen", "experiment=transfer", *head, *folder, *SMALL)
+    moved = [
+        name
+        for name, value in frozen.checkpoint("last.pt")["model"].items()
+        if not np.array_equal(value, first.checkpoint("last.pt")["model"][name])
+    ]
+    assert "fc.weight" in moved
+    lines = next(record.data["lines"] for record in frozen.records if record.kind == "start")
+    assert any("of them frozen" in line for line in lines)
+    statistics = [name for name in frozen.checkpoint("last.pt")["model"] if name.endswith("running_mean")]
+    assert all(not frozen.checkpoint("last.pt")["model"][name].any() for name in statistics)  # as they were made
+
+
+def test_imagenet_out_of_a_bucket(client2, project, photos, tmp_path):
+    folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images")
+    run = training.train(client2, project, tmp_path / "run", "experiment=imagenet_s3", *folder, *SMALL)
+    rates = [line["lr"] for line in run.metrics() if "lr" in line]
+    assert 0 < rates[0] < rates[1] <= 0.1 * 8 / 256  # in the warm-up, and for a batch of 8
+    groups = run.checkpoint("last.pt")["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.0001, 0.0]
+
+
+def test_imagenet_out_of_shards(client2, project, photos, tmp_path):
+    make(str(photos / "images"), str(tmp_path / "shards"), shard_mb=0.02)
+    index = tmp_path / "shards" / "index.json"
+    settings = (f"data.index={index}", f"data.val_index={index}", "trainer.log_every_steps=1")
+    run = training.train(client2, project, tmp_path / "run", "experiment=imagenet_wids", *settings, *SMALL)
+    assert {"train/accuracy", "val/accuracy"} <= names(run)
