@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
-from ddp_hydra import placement
+from ddp_hydra import needs, placement
 from ddp_hydra.attempt import Attempt
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.interrupts import Interrupts
@@ -88,6 +88,7 @@ class Gang:
         start_timeout_s: how long the ranks may take to come up.
         port_range: ports allowed for the rendezvous; None for any free one.
         files: files of the client that rank 0 needs, see `Call`.
+        pip: requirements that each worker must have, as pip takes them.
         max_restarts: new attempts after failures.
         min_ranks: go on with fewer ranks, but never with fewer than this; None for as many as at first.
         restart_wait_s: how long to wait for lost workers to come back or be replaced.
@@ -111,6 +112,7 @@ class Gang:
     start_timeout_s: float = 300.0
     port_range: tuple[int, int] | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
+    pip: Sequence[str] = ()
     max_restarts: int = 0
     min_ranks: int | None = None
     restart_wait_s: float = 60.0
@@ -126,6 +128,7 @@ class Gang:
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
+    asked: set[str] = field(default_factory=set, init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
@@ -144,6 +147,7 @@ class Gang:
         with self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = 0, name
             workers = reservation.take(topic, self.queue_timeout_s)
+            self.ask(workers)
             while True:
                 self.attempt = Attempt(self, number, topic, placement.plan(workers))
                 try:
@@ -154,9 +158,21 @@ class Gang:
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
                         workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
-                    except ClusterError as too_few:
-                        error.add_reason(str(too_few))
+                        self.ask(workers)
+                    except ClusterError as why_not:
+                        error.add_reason(str(why_not))
                         raise error from None
+
+    def ask(self, workers: Iterable[str]) -> None:
+        """See whether those workers that were not asked before have what the ranks need.
+
+        Raises:
+            ClusterError: some do not.
+        """
+        found = needs.ask(self.client, [address for address in workers if address not in self.asked], self.pip)
+        needs.check(found)
+        needs.check_packages(found)
+        self.asked |= found.keys()
 
     def start(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""

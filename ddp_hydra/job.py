@@ -156,6 +156,9 @@ class Job:
 
     def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
         """Run as a gang on a Dask cluster."""
+        from ddp_hydra import needs
+
+        pip = needs.check_requirements(self.cfg.cluster.get("pip") or ())
         with cluster.connect(self.cfg.cluster) as client:
             from ddp_hydra.dispatch import Gang
 
@@ -166,6 +169,7 @@ class Job:
                 client,
                 name="job",
                 project=packed,
+                pip=pip,
                 threads=self.cfg.trainer.threads,
                 sweep=cluster.sweep(),
                 on_give_up=self.give_up.set,

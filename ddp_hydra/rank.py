@@ -73,7 +73,7 @@ def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: i
         set_threads(job["threads"], spec["local_world_size"])
         host, port = hear_rendezvous(control)
         with process_group(spec["rank"], spec["world_size"], host, port, job["backend"], job["timeout_s"], listener_fd):
-            print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts()}")  # noqa: T201
+            print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts(job['project'])}")  # noqa: T201
             pulse.at("run", 0)
             value = perform(call)
             pulse.at("end", board.step)
@@ -185,12 +185,17 @@ def process_group(
     dist.destroy_process_group()
 
 
-def whereabouts() -> str:
-    """Host, process, device and versions, for the rank's log."""
+def whereabouts(project: str) -> str:
+    """Host, process, device and versions, for the rank's log.
+
+    Args:
+        project: hash of the project space, or "".
+    """
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     return (
         f"host {socket.gethostname()}, pid {os.getpid()}, {device}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        f"{f', project {project[:16]}' if project else ''}"
     )
 
 

@@ -17,13 +17,13 @@ FLOORS = [
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
-        "restarts", "vitals", "roster", "processes",
+        "restarts", "vitals", "roster", "processes", "book", "shipped", "probe",
     ),
     # 3: on the worker
     ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
     (
-        "cluster", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
+        "cluster", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
         "writers", "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line

@@ -75,8 +75,23 @@ class Order:
     cwd: str = ""
 
 
+@dataclass(frozen=True)
+class Sealed:
+    """Runs the rank when it is unpickled, which is the task that Dask sees: a scheduler reads each task that it passes
+    on, and needs no ddp_hydra for this one.
+
+    Args:
+        order: all that the worker needs.
+    """
+
+    order: Order
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return run_rank, (self.order,)
+
+
 def run_rank(order: Order) -> None:
-    """Run one rank to its end. This is the task that Dask sees."""
+    """Run one rank to its end."""
     worker = get_worker()
     if worker.address != order.spec.worker:
         publish(worker, order, "end", {"status": "lost", "message": f"its worker {order.spec.worker} went away"})
@@ -188,6 +203,7 @@ class Relay:
             "backend": self.order.backend,
             "timeout_s": self.order.timeout_s,
             "threads": self.order.threads,
+            "project": self.order.project.sha256 if self.order.project else "",
             "spool": str(out),
             "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
         }
