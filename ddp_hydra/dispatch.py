@@ -87,6 +87,7 @@ class Gang:
         queue_timeout_s: how long to wait for workers that other jobs hold.
         start_timeout_s: how long the ranks may take to come up.
         port_range: ports allowed for the rendezvous; None for any free one.
+        interface: network interface by which the ranks reach each other; None for that of the workers' addresses.
         files: files of the client that rank 0 needs, see `Call`.
         pip: requirements that each worker must have, as pip takes them.
         max_restarts: new attempts after failures.
@@ -111,6 +112,7 @@ class Gang:
     queue_timeout_s: float = 86400.0
     start_timeout_s: float = 300.0
     port_range: tuple[int, int] | None = None
+    interface: str | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
     pip: Sequence[str] = ()
     max_restarts: int = 0
@@ -172,6 +174,7 @@ class Gang:
         found = needs.ask(self.client, [address for address in workers if address not in self.asked], self.pip)
         needs.check(found)
         needs.check_packages(found)
+        needs.check_network(found, self.interface)
         self.asked |= found.keys()
 
     def start(self, attempt: Attempt, call: Call) -> list[Any]:
@@ -222,5 +225,6 @@ class Gang:
             timeout_s=self.timeout_s,
             threads=self.threads,
             ports=self.port_range,
+            interface=self.interface,
             cwd=str(Path.cwd()),
         )

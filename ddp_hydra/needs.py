@@ -107,6 +107,35 @@ def check_packages(found: Found) -> None:
         )
 
 
+def check_network(found: Found, interface: str | None) -> None:
+    """Compare with `dispatch.interface`, and the variables that go before it.
+
+    Raises:
+        ClusterError: some hosts have no such interface.
+    """
+    without = {address: there for address, there in found.items() if not there["interfaces"].get(interface)}
+    if interface and without:
+        said = {
+            address: f"host {there['host']} has " + ", ".join(
+                f"{name} ({', '.join(addresses)})" for name, addresses in there["interfaces"].items() if addresses
+            )
+            for address, there in without.items()
+        }  # fmt: skip
+        raise ClusterError(
+            "\n".join(
+                [f"dispatch.interface={interface} is not there on all hosts, or has no address:", *_grouped(said)]
+            )
+            + "\ngive one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
+        )
+    for name in probe.VARIABLES:
+        values = {there["variables"].get(name) for there in found.values()}
+        if len(values) > 1 or (interface and values - {None, interface, f"={interface}"}):
+            said = {address: there["variables"].get(name, "not set") for address, there in found.items()}
+            log.warning(
+                "%s of the workers' environment goes before dispatch.interface:\n%s", name, "\n".join(_grouped(said))
+            )
+
+
 def _pip(needs: Iterable[str]) -> str:
     return " ".join(["pip install", *(f"'{need}'" for need in needs)])
 

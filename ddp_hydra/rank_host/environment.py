@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
-
-import psutil
 
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host.warm import without_dasks_limits
 
 
-def of_rank(spec: RankSpec) -> dict[str, str]:
-    """The worker's environment, plus what everyone expects to find in a rank's."""
+def of_rank(spec: RankSpec, interface: str | None) -> dict[str, str]:
+    """The worker's environment, plus what everyone expects to find in a rank's.
+
+    Args:
+        spec: the rank's place.
+        interface: the network interface by which the ranks reach each other.
+    """
     variables = without_dasks_limits(os.environ) | {
         "RANK": str(spec.rank),
         "WORLD_SIZE": str(spec.world_size),
@@ -23,27 +25,14 @@ def of_rank(spec: RankSpec) -> dict[str, str]:
         "NODE_RANK": str(spec.node_rank),
         "GROUP_RANK": str(spec.node_rank),
     }
-    interface = interface_of(spec.host)
     if interface:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+        variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would mean eth10, too
     # dask-cuda has already put each worker's own GPU first; elsewhere the local rank does.
     if "dask_cuda" not in sys.modules and (gpus := visible_gpus(variables)):
         first = spec.local_rank % len(gpus)
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
     return variables
-
-
-def interface_of(host: str) -> str | None:
-    """The network interface that carries an address of this machine."""
-    try:
-        address = socket.getaddrinfo(host, None)[0][4][0]
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in addresses):
-            return name
-    return None
 
 
 def visible_gpus(variables: dict[str, str]) -> list[str]:

@@ -29,7 +29,7 @@ from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
 from ddp_hydra.pulse import REASONS, UNREADY, Board
-from ddp_hydra.rank_host import environment, farewell, mailbox, rendezvous, spool, warm
+from ddp_hydra.rank_host import environment, farewell, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
 FLUSH_S = 0.05
@@ -60,6 +60,7 @@ class Order:
         timeout_s: of collectives.
         threads: CPU threads of the rank, 0 for its share of the host.
         ports: first and last port allowed for the rendezvous, None for any free one.
+        interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
     """
 
@@ -72,6 +73,7 @@ class Order:
     timeout_s: float = 1800.0
     threads: int = 0
     ports: tuple[int, int] | None = None
+    interface: str | None = None
     cwd: str = ""
 
 
@@ -167,9 +169,10 @@ class Relay:
         fds = [theirs.fileno(), their_output.fileno(), self.board_fd]
         up: dict[str, Any] = {}
         if spec.rank == 0:
-            listener = self.stack.enter_context(rendezvous.bind(spec.host, self.order.ports))
+            host = network.address_of(self.order.interface) if self.order.interface else spec.host
+            listener = self.stack.enter_context(rendezvous.bind(host, self.order.ports))
             fds.append(listener.fileno())
-            up["rendezvous"] = [spec.host, listener.getsockname()[1]]
+            up["rendezvous"] = [host, listener.getsockname()[1]]
             self.send(up)
         publish(self.worker, self.order, "up", up)
         warm.hold()
@@ -179,7 +182,7 @@ class Relay:
         project = [str(self.order.project.unpack(local))] if self.order.project else []
         request = {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
-            "environment": environment.of_rank(spec),
+            "environment": environment.of_rank(spec, self.interface()),
             "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "order": str(self.write_order()),
@@ -192,6 +195,14 @@ class Relay:
         self.selector.register(self.output, selectors.EVENT_READ, self.on_output)
         self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
         self.selector.register(self.box, selectors.EVENT_READ, self.on_mail)
+
+    def interface(self) -> str | None:
+        """Where the ranks reach each other."""
+        if self.order.interface:
+            network.address_of(self.order.interface)  # says what there is where it is unknown
+            return self.order.interface
+        # An address that is none of this machine's leads here through a port mapping.
+        return network.interface_of(self.order.spec.host) or network.interface_towards(self.worker.scheduler.addr)
 
     def write_order(self) -> Path:
         """Write what the rank has to do into its spool: a line of JSON, then the pickled call."""

@@ -168,3 +168,34 @@ def test_what_is_no_requirement_is_refused_at_once():
     assert needs.check_requirements(fine) == fine
     with pytest.raises(ConfigError, match=r"cluster.pip names 'timm>>1'.*cluster.pip=\['timm>=1.0'\]"):
         needs.check_requirements(["timm>>1"])
+
+
+# -- the network -------------------------------------------------------------------------------------------
+
+
+def test_hosts_without_the_interface_are_named_with_those_they_have():
+    found = {
+        "tcp://a:1": there(interfaces={"eth1": ["10.0.0.1"]}),
+        "tcp://b:1": there(interfaces={"eth1": [], "eth0": ["10.0.0.2", "fd00::2"], "lo": ["127.0.0.1"]}),
+    }
+    with pytest.raises(ClusterError) as caught:
+        needs.check_network(found, "eth1")
+    assert (
+        "hosts, or has no address:\n  tcp://b:1: host h has eth0 (10.0.0.2, fd00::2), lo (127.0.0.1)\ngive one"
+        in str(caught.value)
+    )
+    needs.check_network(found, None)
+
+
+def test_other_choices_in_the_environment_of_the_workers_are_told(caplog):
+    found = {
+        "tcp://a:1": there(interfaces={"eth1": ["10.0.0.1"]}, variables={"GLOO_SOCKET_IFNAME": "eth1"}),
+        "tcp://b:1": there(interfaces={"eth1": ["10.0.0.2"]}),
+    }
+    with caplog.at_level(logging.WARNING):
+        needs.check_network({"tcp://a:1": found["tcp://a:1"]}, "eth1")
+        assert caplog.records == []
+        needs.check_network(found, "eth1")
+    (record,) = caplog.records
+    assert record.message.startswith("GLOO_SOCKET_IFNAME of the workers' environment")
+    assert "  tcp://a:1: eth1\n  tcp://b:1: not set" in record.message
