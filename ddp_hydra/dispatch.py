@@ -3,6 +3,7 @@
 As a library:
 
     values = dispatch.run(client, train, "resnet18", lr=0.1)      # every worker, inside a process group
+    dispatch.run(client, dispatch.script("train.py", "--epochs", 2))    # a script that makes its own process group
     values = dispatch.Gang(client, ranks=4, backend="gloo").run(train, "resnet18", lr=0.1)
 """
 
@@ -31,7 +32,9 @@ from ddp_hydra.rank_host import relay
 from ddp_hydra.reservation import Reservation
 from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
+from ddp_hydra.script import Script, script
 
+__all__ = ["Call", "Gang", "run", "script"]
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +43,7 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
 
     Args:
         client: of the Dask cluster.
-        fn: the function, or "module:name" to import it on the ranks only.
+        fn: the function, "module:name" to import it on the ranks only, or a `script`.
         args: passed to it.
         kwargs: passed to it.
 
@@ -80,6 +83,7 @@ class Gang:
         ranks: number of ranks; None for one on each worker.
         name: shown by Dask's dashboard and `ps`; made unique.
         backend: gloo, nccl, or auto (by device).
+        group: whether functions find the process group initialised; False leaves that to them, as to scripts.
         project: packed project space that the ranks import from.
         on_record: called with each record, on a thread of its own, in each rank's order.
         threads: CPU threads per rank; 0 shares each host's cores out.
@@ -105,6 +109,7 @@ class Gang:
     ranks: int | None = None
     name: str = "gang"
     backend: str = "auto"
+    group: bool = True
     project: Project | None = None
     on_record: Callable[[Record], None] = field(default=lambda record: None, repr=False)
     threads: int = 0
@@ -130,6 +135,7 @@ class Gang:
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
+    grouped: bool = field(default=True, init=False, repr=False)
     asked: set[str] = field(default_factory=set, init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -180,6 +186,7 @@ class Gang:
     def start(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
         self.world_size = len(attempt.specs)
+        self.grouped = self.group and not isinstance(call.fn, Script)
         kwargs = dict(call.kwargs)
         try:
             if call.files:
@@ -223,6 +230,7 @@ class Gang:
             project=self.project,
             backend=self.backend,
             timeout_s=self.timeout_s,
+            group=self.grouped,
             threads=self.threads,
             ports=self.port_range,
             interface=self.interface,

@@ -20,6 +20,7 @@ class RankSpec:
         node_rank: number of the host, in order of rank.
         worker: address of the Dask worker that starts the rank.
         host: the host's address, as the other workers reach it.
+        nodes: number of hosts.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class RankSpec:
     node_rank: int
     worker: str
     host: str
+    nodes: int = 1
 
 
 def plan(workers: Mapping[str, str]) -> list[RankSpec]:
@@ -41,7 +43,7 @@ def plan(workers: Mapping[str, str]) -> list[RankSpec]:
     for address in sorted(workers, key=natural):
         by_host.setdefault(workers[address], []).append(address)
     return [
-        RankSpec(rank, len(workers), local_rank, len(by_host[host]), node_rank, address, host)
+        RankSpec(rank, len(workers), local_rank, len(by_host[host]), node_rank, address, host, len(by_host))
         for rank, (node_rank, host, local_rank, address) in enumerate(
             (node_rank, host, local_rank, address)
             for node_rank, (host, addresses) in enumerate(by_host.items())

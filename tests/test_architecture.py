@@ -20,11 +20,11 @@ FLOORS = [
         "restarts", "vitals", "roster", "processes", "book", "shipped", "probe",
     ),
     # 3: on the worker
-    ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
+    ("rank_host", "rank", "script", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
     (
         "cluster", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
-        "writers", "bucket", "mirror", "rehearsal",
+        "launched", "writers", "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "arguments", "cli", "__main__"),

@@ -58,6 +58,7 @@ class Order:
         project: the packed project space, or None.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
+        group: whether the process group is made before the call.
         threads: CPU threads of the rank, 0 for its share of the host.
         ports: first and last port allowed for the rendezvous, None for any free one.
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
@@ -71,6 +72,7 @@ class Order:
     project: Project | None = None
     backend: str = "auto"
     timeout_s: float = 1800.0
+    group: bool = True
     threads: int = 0
     ports: tuple[int, int] | None = None
     interface: str | None = None
@@ -182,7 +184,9 @@ class Relay:
         project = [str(self.order.project.unpack(local))] if self.order.project else []
         request = {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
-            "environment": environment.of_rank(spec, self.interface()),
+            "environment": environment.of_rank(
+                spec, self.interface(), self.order.gang, self.order.attempt, self.order.group
+            ),
             "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "order": str(self.write_order()),
@@ -213,6 +217,7 @@ class Relay:
             "attempt": self.order.attempt,
             "backend": self.order.backend,
             "timeout_s": self.order.timeout_s,
+            "group": self.order.group,
             "threads": self.order.threads,
             "project": self.order.project.sha256 if self.order.project else "",
             "spool": str(out),
