@@ -86,12 +86,17 @@ def test_a_mistake_is_told_once_and_at_once(cli):
     assert "trainer.epochs=0: give a whole number of at least 1" in ended.stderr
 
 
-def test_sigterm_to_torchrun_saves_and_ends(cli, wait_for):
+@pytest.mark.parametrize(
+    "end",
+    [lambda pid: os.kill(pid, signal.SIGTERM), lambda pid: os.killpg(pid, signal.SIGINT)],
+    ids=["SIGTERM to torchrun", "Ctrl-C in its terminal"],
+)
+def test_a_job_that_is_told_to_end_saves_first(cli, wait_for, end):
     slow = ("data.delay_s=0.05", "trainer.epochs=500")
     process = cli.start(*TWO, "cluster=torchrun", *TINY, *slow, module="torch.distributed.run", **apart(cli))
     try:
         wait_for(lambda: [*cli.folder.glob("outputs/*/*/metrics.jsonl")], 60, "a first step")
-        os.kill(process.pid, signal.SIGTERM)
+        end(process.pid)
         process.communicate(timeout=40)
     finally:
         if process.poll() is None:
