@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ddp_hydra.book import natural
-
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
@@ -39,6 +37,8 @@ def plan(workers: Mapping[str, str]) -> list[RankSpec]:
     Args:
         workers: worker address -> host.
     """
+    from ddp_hydra.book import natural  # Dask comes with it, and --help needs none
+
     by_host: dict[str, list[str]] = {}
     for address in sorted(workers, key=natural):
         by_host.setdefault(workers[address], []).append(address)
