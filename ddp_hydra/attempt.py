@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -102,8 +103,8 @@ class Attempt:
             stack.callback(self.end_all)
             for spec in self.specs:
                 future = self.client.submit(
-                    relay.run_rank,
-                    self.gang.order(self.number, self.name, spec, call),
+                    pickle.loads,
+                    pickle.dumps(relay.Sealed(self.gang.order(self.number, self.name, spec, call))),
                     key=f"{self.name}-rank-{spec.rank}",
                     workers=[spec.worker],
                     # Pinned to a dead worker, a task waits for ever; anywhere else it says at once that it is lost.

@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, config, project
+from ddp_hydra import arguments, config, launched, project
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.versions import VERSION_BASE
@@ -28,6 +28,10 @@ def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
     from ddp_hydra import job
 
+    spec = launched.place(cfg.cluster)
+    if spec is not None and spec.rank:
+        job.follow(cfg, spec)
+        return None
     hydra_cfg = HydraConfig.get()
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
@@ -47,7 +51,7 @@ def compose_and_run() -> None:
     root = project.find()
     sys.path.insert(0, str(root))
     config.register()
-    sys.argv[1:] = arguments.read(sys.argv[1:])
+    sys.argv[1:] = launched.arguments(arguments.read(sys.argv[1:]))
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
     finally:

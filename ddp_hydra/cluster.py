@@ -24,7 +24,7 @@ QUIET = {
 }
 """Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise. And
 nannies stay: Dask would close one whose worker is not there 15 s after it was lost, be it lost once more by then."""
-OURS = ("wait_timeout_s",)
+OURS = ("wait_timeout_s", "pip")
 """Keys of a cluster's config that are not arguments of its class."""
 
 

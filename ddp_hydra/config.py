@@ -145,6 +145,8 @@ class DispatchConfig:
         queue_timeout_s: how long to wait for workers that other jobs hold.
         start_timeout_s: how long the ranks may take to come up.
         port_range: first and last port allowed for the rendezvous; null for any free one.
+        interface: network interface by which the ranks reach each other, e.g. eth1; null for that of the workers'
+            addresses, as the scheduler knows them.
         max_restarts: new attempts after failures, each from the last complete checkpoint; 0 for none.
         min_ranks: go on with fewer ranks, but never with fewer than this; null for as many as at first.
         restart_wait_s: how long to wait for lost workers to come back or be replaced.
@@ -160,6 +162,7 @@ class DispatchConfig:
     queue_timeout_s: float = 86400.0
     start_timeout_s: float = 300.0
     port_range: list[int] | None = None
+    interface: str | None = None
     max_restarts: int = 3
     min_ranks: int | None = None
     restart_wait_s: float = 60.0

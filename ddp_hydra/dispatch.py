@@ -3,6 +3,7 @@
 As a library:
 
     values = dispatch.run(client, train, "resnet18", lr=0.1)      # every worker, inside a process group
+    dispatch.run(client, dispatch.script("train.py", "--epochs", 2))    # a script that makes its own process group
     values = dispatch.Gang(client, ranks=4, backend="gloo").run(train, "resnet18", lr=0.1)
 """
 
@@ -12,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
-from ddp_hydra import placement
+from ddp_hydra import needs, placement
 from ddp_hydra.attempt import Attempt
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.interrupts import Interrupts
@@ -31,7 +32,9 @@ from ddp_hydra.rank_host import relay
 from ddp_hydra.reservation import Reservation
 from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
+from ddp_hydra.script import Script, script
 
+__all__ = ["Call", "Gang", "run", "script"]
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +43,7 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
 
     Args:
         client: of the Dask cluster.
-        fn: the function, or "module:name" to import it on the ranks only.
+        fn: the function, "module:name" to import it on the ranks only, or a `script`.
         args: passed to it.
         kwargs: passed to it.
 
@@ -80,6 +83,7 @@ class Gang:
         ranks: number of ranks; None for one on each worker.
         name: shown by Dask's dashboard and `ps`; made unique.
         backend: gloo, nccl, or auto (by device).
+        group: whether functions find the process group initialised; False leaves that to them, as to scripts.
         project: packed project space that the ranks import from.
         on_record: called with each record, on a thread of its own, in each rank's order.
         threads: CPU threads per rank; 0 shares each host's cores out.
@@ -87,7 +91,9 @@ class Gang:
         queue_timeout_s: how long to wait for workers that other jobs hold.
         start_timeout_s: how long the ranks may take to come up.
         port_range: ports allowed for the rendezvous; None for any free one.
+        interface: network interface by which the ranks reach each other; None for that of the workers' addresses.
         files: files of the client that rank 0 needs, see `Call`.
+        pip: requirements that each worker must have, as pip takes them.
         max_restarts: new attempts after failures.
         min_ranks: go on with fewer ranks, but never with fewer than this; None for as many as at first.
         restart_wait_s: how long to wait for lost workers to come back or be replaced.
@@ -103,6 +109,7 @@ class Gang:
     ranks: int | None = None
     name: str = "gang"
     backend: str = "auto"
+    group: bool = True
     project: Project | None = None
     on_record: Callable[[Record], None] = field(default=lambda record: None, repr=False)
     threads: int = 0
@@ -110,7 +117,9 @@ class Gang:
     queue_timeout_s: float = 86400.0
     start_timeout_s: float = 300.0
     port_range: tuple[int, int] | None = None
+    interface: str | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
+    pip: Sequence[str] = ()
     max_restarts: int = 0
     min_ranks: int | None = None
     restart_wait_s: float = 60.0
@@ -126,6 +135,8 @@ class Gang:
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
+    grouped: bool = field(default=True, init=False, repr=False)
+    asked: set[str] = field(default_factory=set, init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
@@ -144,6 +155,7 @@ class Gang:
         with self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = 0, name
             workers = reservation.take(topic, self.queue_timeout_s)
+            self.ask(workers)
             while True:
                 self.attempt = Attempt(self, number, topic, placement.plan(workers))
                 try:
@@ -154,13 +166,27 @@ class Gang:
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
                         workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
-                    except ClusterError as too_few:
-                        error.add_reason(str(too_few))
+                        self.ask(workers)
+                    except ClusterError as why_not:
+                        error.add_reason(str(why_not))
                         raise error from None
+
+    def ask(self, workers: Iterable[str]) -> None:
+        """See whether those workers that were not asked before have what the ranks need.
+
+        Raises:
+            ClusterError: some do not.
+        """
+        found = needs.ask(self.client, [address for address in workers if address not in self.asked], self.pip)
+        needs.check(found)
+        needs.check_packages(found)
+        needs.check_network(found, self.interface)
+        self.asked |= found.keys()
 
     def start(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
         self.world_size = len(attempt.specs)
+        self.grouped = self.group and not isinstance(call.fn, Script)
         kwargs = dict(call.kwargs)
         try:
             if call.files:
@@ -204,7 +230,9 @@ class Gang:
             project=self.project,
             backend=self.backend,
             timeout_s=self.timeout_s,
+            group=self.grouped,
             threads=self.threads,
             ports=self.port_range,
+            interface=self.interface,
             cwd=str(Path.cwd()),
         )

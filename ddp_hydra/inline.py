@@ -1,19 +1,36 @@
-"""The gang of one: a job in this very process, so that breakpoints, pdb and profilers work."""
+"""One rank in this very process: the only one, so that breakpoints, pdb and profilers work, or one of a launcher's."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import os
 import shutil
+import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_hydra import faults, pulse, results
+from ddp_hydra.errors import DdpHydraError, RankFailed
 from ddp_hydra.interrupts import Interrupts
+from ddp_hydra.outcome import Failure, explain, root_cause
+from ddp_hydra.placement import RankSpec
 from ddp_hydra.results import Record
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+ALONE = RankSpec(0, 1, 0, 1, 0, worker="", host="127.0.0.1")
+NEWS_S = 1.0
+"""How long a rank that lost its partners waits to hear why."""
+BURST_S = 2.0
+"""Ctrl-C comes twice to what a launcher has started: from the terminal, and passed on."""
 
 
 class DirectSender:
@@ -40,46 +57,129 @@ def run(
     *args: Any,
     on_record: Callable[[Record], None],
     threads: int = 0,
+    spec: RankSpec = ALONE,
+    backend: str = "auto",
+    timeout_s: float = 1800.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run a function as the only rank of a process group.
+    """Run a function as one rank of a process group.
 
     Args:
-        fn: the function, or "module:name".
+        fn: the function, or "module:name". Of several ranks, all run rank 0's, with its arguments.
         args: passed to it.
-        on_record: called with each record.
-        threads: CPU threads; 0 leaves them as they are.
-        kwargs: passed to it.
+        on_record: called with each record of this rank.
+        threads: CPU threads; 0 for this rank's share of the host, or, alone, as they are.
+        spec: this rank's place; of several, a launcher has set the environment.
+        backend: gloo, nccl or auto.
+        timeout_s: of collectives.
+        kwargs: passed to the function.
 
     Returns:
-        A list of its one value.
+        A list of this rank's value.
+
+    Raises:
+        RankFailed: of several ranks, this one or another has failed.
     """
     import cloudpickle
 
     from ddp_hydra import rank
-    from ddp_hydra.rank_host import rendezvous
 
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
-        names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
-        os.environ.update(names)
-        if threads:
-            rank.set_threads(threads, local_world_size=1)
-        listener = rendezvous.bind("127.0.0.1")
-        port = listener.getsockname()[1]
-        results.connect(DirectSender(on_record, Path(folder)))
-        interrupts = FinishHere()
-        faults.arm(0, 0, {})
+        if threads or spec is not ALONE:
+            rank.set_threads(threads, spec.local_world_size)
+        results.connect(DirectSender(on_record, Path(folder)), spec.rank)
+        interrupts = FinishHere() if spec is ALONE else FinishThere()
+        faults.arm(spec.rank, 0, {})
         pulse.connect(None)
         try:
-            with (
-                interrupts.caught(),
-                rank.process_group(0, 1, "127.0.0.1", port, backend="auto", listener_fd=listener.detach()),
-            ):
-                return [rank.perform(cloudpickle.dumps((fn, args, kwargs)))]
+            with interrupts.caught():
+                store = meet_nobody(timeout_s) if spec is ALONE else meet_launched(spec, timeout_s)
+                call = agree(store, spec, cloudpickle.dumps((fn, args, kwargs)))
+                with told(store, spec), rank.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
+                    return [rank.perform(call)]
         finally:
             results.connect(None)
             pulse.connect(None)
             rank.leave_process_group()
+
+
+def meet_nobody(timeout_s: float) -> Store:
+    """The store of a rank that is alone."""
+    from ddp_hydra import rank
+    from ddp_hydra.rank_host import rendezvous
+
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
+    os.environ.update(names)
+    listener = rendezvous.bind("127.0.0.1")
+    port = listener.getsockname()[1]
+    return rank.meet(0, "127.0.0.1", port, timeout_s, listener.detach())
+
+
+def meet_launched(spec: RankSpec, timeout_s: float) -> Store:
+    """The store that a launcher's variables point to, served by itself or by rank 0."""
+    from datetime import timedelta
+
+    from torch.distributed.rendezvous import rendezvous
+
+    from ddp_hydra.rank_host import environment
+
+    os.environ.update(environment.own_gpu_first(os.environ, spec.local_rank))
+    place = rendezvous("env://", spec.rank, spec.world_size, timeout=timedelta(seconds=timeout_s))
+    store: Store = next(place)[0]
+    return store
+
+
+def agree(store: Store, spec: RankSpec, call: bytes) -> bytes:
+    """Rank 0's call, on all ranks: what it has composed is what runs."""
+    if spec.world_size == 1:
+        return call
+    if spec.rank == 0:
+        store.set("ddp_hydra/call", base64.b64encode(call).decode())
+    while not store.check(["ddp_hydra/call"]):  # in Python, where a launcher's signal is heard
+        time.sleep(0.02)
+    return base64.b64decode(store.get("ddp_hydra/call"))
+
+
+@contextmanager
+def told(store: Store, spec: RankSpec) -> Iterator[None]:
+    """Let the others know what was raised here, and say which rank was the cause.
+
+    Raises:
+        RankFailed: on rank 0, with the cause; on the others, in a line, for rank 0 tells the rest.
+    """
+    from ddp_hydra import rank
+
+    try:
+        yield
+    except Exception as error:
+        if spec.world_size == 1:
+            raise
+        end = {**rank.describe(error), "time_s": time.time()}
+        mine = Failure.from_end(end, spec.rank, spec.host, 0)
+        assert mine is not None
+        others: list[Failure] = []
+        with contextlib.suppress(Exception):  # the store may be gone with its host
+            store.set(f"ddp_hydra/failed/{spec.rank}", json.dumps({"end": end, "host": spec.host}))
+            others = failures(store, spec, until=time.monotonic() + NEWS_S * mine.is_symptom)
+        if spec.rank != 0:
+            raise DdpHydraError(f"rank {spec.rank}: {mine.message.partition(chr(10))[0]}") from error
+        cause, symptoms = root_cause([mine, *others])
+        raise RankFailed(explain(cause, symptoms), cause, symptoms) from error
+
+
+def failures(store: Store, spec: RankSpec, until: float) -> list[Failure]:
+    """What other ranks have said of their ends."""
+    while True:
+        found = []
+        for other in range(spec.world_size):
+            key = f"ddp_hydra/failed/{other}"
+            if other != spec.rank and store.check([key]):
+                said = json.loads(store.get(key))
+                found.append(Failure.from_end(said["end"], other, said["host"], 0))
+        known = [failure for failure in found if failure is not None]
+        if time.monotonic() > until or any(not failure.is_symptom for failure in known):
+            return known
+        time.sleep(0.02)
 
 
 class FinishHere(Interrupts):
@@ -91,9 +191,39 @@ class FinishHere(Interrupts):
         pulse.here().ask_to_finish(pulse.REASONS.index("interrupt"))
 
 
+class FinishThere(FinishHere):
+    """The same in a process of a launcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since = float("-inf")
+
+    @contextmanager
+    def caught(self, graceful: bool = True) -> Iterator[None]:
+        """Catch the signals inside the block; where it has failed, let this process come to its end by itself."""
+        try:
+            with super().caught(graceful):
+                yield
+        except BaseException:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends those that are left
+            raise
+
+    def _on_signal(self, *signals: Any) -> None:
+        if time.monotonic() - self.since > BURST_S:
+            self.since = time.monotonic()
+            super()._on_signal(*signals)
+
+
 def fetch(file: Mapping[str, Any], target: Path) -> None:
     """Move a spooled file to `target`."""
     shutil.move(file["source"], target)
+
+
+def ignore(record: Record) -> None:
+    """Drop a record, and the file that came with it."""
+    if record.kind == "file" and "source" in record.data:
+        Path(record.data["source"]).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, mirror, project
+from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project
 from ddp_hydra import config as configs
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Interrupted, JobFailed, RecordError
 from ddp_hydra.manifest import find_checkpoint
+from ddp_hydra.placement import RankSpec
 from ddp_hydra.pulse import REASONS
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.results import Record, finite
@@ -62,7 +63,9 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float 
         packed = project.pack(project.find())
         summary["project"] = packed.sha256
         job = Job(run_dir, cfg, plain, files, summary)
-        value = read_value(job.run_inline() if cluster.is_inline(cfg.cluster) else job.run_on_dask(packed))
+        spec = launched.place(cfg.cluster)
+        here = spec is not None or cluster.is_inline(cfg.cluster)
+        value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
             raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={_short(run_dir)}")
@@ -129,6 +132,26 @@ def find_weights(cfg: DictConfig) -> Path | None:
     return path.absolute()
 
 
+def follow(cfg: DictConfig, spec: RankSpec) -> None:
+    """Be a rank other than 0 that a launcher has started: rank 0 runs the job.
+
+    Raises:
+        DdpHydraError: this rank has failed.
+        Interrupted: the job was asked to end.
+    """
+    if not cfg.dry_run:
+        check(cfg)
+        value = read_value(inline.run(TRAIN, {}, on_record=inline.ignore, spec=spec, **how_here(cfg))[0])
+        if value["interrupted"]:
+            raise Interrupted(f"rank {spec.rank}: {_why(value['interrupted'], value['steps'])}")
+
+
+def how_here(cfg: DictConfig) -> dict[str, Any]:
+    """Settings of a rank in this process."""
+    backend, timeout_s = cfg.dispatch.backend.value, cfg.dispatch.timeout_s
+    return {"threads": cfg.trainer.threads, "backend": backend, "timeout_s": timeout_s}
+
+
 class Job:
     """A job on its way: its writers, and the two ways to run it.
 
@@ -168,18 +191,20 @@ class Job:
             finally:
                 self.note(handler)
 
-    def run_inline(self) -> dict[str, Any]:
-        """Run as one rank in this process."""
-        from ddp_hydra import inline
-
-        self.summary["world_size"] = 1
+    def run_here(self, spec: RankSpec) -> dict[str, Any]:
+        """Run as rank 0 in this process."""
+        self.summary["world_size"] = spec.world_size
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
             paths = {name: str(path) for name, path in self.files.items()}
-            threads = self.cfg.trainer.threads
-            return inline.run(TRAIN, self.plain, on_record=handler.handle, threads=threads, files=paths)[0]
+            return inline.run(
+                TRAIN, self.plain, on_record=handler.handle, spec=spec, files=paths, **how_here(self.cfg)
+            )[0]
 
     def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
         """Run as a gang on a Dask cluster."""
+        from ddp_hydra import needs
+
+        pip = needs.check_requirements(self.cfg.cluster.get("pip") or ())
         with cluster.connect(self.cfg.cluster) as client:
             from ddp_hydra.dispatch import Gang
 
@@ -190,6 +215,7 @@ class Job:
                 client,
                 name="job",
                 project=packed,
+                pip=pip,
                 threads=self.cfg.trainer.threads,
                 sweep=cluster.sweep(),
                 on_give_up=self.give_up.set,
@@ -335,7 +361,6 @@ def _short(path: Path) -> str:
 
 def _dry_run(plain: dict[str, Any]) -> None:
     """Build model and data and read one batch, in this process."""
-    from ddp_hydra import inline
 
     def show(record: Record) -> None:
         for line in record.data.get("lines", ()):

@@ -72,8 +72,9 @@ def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: i
     try:
         set_threads(job["threads"], spec["local_world_size"])
         host, port = hear_rendezvous(control)
-        with process_group(spec["rank"], spec["world_size"], host, port, job["backend"], job["timeout_s"], listener_fd):
-            print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts()}")  # noqa: T201
+        store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
+        with process_group(store, spec["rank"], spec["world_size"], job["backend"], job["timeout_s"], job["group"]):
+            print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts(job['project'])}")  # noqa: T201
             pulse.at("run", 0)
             value = perform(call)
             pulse.at("end", board.step)
@@ -145,35 +146,48 @@ def set_threads(threads: int, local_world_size: int) -> None:
     torch.set_num_threads(threads)
 
 
-@contextmanager
-def process_group(
-    rank: int,
-    world_size: int,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    backend: str = "auto",
-    timeout_s: float = 1800.0,
-    listener_fd: int | None = None,
-) -> Iterator[None]:
-    """Be a member of the gang's process group.
+def meet(rank: int, host: str, port: int, timeout_s: float = 1800.0, listener_fd: int | None = None) -> dist.Store:
+    """Connect to the store that rank 0 serves; scripts that make their own process group find it by the environment.
 
     Args:
         rank: this rank.
-        world_size: number of ranks.
         host: where rank 0 serves the store.
         port: its port.
-        backend: gloo, nccl, or auto: gloo, and nccl for tensors on a GPU where there is one.
-        timeout_s: of collectives and of the rendezvous.
+        timeout_s: of the rendezvous.
         listener_fd: rank 0's socket, bound and listening already.
     """
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-    if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(0)  # each rank sees its own GPU first
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there: nobody else shall serve one at this port
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return dist.TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd)
+
+
+@contextmanager
+def process_group(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    backend: str = "auto",
+    timeout_s: float = 1800.0,
+    init: bool = True,
+) -> Iterator[None]:
+    """Be a member of the gang, and of its process group.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank.
+        world_size: number of ranks.
+        backend: gloo, nccl, or auto: gloo, and nccl for tensors on a GPU where there is one.
+        timeout_s: of collectives.
+        init: False leaves it to the code inside the block to make a process group.
+    """
+    if init:
+        if backend == "auto":
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # each rank sees its own GPU first
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     store.add("ddp_hydra/joined", 1)
     yield
     # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.
@@ -182,15 +196,20 @@ def process_group(
     store.add("ddp_hydra/done", 1)
     while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
         time.sleep(0.005)  # rank 0 serves the store, so it leaves last
-    dist.destroy_process_group()
+    leave_process_group()
 
 
-def whereabouts() -> str:
-    """Host, process, device and versions, for the rank's log."""
+def whereabouts(project: str) -> str:
+    """Host, process, device and versions, for the rank's log.
+
+    Args:
+        project: hash of the project space, or "".
+    """
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     return (
         f"host {socket.gethostname()}, pid {os.getpid()}, {device}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        f"{f', project {project[:16]}' if project else ''}"
     )
 
 

@@ -17,17 +17,17 @@ FLOORS = [
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
-        "restarts", "vitals", "roster", "processes", "losses",
+        "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe",
     ),
     # 3: on the worker
     (
-        "training", "insight", "rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate",
-        "dry_run",
+        "training", "insight", "rank_host", "rank", "script", "build", "buckets", "evaluate", "train", "trained",
+        "generate", "dry_run",
     ),
     # 4: on the client
     (
-        "cluster", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
-        "writers", "bucket", "mirror", "rehearsal",
+        "cluster", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
+        "launched", "writers", "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "arguments", "cli", "__main__"),

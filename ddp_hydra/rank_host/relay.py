@@ -29,7 +29,7 @@ from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
 from ddp_hydra.pulse import REASONS, UNREADY, Board
-from ddp_hydra.rank_host import environment, farewell, mailbox, rendezvous, spool, warm
+from ddp_hydra.rank_host import environment, farewell, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
 FLUSH_S = 0.05
@@ -58,8 +58,10 @@ class Order:
         project: the packed project space, or None.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
+        group: whether the process group is made before the call.
         threads: CPU threads of the rank, 0 for its share of the host.
         ports: first and last port allowed for the rendezvous, None for any free one.
+        interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
     """
 
@@ -70,13 +72,30 @@ class Order:
     project: Project | None = None
     backend: str = "auto"
     timeout_s: float = 1800.0
+    group: bool = True
     threads: int = 0
     ports: tuple[int, int] | None = None
+    interface: str | None = None
     cwd: str = ""
 
 
+@dataclass(frozen=True)
+class Sealed:
+    """Runs the rank when it is unpickled, which is the task that Dask sees: a scheduler reads each task that it passes
+    on, and needs no ddp_hydra for this one.
+
+    Args:
+        order: all that the worker needs.
+    """
+
+    order: Order
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return run_rank, (self.order,)
+
+
 def run_rank(order: Order) -> None:
-    """Run one rank to its end. This is the task that Dask sees."""
+    """Run one rank to its end."""
     worker = get_worker()
     if worker.address != order.spec.worker:
         publish(worker, order, "end", {"status": "lost", "message": f"its worker {order.spec.worker} went away"})
@@ -152,9 +171,10 @@ class Relay:
         fds = [theirs.fileno(), their_output.fileno(), self.board_fd]
         up: dict[str, Any] = {}
         if spec.rank == 0:
-            listener = self.stack.enter_context(rendezvous.bind(spec.host, self.order.ports))
+            host = network.address_of(self.order.interface) if self.order.interface else spec.host
+            listener = self.stack.enter_context(rendezvous.bind(host, self.order.ports))
             fds.append(listener.fileno())
-            up["rendezvous"] = [spec.host, listener.getsockname()[1]]
+            up["rendezvous"] = [host, listener.getsockname()[1]]
             self.send(up)
         publish(self.worker, self.order, "up", up)
         warm.hold()
@@ -164,7 +184,9 @@ class Relay:
         project = [str(self.order.project.unpack(local))] if self.order.project else []
         request = {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
-            "environment": environment.of_rank(spec),
+            "environment": environment.of_rank(
+                spec, self.interface(), self.order.gang, self.order.attempt, self.order.group
+            ),
             "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "order": str(self.write_order()),
@@ -178,6 +200,14 @@ class Relay:
         self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
         self.selector.register(self.box, selectors.EVENT_READ, self.on_mail)
 
+    def interface(self) -> str | None:
+        """Where the ranks reach each other."""
+        if self.order.interface:
+            network.address_of(self.order.interface)  # says what there is where it is unknown
+            return self.order.interface
+        # An address that is none of this machine's leads here through a port mapping.
+        return network.interface_of(self.order.spec.host) or network.interface_towards(self.worker.scheduler.addr)
+
     def write_order(self) -> Path:
         """Write what the rank has to do into its spool: a line of JSON, then the pickled call."""
         out, given = (spool.folder(self.worker, self.order.gang, self.rank, way) for way in ("out", "in"))
@@ -187,7 +217,9 @@ class Relay:
             "attempt": self.order.attempt,
             "backend": self.order.backend,
             "timeout_s": self.order.timeout_s,
+            "group": self.order.group,
             "threads": self.order.threads,
+            "project": self.order.project.sha256 if self.order.project else "",
             "spool": str(out),
             "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
         }

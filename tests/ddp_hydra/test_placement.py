@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.placement import choose, natural, plan, ranges
+from ddp_hydra.book import choose, natural
+from ddp_hydra.placement import plan, ranges
 
 
 def workers(**ports: list[int]) -> dict[str, str]:

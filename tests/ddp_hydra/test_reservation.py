@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from distributed.core import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import reservation
+from ddp_hydra import book, reservation
+from ddp_hydra.book import LATE_S, Guard, give_back, take
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.reservation import LATE_S, Guard, Reservation, give_back, take
+from ddp_hydra.reservation import Reservation
 
 
 class Scheduler:
@@ -55,7 +57,7 @@ class Scheduler:
 
     @property
     def book(self) -> dict[str, list[str]]:
-        return {gang: entry["workers"] for gang, entry in reservation._book(self).items()}
+        return {gang: entry["workers"] for gang, entry in book._book(self).items()}
 
     def take(
         self, gang: str, wanted: int | None, least: int | None = None, holder: str = "me", avoid=(), sweep: str = ""
@@ -232,7 +234,7 @@ def test_who_has_left_the_queue_keeps_nobody_waiting(how, monkeypatch):
     if how == "gone":
         del scheduler.clients["you"]
     else:
-        monkeypatch.setattr(reservation, "ABSENT_S", -1.0)
+        monkeypatch.setattr(book, "ABSENT_S", -1.0)
     assert "workers" in scheduler.take("small", 1)
 
 
@@ -259,7 +261,7 @@ def test_while_a_gang_waits_its_topic_stays():
     scheduler = Scheduler("a:1")
     take("one", "me", "sweep", "first", 1, 1, dask_scheduler=scheduler)
     take("one", "me", "sweep", "second", 2, 2, dask_scheduler=scheduler)
-    assert reservation._book(scheduler)["one"]["topic"] == "first"
+    assert book._book(scheduler)["one"]["topic"] == "first"
 
 
 def test_a_scheduler_without_topics_is_fine():
@@ -292,6 +294,7 @@ class Client:
     def _run_on_scheduler(self, function, *args, **kwargs) -> Any:
         if self.lost:
             raise OSError("connection refused")
+        function = pickle.loads(pickle.dumps(function))
         return function(*args, dask_scheduler=self.scheduler, **kwargs)
 
     def _run(self, function, workers, on_error) -> dict[str, Any]:
@@ -412,7 +415,7 @@ def test_a_lost_worker_is_replaced_and_survivors_stay_held_while_waiting(schedul
         clock.events[20.0] = lambda: scheduler.add("c:1")
         assert held.renew("t-1", [], None, 60.0) == {"a:1": "a", "c:1": "c"}
     assert seen == [{"wanted": 1, "free": 0, "total": 3}]
-    assert reservation._book(scheduler).keys() == {"other"}
+    assert book._book(scheduler).keys() == {"other"}
 
 
 def test_where_all_have_come_nobody_waits(client, clock):

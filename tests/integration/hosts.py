@@ -6,6 +6,8 @@ the Dask scheduler, the others run workers; the tests sit on the bridge.
 
     with Hosts(3) as hosts, hosts.client() as client:
         hosts.cut(1)
+
+They may have two cables each, or IPv6 addresses only.
 """
 
 from __future__ import annotations
@@ -39,6 +41,28 @@ ignores the ends of its children, so that none of them stays as a zombie."""
 PLUMBING = ("unshare", "nsenter", "cat")
 
 
+FORWARD = """
+import asyncio, sys
+host, *ports = sys.argv[1:]
+to = ports.pop()
+async def pump(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+async def serve(port):
+    async def connected(reader, writer):
+        there_reader, there_writer = await asyncio.open_connection(to, port)
+        await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer), return_exceptions=True)
+    async with await asyncio.start_server(connected, host, port) as server:
+        await server.serve_forever()
+async def main():
+    await asyncio.gather(*map(serve, map(int, ports)))
+asyncio.run(main())
+"""
+"""What maps ports of one host to another, as a container runtime does."""
+
+
 def ip(*arguments: str, check: bool = True) -> str:
     """Run `ip`; returns what it printed."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
@@ -52,13 +76,16 @@ class Host:
     Args:
         network: its number, which is in all names and addresses.
         number: of the host in its network.
+        family: 4 or 6: which addresses it has, and no others.
     """
 
-    def __init__(self, network: int, number: int) -> None:
+    def __init__(self, network: int, number: int, family: int = 4) -> None:
+        self.family = family
         self.namespace = f"{PREFIX}-{network}-{number}"
         self.cable = f"{PREFIX}{network}v{number}"
         self.bridge = f"{PREFIX}{network}"
-        self.address = f"10.77.{network}.{10 + number}"
+        self.address = f"10.77.{network}.{10 + number}" if family == 4 else f"fd77:{network}::{10 + number}"
+        self.second = f"10.78.{network}.{10 + number}"
         self.folder = _folder(network) / str(number)
         self.log = _folder(network) / f"{number}.log"
         self.life: int | None = None
@@ -69,9 +96,27 @@ class Host:
         ip("netns", "add", self.namespace)
         ip("link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
         ip("link", "set", self.cable, "master", self.bridge, "up")
-        ip("-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        self.add_address(self.address, "eth0")
         for device in ("lo", "eth0"):
             ip("-n", self.namespace, "link", "set", device, "up")
+
+    def add_address(self, address: str, device: str) -> None:
+        """Give it one more."""
+        size = ("24",) if "." in address else ("64", "nodad")
+        ip("-n", self.namespace, "address", "add", "/".join((address, size[0])), "dev", device, *size[1:])
+
+    def connect_second(self) -> None:
+        """Put a second cable into the bridge: eth1, at 10.78.<network>."""
+        cable = f"{self.cable}b"
+        ip("link", "add", cable, "type", "veth", "peer", "name", "eth1", "netns", self.namespace)
+        ip("link", "set", cable, "master", f"{self.bridge}b", "up")
+        self.add_address(self.second, "eth1")
+        ip("-n", self.namespace, "link", "set", "eth1", "up")
+
+    @property
+    def url(self) -> str:
+        """Its address where a port may follow."""
+        return self.address if self.family == 4 else f"[{self.address}]"
 
     def boot(self, hidden: Iterable[Path] = ()) -> None:
         """Start its first process.
@@ -138,7 +183,8 @@ class Host:
     def remove(self) -> None:
         """Leave nothing of it."""
         self.kill()
-        ip("link", "delete", self.cable, check=False)
+        for cable in (self.cable, f"{self.cable}b"):
+            ip("link", "delete", cable, check=False)
         ip("netns", "delete", self.namespace, check=False)
 
 
@@ -149,21 +195,33 @@ class Hosts:
         n: hosts with workers; they count from 1.
         workers_each: workers on each of them.
         hidden: folders of this machine that the hosts do not see, such as that of the client's files.
+        family: 4 or 6: which addresses there are.
+        cables: of each host: 2 for one more, eth1, into another bridge.
         variables: of the environment of scheduler and workers.
     """
 
-    def __init__(self, n: int, workers_each: int = 1, hidden: Iterable[Path] = (), **variables: str) -> None:
+    def __init__(
+        self,
+        n: int,
+        workers_each: int = 1,
+        hidden: Iterable[Path] = (),
+        family: int = 4,
+        cables: int = 1,
+        **variables: str,
+    ) -> None:
+        self.family, self.cables = family, cables
         self.n, self.workers_each, self.hidden, self.variables = n, workers_each, tuple(hidden), variables
         self.hosts: list[Host] = []
         self.hurt: set[int] = set()
         self.ended: set[int] = set()
+        self.hidden_from_client: set[int] = set()
         self.started = 0
 
     def __enter__(self) -> Hosts:
         self.stack = contextlib.ExitStack()
         with self.stack:
-            self.hosts = self.stack.enter_context(network(self.n + 1))
-            self.scheduler = f"tcp://{self.hosts[0].address}:8786"
+            self.hosts = self.stack.enter_context(network(self.n + 1, self.family, self.cables))
+            self.scheduler = f"tcp://{self.hosts[0].url}:8786"
             for number in range(self.n + 1):
                 self.boot(number)
                 self.start_dask(number)
@@ -176,17 +234,23 @@ class Hosts:
     def start_dask(self, number: int) -> None:
         """Start what belongs on a host: the scheduler on host 0, else its workers."""
         if number == 0:
-            where = ["--host", self.hosts[0].address, "--port", "8786", "--no-dashboard"]
+            where = ["--host", self.hosts[0].url, "--port", "8786", "--no-dashboard"]
             self.hosts[0].start(sys.executable, "-m", "distributed.cli.dask_scheduler", *where, **self.variables)
             return
         for _ in range(self.workers_each):
             self.add_worker(number)
 
-    def add_worker(self, number: int) -> None:
-        """Start one more worker, with a nanny, on a host."""
+    def add_worker(self, number: int, *address: str) -> None:
+        """Start one more worker, with a nanny, on a host.
+
+        Args:
+            number: of the host.
+            address: what `dask worker` is told of it, instead of the host's own.
+        """
         self.started += 1
         host = self.hosts[number]
-        where = ["--host", host.address, "--local-directory", str(host.folder / f"worker-{self.started}")]
+        at = address or ("--host", host.url)
+        where = [*at, "--local-directory", str(host.folder / f"worker-{self.started}")]
         what = ["--nthreads", "1", "--no-dashboard", "--name", f"host{number}-{self.started}", self.scheduler]
         host.start(sys.executable, "-m", "distributed.cli.dask_worker", *where, *what, **self.variables)
 
@@ -194,7 +258,8 @@ class Hosts:
     def client(self) -> Iterator[Client]:
         """A client, once all workers are there."""
         with Client(self.scheduler, timeout="30s", set_as_default=False) as client:
-            client.wait_for_workers(self.n * self.workers_each, timeout=30)
+            if self.workers_each:
+                client.wait_for_workers(self.n * self.workers_each, timeout=30)
             yield client
 
     def address(self, number: int) -> str:
@@ -203,7 +268,7 @@ class Hosts:
 
     def number(self, worker: str) -> int:
         """On which host a worker is, by its address."""
-        (number,) = (n for n, host in enumerate(self.hosts) if f"//{host.address}:" in worker)
+        (number,) = (n for n, host in enumerate(self.hosts) if f"//{host.url}:" in worker)
         return number
 
     def processes(self, number: int) -> list[psutil.Process]:
@@ -241,6 +306,17 @@ class Hosts:
             nobody = ["lladdr", "02:00:00:00:00:00", "nud", "permanent", "dev", "eth0"]  # packets go out and get lost
             ip("-n", self.hosts[here].namespace, "neighbour", "replace", self.hosts[there].address, *nobody)
 
+    def hide(self, number: int) -> None:
+        """Let a host and the client reach each other no more, and everybody else still."""
+        self.hurt.add(number)
+        self.hidden_from_client.add(number)
+        ip("route", "add", "unreachable", self.hosts[number].address)
+
+    def map_ports(self, number: int, address: str, to: int, *ports: int) -> None:
+        """Give a host one more address, where ports lead to another host."""
+        self.hosts[number].add_address(address, "eth0")
+        self.hosts[number].start(sys.executable, "-c", FORWARD, address, *map(str, ports), self.hosts[to].address)
+
     def kill(self, number: int) -> None:
         """Switch a host off: all its processes are gone at once, its files too."""
         self.hurt.add(number)
@@ -261,6 +337,8 @@ class Hosts:
 
     def heal(self) -> None:
         """Make all as it was: cables, neighbours, scheduler, workers. A host whose workers do not answer is booted."""
+        while self.hidden_from_client:
+            ip("route", "delete", "unreachable", self.hosts[self.hidden_from_client.pop()].address)
         for number in self.hurt:
             self.mend(number)
             ip("-n", self.hosts[number].namespace, "neighbour", "flush", "dev", "eth0", "nud", "permanent")
@@ -288,20 +366,23 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def network(n: int) -> Iterator[list[Host]]:
-    """Hosts that run nothing yet, on a bridge of their own at 10.77.<network>.1."""
+def network(n: int, family: int = 4, cables: int = 1) -> Iterator[list[Host]]:
+    """Hosts that run nothing yet, on a bridge of their own at 10.77.<network>.1 or fd77:<network>::1."""
     sweep()
     with contextlib.ExitStack() as stack:
         number = next(number for number in range(1, 255) if _take(number, stack))
         stack.callback(_remove, number)
-        bridge = f"{PREFIX}{number}"
-        ip("link", "add", bridge, "type", "bridge")
-        ip("address", "add", f"10.77.{number}.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        hosts = [Host(number, count) for count in range(n)]
+        for bridge in [f"{PREFIX}{number}", f"{PREFIX}{number}b"][:cables]:
+            ip("link", "add", bridge, "type", "bridge")
+            ip("link", "set", bridge, "up")
+        own = [f"10.77.{number}.1/24"] if family == 4 else [f"fd77:{number}::1/64", "nodad"]
+        ip("address", "add", *own, "dev", f"{PREFIX}{number}")
+        hosts = [Host(number, count, family) for count in range(n)]
         for host in hosts:
             stack.callback(host.remove)
             host.connect()
+            if cables == 2:
+                host.connect_second()
         yield hosts
 
 
@@ -330,7 +411,9 @@ def _remove(number: int) -> None:
     """Remove what there is of a network."""
     for count in map(int, re.findall(rf"\b{PREFIX}-{number}-(\d+)\b", ip("netns", "list"))):
         Host(number, count).remove()
-    ip("link", "delete", f"{PREFIX}{number}", check=False)
+    for bridge in (f"{PREFIX}{number}", f"{PREFIX}{number}b"):
+        ip("link", "delete", bridge, check=False)
+    ip("route", "flush", "type", "unreachable", "root", f"10.77.{number}.0/24", check=False)
     shutil.rmtree(_folder(number), ignore_errors=True)
 
 

@@ -6,6 +6,7 @@ from ddp_hydra.errors import ClusterError
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host import environment, warm
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
 
 
@@ -26,15 +27,24 @@ def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given
 def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MY_OWN", "x")
-    variables = environment.of_rank(ALONE)
+    variables = environment.of_rank(ALONE, "eth1")
     assert "OMP_NUM_THREADS" not in variables
-    assert {name: variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MY_OWN", "GLOO_SOCKET_IFNAME")} == {
+    assert {name: variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MY_OWN", *INTERFACES)} == {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MY_OWN": "x",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
     }
+
+
+def test_a_users_own_choice_of_interface_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    variables = environment.of_rank(ALONE, "eth1")
+    assert [variables[name] for name in INTERFACES] == ["eth7", "=eth1"]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert not set(INTERFACES) & environment.of_rank(ALONE, None).keys()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,7 @@ def test_the_gpus_of_a_worker_are_those_it_sees(variables, gpus):
 def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     second = RankSpec(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
-    assert environment.of_rank(second)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
+    assert environment.of_rank(second, None)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
 
 
 def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):

@@ -1,0 +1,88 @@
+"""Ranks that somebody else has started: torchrun, or whatever sets the same variables.
+
+Each process composes the same command line. Rank 0 runs the job, with its one run directory; the others follow: they
+make no folder, and run what rank 0 tells them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.placement import RankSpec
+
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")
+"""Overrides with which Hydra leaves nothing behind."""
+
+
+class Torchrun:
+    """`cluster=torchrun`: no cluster; this process is one of the ranks."""
+
+
+def is_wanted(cfg: DictConfig) -> bool:
+    """Whether a cluster's config means ranks that are there already."""
+    return bool(cfg.get("_target_") == f"{Torchrun.__module__}.{Torchrun.__qualname__}")
+
+
+def is_here() -> bool:
+    """Whether this process was started as one of several ranks."""
+    return all(name in os.environ for name in NEEDED)
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """What Hydra shall see in this process.
+
+    Args:
+        given: as typed.
+
+    Raises:
+        ConfigError: it is a sweep.
+    """
+    if not is_here():
+        return list(given)
+    if {"-m", "--multirun"} & set(given):
+        raise ConfigError(
+            f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun has started, but a sweep "
+            "starts its jobs itself: type python -m ddp_hydra -m …, with cluster=local or another Dask cluster"
+        )
+    return [*given, *NO_FOLDER] if os.environ["RANK"] != "0" else list(given)
+
+
+def place(cfg: DictConfig) -> RankSpec | None:
+    """This process's place among those that were started; None where the job starts its ranks itself.
+
+    Args:
+        cfg: of the cluster.
+
+    Raises:
+        ConfigError: the config and the environment do not agree.
+    """
+    typed = " ".join(word for word in sys.argv[1:] if word not in NO_FOLDER)
+    if not is_wanted(cfg):
+        if is_here():
+            raise ConfigError(
+                f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun has started, but "
+                f"cluster {cfg.get('_target_')} starts ranks itself: give cluster=torchrun, or type python -m "
+                f"ddp_hydra {typed}"
+            )
+        return None
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"cluster=torchrun makes a rank of each process that torchrun starts, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set here: type torchrun --standalone --nproc-per-node 2 -m "
+            f"ddp_hydra {typed}"
+        )
+    try:
+        rank, world_size, local_rank = (int(os.environ[name]) for name in NEEDED[:3])
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        node_rank = int(os.environ.get("GROUP_RANK", 0))
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(NEEDED[:3])} in the environment must be whole numbers: {error}") from None
+    return RankSpec(rank, world_size, local_rank, local_world_size, node_rank, "", socket.gethostname())

@@ -1,0 +1,173 @@
+"""What a job needs of its workers, asked of all of them at once before any rank is started."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from distributed import Client
+
+import ddp_hydra
+from ddp_hydra import probe
+from ddp_hydra.book import natural
+from ddp_hydra.errors import ClusterError, ConfigError
+from ddp_hydra.shipped import Shipped
+
+log = logging.getLogger(__name__)
+PACKAGES = ["ddp_hydra", "torch", "distributed", "cloudpickle"]
+ANSWER_S = 10.0
+"""How long the workers may take to answer; those that do not are looked at when they fail."""
+NAMED = 4
+"""Workers that are named in a message; the rest are counted."""
+Found = Mapping[str, Mapping[str, Any]]
+"""Worker address -> what `probe.look` returned there."""
+
+
+def check_requirements(texts: Iterable[Any]) -> list[str]:
+    """The requirements of `cluster.pip`, as texts.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for text in texts:
+        try:
+            Requirement(str(text))
+        except InvalidRequirement as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"cluster.pip names {text!r}, which is no requirement ({reason}): write it as for pip install, e.g. "
+                "cluster.pip=['timm>=1.0']"
+            ) from None
+    return list(map(str, texts))
+
+
+def ask(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()) -> Found:
+    """Look around on all workers, in one call."""
+    workers = list(workers)
+    if not workers:  # Dask would take this for all
+        return {}
+    run = {"workers": workers, "on_error": "return", "callback_timeout": ANSWER_S}
+    try:
+        answers = client.sync(client._run, Shipped(probe.look), PACKAGES, list(requirements), **run)
+    except (OSError, TimeoutError):
+        return {}
+    lost = {address: answer for address, answer in answers.items() if isinstance(answer, BaseException)}
+    for address, error in lost.items():
+        log.debug("worker %s could not be asked what it has: %r", address, error)
+    return {address: answers[address] for address in sorted(answers, key=natural) if address not in lost}
+
+
+def check(found: Found) -> None:
+    """Compare what the workers have with each other and with what is here.
+
+    Raises:
+        ClusterError: a job would fail on some of them, or on all.
+    """
+    versions = {address: there["versions"] for address, there in found.items()}
+    here = {"python": _minor(platform.python_version()), "ddp_hydra": ddp_hydra.__version__}
+    torch = {_public(version["torch"]) for version in versions.values() if version["torch"]}
+    wrong = []
+    if any(_minor(version["python"]) != here["python"] for version in versions.values()):
+        wrong.append(f"Python {here['python']}, as here: start the workers from an environment with that version")
+    if any(version["ddp_hydra"] != here["ddp_hydra"] for version in versions.values()):
+        wrong.append(f"ddp_hydra {here['ddp_hydra']}, as here: pip install ddp-hydra=={here['ddp_hydra']}")
+    if len(torch) > 1 or any(version["torch"] is None for version in versions.values()):
+        newest = max(torch, key=natural, default=_installed("torch"))
+        wrong.append(f"torch, the same everywhere: pip install torch{f'=={_public(newest)}' if newest else ''}")
+    if wrong:
+        groups = _grouped({address: _said(version) for address, version in versions.items()})
+        raise ClusterError("\n".join(["the workers do not fit together with this job:", *groups, "it needs", *(
+            f"  {need}" for need in wrong
+        )]))  # fmt: skip
+    mine = _installed("torch")
+    if torch and mine and _public(mine) not in torch:
+        log.warning("torch is %s on the workers, which train, and %s here", torch.pop(), _public(mine))
+
+
+def check_packages(found: Found) -> None:
+    """Compare with `cluster.pip`.
+
+    Raises:
+        ClusterError: something of it is missing somewhere.
+    """
+    lacking = {address: there["missing"] for address, there in found.items() if there["missing"]}
+    if lacking:
+        said = {
+            address: ", ".join(f"{need} ({there})" for need, there in missing) for address, missing in lacking.items()
+        }
+        needs = dict.fromkeys(need for missing in lacking.values() for need, _ in missing)
+        groups = _grouped(said)
+        raise ClusterError(
+            "\n".join(["cluster.pip asks for what some workers lack:", *groups, f"type there: {_pip(needs)}"])
+        )
+
+
+def check_network(found: Found, interface: str | None) -> None:
+    """Compare with `dispatch.interface`, and the variables that go before it.
+
+    Raises:
+        ClusterError: some hosts have no such interface.
+    """
+    without = {address: there for address, there in found.items() if not there["interfaces"].get(interface)}
+    if interface and without:
+        said = {
+            address: f"host {there['host']} has " + ", ".join(
+                f"{name} ({', '.join(addresses)})" for name, addresses in there["interfaces"].items() if addresses
+            )
+            for address, there in without.items()
+        }  # fmt: skip
+        raise ClusterError(
+            "\n".join(
+                [f"dispatch.interface={interface} is not there on all hosts, or has no address:", *_grouped(said)]
+            )
+            + "\ngive one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
+        )
+    for name in probe.VARIABLES:
+        values = {there["variables"].get(name) for there in found.values()}
+        if len(values) > 1 or (interface and values - {None, interface, f"={interface}"}):
+            said = {address: there["variables"].get(name, "not set") for address, there in found.items()}
+            log.warning(
+                "%s of the workers' environment goes before dispatch.interface:\n%s", name, "\n".join(_grouped(said))
+            )
+
+
+def _pip(needs: Iterable[str]) -> str:
+    return " ".join(["pip install", *(f"'{need}'" for need in needs)])
+
+
+def _said(versions: Mapping[str, str | None]) -> str:
+    said = ((name.capitalize() if name == "python" else name, version) for name, version in versions.items())
+    return ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in said)
+
+
+def _grouped(said: Mapping[str, str]) -> list[str]:
+    """A line for each text, with the workers of which it is said; the fewest first."""
+    groups: dict[str, list[str]] = {}
+    for address, text in said.items():
+        groups.setdefault(text, []).append(address)
+    lines = []
+    for text, addresses in sorted(groups.items(), key=lambda group: len(group[1])):
+        more = f" and {len(addresses) - NAMED} more" if len(addresses) > NAMED else ""
+        lines.append(f"  {', '.join(addresses[:NAMED])}{more}: {text}")
+    return lines
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _public(version: str) -> str:
+    """Without what says how it was built: 2.15.0 of 2.15.0+cu130."""
+    return version.partition("+")[0]

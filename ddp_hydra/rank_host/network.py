@@ -1,0 +1,65 @@
+"""The network interfaces of this machine."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from ddp_hydra.errors import ClusterError
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The addresses of each interface, IPv4 first, as gloo takes them; without those that hold on one cable only."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [
+            entry.address.partition("%")[0]
+            for family in families
+            for entry in addresses
+            if entry.family == family and not entry.address.startswith("fe80:")
+        ]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def address_of(interface: str) -> str:
+    """The address of this machine on an interface.
+
+    Raises:
+        ClusterError: there is no such interface, or it has no address.
+    """
+    found = interfaces()
+    if not found.get(interface):
+        raise ClusterError(f"dispatch.interface={interface}: host {socket.gethostname()} has {describe(found)}")
+    return found[interface][0]
+
+
+def describe(interfaces: dict[str, list[str]]) -> str:
+    """Say eth0 (10.0.0.1), lo (127.0.0.1)."""
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in sorted(interfaces.items()) if addresses)
+
+
+def interface_of(host: str) -> str | None:
+    """The interface that carries an address of this machine; None where it is none of its."""
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
+        return None
+    return next((name for name, addresses in interfaces().items() if address in addresses), None)
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface by which a server is reached from here.
+
+    Args:
+        address: of the server, as tcp://host:port.
+    """
+    host, _, port = address.partition("://")[2].rpartition(":")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            return interface_of(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return None

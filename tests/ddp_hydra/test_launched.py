@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra import launched
+from ddp_hydra.errors import ConfigError
+
+TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.launched.Torchrun"})
+LOCAL = OmegaConf.create({"_target_": "distributed.LocalCluster"})
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch) -> None:
+    for name in (*launched.NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["ddp_hydra", "seed=1"])
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Be a process of a launcher."""
+
+    def start(rank: int, **more: str) -> None:
+        values = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "MASTER_ADDR": "h", "MASTER_PORT": 1, **more}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return start
+
+
+def test_the_place_is_what_the_launcher_says(started):
+    started(3, LOCAL_WORLD_SIZE="2", GROUP_RANK="1")
+    spec = launched.place(TORCHRUN)
+    assert (spec.rank, spec.world_size, spec.local_rank, spec.local_world_size, spec.node_rank) == (3, 4, 1, 2, 1)
+
+
+def test_without_a_launcher_jobs_start_their_ranks():
+    assert launched.place(LOCAL) is None
+    assert launched.arguments(["a=1"]) == ["a=1"]
+
+
+def test_only_rank_0_has_a_run_directory(started):
+    started(0)
+    assert launched.arguments(["a=1"]) == ["a=1"]
+    started(1)
+    assert launched.arguments(["a=1"]) == ["a=1", *launched.NO_FOLDER]
+
+
+def test_variables_that_are_missing_are_named_with_what_to_type(started, monkeypatch):
+    with pytest.raises(ConfigError, match=r"RANK, .*MASTER_PORT are not set here: type torchrun .* ddp_hydra seed=1$"):
+        launched.place(TORCHRUN)
+    started(1)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ConfigError, match="but MASTER_ADDR is not set here"):
+        launched.place(TORCHRUN)
+
+
+def test_what_starts_ranks_itself_does_not_go_with_a_launcher(started):
+    started(0)
+    with pytest.raises(ConfigError, match=r"rank 0 of 4 .* cluster distributed\.LocalCluster starts ranks itself"):
+        launched.place(LOCAL)
+    with pytest.raises(ConfigError, match="a sweep starts its jobs itself"):
+        launched.arguments(["-m", "seed=1,2"])
+
+
+def test_what_is_no_number_is_refused(started):
+    started(0, WORLD_SIZE="all")
+    with pytest.raises(ConfigError, match=r"must be whole numbers: .*'all'"):
+        launched.place(TORCHRUN)

@@ -1,0 +1,75 @@
+"""Jobs on one living cluster, each with the code that its project space had when it was started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from distributed import Client
+from hydra import compose, initialize_config_dir
+
+from ddp_hydra import config, job
+from ddp_hydra.project import pack
+from ddp_hydra.versions import VERSION_BASE
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.epochs=1", "dispatch.max_restarts=0")
+
+
+@pytest.fixture
+def own_project(project, tmp_path) -> Path:
+    return Path(shutil.copytree(project, tmp_path / "own"))
+
+
+def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
+    client2, own_project, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(own_project))
+    monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client2))
+    model = own_project / "models" / "tiny.py"
+
+    def train(name: str) -> tuple[str, str]:
+        """Returns the hash, and what the model has said."""
+        config.register()
+        with initialize_config_dir(str(own_project / "conf"), **VERSION_BASE):
+            cfg = compose("config", list(TINY))
+        job.run(cfg, tmp_path / name)
+        project = json.loads((tmp_path / name / "summary.json").read_text())["project"]
+        log = (tmp_path / name / "logs" / "rank-1.log").read_text()
+        assert f"project {project[:16]}\n" in log
+        return project, "".join(re.findall("I am .*", log))
+
+    first = train("one")
+    assert first == (pack(own_project).sha256, "")
+    model.write_text(model.read_text().replace("self.tell = tell", "self.tell = tell; print('I am new')"))
+    second = train("two")
+    assert second == (pack(own_project).sha256, "I am new")
+    assert second[0] != first[0]
+
+
+def test_two_jobs_with_different_code_run_at_once_on_one_cluster(client4, gang, tmp_path, wait_for):
+    packed = {}
+    for name in ("a", "b"):
+        module = tmp_path / name / "models" / "twin.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(
+            "import pathlib, time\n"
+            "import torch.distributed as dist\n"
+            "def meet(folder):\n"
+            f"    pathlib.Path(folder, f'{name}-{{dist.get_rank()}}').touch()\n"
+            "    while len(list(pathlib.Path(folder).glob('?-?'))) < 4:\n"
+            "        time.sleep(0.01)\n"
+            f"    return {name!r}\n"
+        )
+        packed[name] = pack(tmp_path / name)
+    with ThreadPoolExecutor(2) as pool, Client(client4.scheduler.address, set_as_default=False) as other:
+        jobs = [
+            pool.submit(gang(client, ranks=2, project=packed[name]).run, "models.twin:meet", str(tmp_path))
+            for name, client in (("a", client4), ("b", other))
+        ]
+        assert [job.result(timeout=40) for job in jobs] == [["a", "a"], ["b", "b"]]
