@@ -34,7 +34,7 @@ from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
 from ddp_hydra.script import Script, script
 
-__all__ = ["Call", "Gang", "run", "script"]
+__all__ = ["Call", "Gang", "run", "script", "show"]
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,18 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
         RankFailed: a rank raised, exited or was killed; the message names the first.
         ClusterError: the workers are held by other jobs.
     """
-    return Gang(client).run(fn, *args, **kwargs)
+    gang = Gang(client)
+    if isinstance(fn, Script):
+        gang.on_record = show
+    return gang.run(fn, *args, **kwargs)
+
+
+def show(record: Record) -> None:
+    """Print what rank 0 prints."""
+    if record.kind == "log" and record.rank == 0:
+        from ddp_hydra.writers.plain import plain  # TensorBoard comes with it
+
+        print(plain(record.data["text"]), end="", flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True)

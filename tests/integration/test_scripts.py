@@ -28,6 +28,7 @@ args = parser.parse_args()
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    print("rank", dist.get_rank(), "trains")
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -106,8 +107,9 @@ def run(client: Client, folder: Path, text: str, *args: object) -> list[dict[str
     return [json.loads((folder / "out" / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_a_script_of_plain_torch_makes_its_own_group(client2, tmp_path):
+def test_a_script_of_plain_torch_makes_its_own_group(client2, tmp_path, capfd):
     first, second = run(client2, tmp_path, TORCH, "--steps", 3)
+    assert "\nrank 0 trains\n" in capfd.readouterr().out
     assert first == second
     assert (first["world_size"], first["file"]) == (2, str(tmp_path / "train.py"))
 
