@@ -8,6 +8,7 @@ DdpHydraError
 ├── DataError              too much of a data set can't be read
 ├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
 ├── SweepFailed            some jobs of a sweep failed
+├── RunFailed              a run failed that another process ran; its summary.json says how
 └── JobFailed              the gang failed; carries the root cause
     └── RankFailed         a rank raised, exited, was killed, was lost with its worker, or hung
 
@@ -64,6 +65,10 @@ class NonFiniteLoss(DdpHydraError):
 
 class SweepFailed(DdpHydraError):
     """Some jobs of a sweep failed; the others were run all the same."""
+
+
+class RunFailed(DdpHydraError):
+    """A run failed that another process ran; its summary.json says how."""
 
 
 class Interrupted(KeyboardInterrupt):

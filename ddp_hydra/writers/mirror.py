@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.bucket import Folder
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.manifest import (
     ALIASES,
@@ -29,6 +28,7 @@ from ddp_hydra.manifest import (
 )
 from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
 from ddp_hydra.results import Record
+from ddp_hydra.store import Store
 
 FIRST_TIMEOUT_S = 5.0
 """The job waits for the first question to the store, so it is short."""
@@ -220,7 +220,7 @@ class MirrorWriter:
         return named
 
 
-def _entries(remote: Folder) -> Entries:
+def _entries(remote: Store) -> Entries:
     """Return what the manifest in the bucket names."""
     try:
         return read_manifest_text(remote.get(NAME))

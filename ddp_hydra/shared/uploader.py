@@ -1,0 +1,180 @@
+"""Brings a run directory to its store, while it grows; all but the checkpoints, which `writers/mirror.py` brings."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddp_hydra.bucket import PIECE_BYTES
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
+from ddp_hydra.manifest import NAME as MANIFEST
+from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from ddp_hydra.shared import status as statuses
+from ddp_hydra.shared.status import ENDED, LOST_S, NAME, STOP, SUMMARY, Status, encoded
+from ddp_hydra.store import Store
+
+TICK_S = 1.0
+BYTES_PER_S = 2**20
+"""A file that grows is brought whole, so a large one not as often: on average, so much of it a second."""
+NOT_OURS = (FOLDER, NAME, SUMMARY)
+
+log = logging.getLogger(__name__)
+
+
+class Uploader:
+    """Bring the files of a folder to a store about once a second; where that fails, again and again.
+
+    Args:
+        folder: the run directory.
+        store: where to.
+        status: what to say there meanwhile.
+        on_stop: called once, when somebody asks there for the end.
+    """
+
+    def __init__(self, folder: Path, store: Store, status: Status, on_stop: Callable[[], None]) -> None:
+        self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
+        self._sent: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
+        self._failed = ""
+        self._is_asked = False
+        self._end, self._give_up = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Try nothing again any more."""
+        self._give_up.set()
+
+    def finish(self, retry_s: float, state: str, said: str) -> str:
+        """Bring all that is left: summary.json last, after everything that it stands for.
+
+        Args:
+            retry_s: how long that may fail.
+            state: how the run ended.
+            said: what its user is told.
+
+        Returns:
+            What is not there, as a sentence; "" where all is.
+        """
+        self._end.set()
+        self._thread.join()
+        deadline, pause = time.monotonic() + retry_s, FIRST_PAUSE_S
+        while True:
+            missing = self._last(state, said)
+            left_s = deadline - time.monotonic()
+            if not missing or left_s <= 0 or self._give_up.wait(min(pause, left_s)):
+                return missing
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _last(self, state: str, said: str) -> str:
+        if failed := self._bring(at_once=True):
+            return failed
+        try:
+            if newest := self._missing_checkpoint():
+                return f"its newest checkpoint, {newest}, is not there"
+            self.store.delete(STOP)
+            self.status.state, self.status.said = state, said
+            self.store.put(NAME, encoded(self.status.content()))
+            self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+        except (ConfigError, ConnectionError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _missing_checkpoint(self) -> str:
+        """The name of the newest checkpoint, if the store lacks it."""
+        try:
+            ours = read_manifest(self.folder / FOLDER)
+        except CheckpointError:
+            return ""
+        newest = next(iter(newest_first(ours)), "")
+        if not newest:
+            return ""
+        try:
+            there = read_manifest_text(self.store.get(f"{FOLDER}/{MANIFEST}"))
+        except (FileNotFoundError, ValueError):
+            return newest
+        return "" if any(entry.get("sha256") == ours[newest]["sha256"] for entry in there.values()) else newest
+
+    def _work(self) -> None:
+        while not self._end.wait(TICK_S):
+            self._note(self._bring() or self._look())
+
+    def _look(self) -> str:
+        """Say that we are there, and see whether the run shall end. Returns what failed."""
+        try:
+            if (content := self.status.due()) is not None:
+                self.store.put(NAME, content)
+            if not self._is_asked and self.store.size(STOP) is not None:
+                self._is_asked = True
+                self.on_stop()
+        except (ConfigError, ConnectionError, FileNotFoundError) as error:
+            return str(error)
+        return ""
+
+    def _bring(self, at_once: bool = False) -> str:
+        """Bring what is new. Returns what failed."""
+        failed = ""
+        for name, path in self._files():
+            try:
+                found = path.stat()
+                state = (found.st_size, found.st_mtime_ns)
+                before, due = self._sent.get(name, (None, 0.0))
+                if state == before or not (at_once or time.monotonic() >= due):
+                    continue
+                with path.open("rb") as file:
+                    self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])
+            except FileNotFoundError:  # it is gone again
+                continue
+            except (ConfigError, ConnectionError, OSError) as error:
+                failed = failed or str(error)
+                continue
+            self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+        return failed
+
+    def _note(self, failed: str) -> None:
+        if failed and not self._failed:
+            log.warning("results do not reach %s: %s; it is tried again", self.store.url, failed)
+        elif self._failed and not failed:
+            log.warning("results reach %s again", self.store.url)
+        self._failed = failed
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for path in sorted(self.folder.rglob("*")):
+            name = path.relative_to(self.folder)
+            hidden = any(part.startswith(".") and part != ".hydra" for part in name.parts)
+            if not hidden and name.parts[0] not in NOT_OURS and path.is_file() and not path.is_symlink():
+                yield name.as_posix(), path
+
+
+def claim(store: Store, status: Status, hydra: dict[str, bytes]) -> None:
+    """Begin a run in a store, whose first objects show that it can be written.
+
+    Args:
+        store: the run's folder there.
+        status: of the run.
+        hydra: what Hydra has saved, by name.
+
+    Raises:
+        ConfigError: it cannot be written, or another run is at work there.
+        ConnectionError: the store is not reachable, or out of order.
+    """
+    other = statuses.read(store)
+    age_s = time.time() - other.get("time", 0) if isinstance(other.get("time", 0), float) else LOST_S
+    if other.get("state") not in ENDED and abs(age_s) < LOST_S:
+        raise ConfigError(
+            f"another run is at work in {store.url} (it was heard {age_s:.0f} s ago): end it with python -m "
+            f"ddp_hydra.attach run={store.url} stop=true, or give another hydra.run.dir"
+        )
+    for name in (SUMMARY, STOP):
+        store.delete(name)
+    content = status.due()
+    assert content is not None
+    store.put(NAME, content)
+    for name, saved in hydra.items():
+        store.put(f".hydra/{name}", saved)
