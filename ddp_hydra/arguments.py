@@ -41,6 +41,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults"}  # no fault strikes twice
     # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
     given |= {"debug"} if "debug=faults" in saved else set()
+    given |= {"results.root", "detach"} if "results.handler=client" in arguments else set()
     kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
     return kept + arguments
 

@@ -126,11 +126,6 @@ def lend(scheduler: Scheduler) -> None:
     _lent = scheduler
 
 
-def is_lent() -> bool:
-    """Whether the jobs of this process use a cluster of somebody else's."""
-    return _lent is not None
-
-
 def sweep() -> str:
     """On whose behalf this process reserves workers: that of a sweep, or "" for its own."""
     return _lent.sweep if _lent else ""

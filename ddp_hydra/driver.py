@@ -43,16 +43,17 @@ def main() -> None:
     cluster.load()
     order, place = pickle.load(sys.stdin.buffer)  # noqa: S301, of the worker that has started us
     setproctitle(f"ddp_hydra driver {order.url}")
-    answer = os.fdopen(os.dup(1), "wb")
     try:
-        with answer, begun(order, place) as driver:
-            answer.write(json.dumps({"client": driver.client.id, "pid": os.getpid()}).encode() + b"\n")
-            answer.close()
+        with begun(order, place) as driver:
+            tell(client=driver.client.id, pid=os.getpid())
             driver.run()
     except (DdpHydraError, OSError) as error:
-        if answer.closed:
-            raise
-        answer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+        tell(error=str(error))
+
+
+def tell(**answer: Any) -> None:
+    """Answer the worker that has started us; it listens once."""
+    print(json.dumps(answer), flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager
@@ -203,6 +204,7 @@ def _of_client(security: Any) -> Any:
         tls_ciphers=security.tls_ciphers,
         tls_client_cert=security.tls_worker_cert,
         tls_client_key=security.tls_worker_key,
+        extra_conn_args=security.extra_conn_args,
     )
 
 

@@ -32,7 +32,7 @@ def folder_of(url: str, timeout_s: float = 60.0) -> store.Store:
         ConfigError: it is no such URL, or obstore is not installed.
     """
     url = url.rstrip("/")
-    return store.folder(url if url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
+    return store.folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
 
 
 def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:

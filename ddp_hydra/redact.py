@@ -13,6 +13,8 @@ SECRET = {
     "pwd", "secret", "signature", "token",
 }  # fmt: skip
 HIDDEN = "***"
+_WORD = re.compile(r"([\w./]+)=([^,\s]+)")
+"""An override inside a text, such as hydra.job.override_dirname."""
 
 
 def named_secret(name: str) -> bool:
@@ -50,7 +52,11 @@ def _without(value: Any) -> Any:
         return {key: _hidden(inner) if named_secret(str(key)) else _without(inner) for key, inner in value.items()}
     if isinstance(value, list):  # overrides are such, and one that is left out is none that could be used
         return [_without(inner) for inner in value if not (isinstance(inner, str) and _gives_secret(inner))]
-    return bare(value) if isinstance(value, str) else value
+    return _WORD.sub(_word, bare(value)) if isinstance(value, str) else value
+
+
+def _word(match: re.Match[str]) -> str:
+    return match[0] if not named_secret(match[1]) else f"{match[1]}={HIDDEN}"
 
 
 def _hidden(value: Any) -> Any:

@@ -74,7 +74,7 @@ class Disk:
     def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
         """Write a file under another name, then give it its own."""
         target = self._path / name
-        with self._explained(name):
+        with self._explained(name, writes=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             part = part_of(target)
             try:
@@ -93,13 +93,13 @@ class Disk:
             (self._path / name).unlink(missing_ok=True)
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def _explained(self, name: str, writes: bool = False) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no file {self.url}/{name}") from None
         except OSError as error:
             said = f"{self.url}/{name}: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError) and not writes:
+                raise FileNotFoundError(said) from None
             if passing(error):
                 raise ConnectionError(said) from None
             raise ConfigError(f"{said}: is the disk mounted there, and may its user write it?") from None

@@ -19,8 +19,9 @@ from omegaconf import DictConfig
 
 from ddp_hydra import cluster, job, project, redact, store, transfer
 from ddp_hydra import config as configs
-from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, RecordError, RunFailed
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.interrupts import Interrupts
+from ddp_hydra.rank_host import spool
 from ddp_hydra.results import Record
 from ddp_hydra.shared import start, voice
 from ddp_hydra.shared.order import Order
@@ -129,7 +130,12 @@ def begun(
             cluster.sweep(),
             _send_resume(client, worker, name, cfg.resume),
         )
-        driver = _begin(client, worker, order)
+        try:
+            driver = _begin(client, worker, order)
+        except DdpHydraError:
+            with contextlib.suppress(OSError):
+                transfer.call(client, worker, spool.clear, name)
+            raise
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / store.POINTER).write_text(url + "\n")
         yield client, driver
@@ -143,8 +149,6 @@ def check(cfg: DictConfig) -> None:
     if cluster.is_inline(cfg.cluster):
         raise ConfigError("results.handler=rank0 needs a cluster, and cluster=inline is none: leave one of them out")
     stays = cfg.cluster.get("keep") or cfg.cluster.get("_target_") == f"{cluster.Remote.__module__}.Remote"
-    if cfg.detach and cluster.is_lent():
-        raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
     if cfg.detach and (cluster.is_local(cfg.cluster) or not stays):
         raise ConfigError(
             f"detach=true: the cluster {cfg.cluster.get('_target_')} ends with this command, and the run would end "

@@ -38,14 +38,19 @@ class Uploader:
     def __init__(self, folder: Path, store: Store, status: Status, on_stop: Callable[[], None]) -> None:
         self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
         self._sent: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
-        self._failed = ""
+        self._failed: dict[str, str] = {}
         self._is_asked = False
         self._end, self._give_up = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
+        # A large file on its way is no reason not to say that we are there.
+        self._threads = [
+            threading.Thread(target=self._work, args=(work,), name=work.__name__, daemon=True)
+            for work in (self._bring, self._look)
+        ]
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def give_up(self) -> None:
         """Try nothing again any more."""
@@ -63,7 +68,8 @@ class Uploader:
             What is not there, as a sentence; "" where all is.
         """
         self._end.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         deadline, pause = time.monotonic() + retry_s, FIRST_PAUSE_S
         while True:
             missing = self._last(state, said)
@@ -101,9 +107,9 @@ class Uploader:
             return newest
         return "" if any(entry.get("sha256") == ours[newest]["sha256"] for entry in there.values()) else newest
 
-    def _work(self) -> None:
+    def _work(self, work: Callable[[], str]) -> None:
         while not self._end.wait(TICK_S):
-            self._note(self._bring() or self._look())
+            self._note(work.__name__, work())
 
     def _look(self) -> str:
         """Say that we are there, and see whether the run shall end. Returns what failed."""
@@ -137,12 +143,14 @@ class Uploader:
             self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
         return failed
 
-    def _note(self, failed: str) -> None:
-        if failed and not self._failed:
+    def _note(self, what: str, failed: str) -> None:
+        before = dict(self._failed)
+        self._failed.pop(what, None)
+        self._failed |= {what: failed} if failed else {}
+        if failed and not before:
             log.warning("results do not reach %s: %s; it is tried again", self.store.url, failed)
-        elif self._failed and not failed:
+        elif before and not self._failed:
             log.warning("results reach %s again", self.store.url)
-        self._failed = failed
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for path in sorted(self.folder.rglob("*")):

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "dispatch.ranks=2")
 SHORT = (*TINY, "trainer.epochs=2")
 SLOW = (*TINY, "trainer.epochs=100000", "data.delay_s=0.002", "trainer.checkpoint_every_steps=5")
+SECURITY = "+cluster.security._target_=distributed.Security.temporary"
 KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_REGION": "us-east-1"}
 
 
@@ -247,7 +248,7 @@ def test_a_trained_model_is_evaluated_from_the_bucket(both, module_cli, access):
 
 def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, access, both):
     """Its numbers are those of a run that was not interrupted."""
-    job = (*SHORT, "data.delay_s=0.05", f"results.root={root}", "trainer.checkpoint_every_steps=3")
+    job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "trainer.checkpoint_every_steps=3")
     said = cli.done(*job, *remote, "detach=true", "hydra.run.dir=outputs/day/first")
     url = f"{root}/day/first"
     assert f"python -m ddp_hydra.attach run={url}\n" in said.stdout
@@ -264,7 +265,9 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
         max(entry["step"] for entry in read_manifest_text(results.get("checkpoints/manifest.json")).values()) == steps
     )
 
-    cli.done(f"resume={url}", *remote[:-1], "detach=false", "hydra.run.dir=outputs/day/second", **access)
+    cli.done(
+        f"resume={url}", *remote[:-1], "detach=false", "data.delay_s=0", "hydra.run.dir=outputs/day/second", **access
+    )
     second = Results(f"{root}/day/second", access)
     whole = Results(both[1], access).metrics()
     assert [*results.metrics(), *second.metrics()] == whole
@@ -318,7 +321,7 @@ def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, acces
 
 
 def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
-    fault = "+fault=raise,rank=1,step=3,always"
+    fault = "+fault=raise,rank=1,step=3"
     job = (*SHORT, f"results.root={root}", fault, "dispatch.max_restarts=0", "hydra.run.dir=failing")
     said = cli.run(*job, *remote)
     assert said.returncode == 1
@@ -340,10 +343,7 @@ def test_a_killed_worker_does_not_end_the_run_but_a_killed_driver_is_missed(cli,
     results = Results(f"{root}/hurt", access)
     wait_for(lambda: results.step() >= 6, 60, "some steps")
     (driver,) = drivers()
-    for program in dask.programs:
-        for worker in program.children():
-            if any("multiprocessing" in word for word in worker.cmdline()):
-                worker.kill()
+    psutil.Process(driver.ppid()).kill()
     wait_for(lambda: results.status().get("attempt") == 1 and results.step() > 6, 60, "a second attempt")
 
     driver.kill()
@@ -355,8 +355,8 @@ def test_a_killed_worker_does_not_end_the_run_but_a_killed_driver_is_missed(cli,
     assert time.monotonic() - began < 20
     with dask.client() as client:
         dask.heal(client)
-    for left in dask.folder.rglob("ddp_hydra-run-*"):  # the next driver would
-        subprocess.run(["rm", "-r", str(left)], check=True)
+    assert list(dask.folder.rglob("ddp_hydra-run-*"))
+    cli.done(*SHORT, *remote, f"results.root={root}", "hydra.run.dir=after")  # its driver clears up
 
 
 @pytest.mark.parametrize(
@@ -365,14 +365,10 @@ def test_a_killed_worker_does_not_end_the_run_but_a_killed_driver_is_missed(cli,
         (("results.root=s3://nowhere/runs",), "there is no bucket 'nowhere'"),
         (("results.root=/proc/runs",), "may its user write it?"),
         (("results.root=runs",), "or the whole path of a folder on a disk that all hosts share"),
-        (
-            ("results.root=s3://a/b", "cluster=inline", "~cluster.address", "~cluster.n_workers"),
-            "cluster=inline is none",
-        ),
     ],
 )
 def test_what_cannot_work_is_a_sentence_before_anything_is_trained(cli, remote, words, said):
-    refused = cli.run(*SHORT, *[word for word in remote if word.partition("=")[0] not in words], *words)
+    refused = cli.run(*SHORT, *remote, *words)
     assert refused.returncode == 1
     assert said in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -389,3 +385,52 @@ def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
     done = cli.done(*remote[:-1], f"resume={run}", "trainer.epochs=3", "hydra.run.dir=outputs/a/c")
     assert str(shared / "a" / "c") in done.stdout
     assert json.loads((shared / "a" / "c" / "summary.json").read_text())["steps"] == 18
+
+
+@pytest.mark.parametrize("security", [(), ("+cluster.protocol=tls", SECURITY)], ids=["plain", "tls"])
+def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
+    """Its workers start drivers, too; but it ends with the command."""
+    elsewhere = (*SHORT, "results.handler=rank0", f"results.root={tmp_path}/shared", *security)
+    cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
+    assert json.loads((tmp_path / "shared/a/b/summary.json").read_text())["steps"] == 12
+    if not security:
+        refused = cli.run(*elsewhere, "detach=true")
+        assert refused.returncode == 1
+        assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
+
+
+def test_each_job_of_a_sweep_has_its_own_folder(cli, remote, tmp_path):
+    sweep = (*TINY, "trainer.epochs=1", *remote, f"results.root={tmp_path}/shared", "hydra.sweep.dir=multirun/a/b")
+    cli.done("-m", *sweep, "seed=1,2")
+    for number in "01":
+        assert json.loads((tmp_path / "shared/a/b" / number / "summary.json").read_text())["status"] == "done"
+    refused = cli.run("-m", *sweep[:-1], "detach=true", "seed=1,2")
+    assert refused.returncode == 1
+    assert "detach=true: a sweep has to know how its jobs end" in refused.stderr
+
+
+def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
+    folder = tmp_path / "dask"
+    folder.mkdir()
+    dask = Dask(folder, programs=1)
+    try:
+        address = json.loads(wait_for(lambda: dask.file.exists() and dask.file.read_text(), 30, "a scheduler"))[
+            "address"
+        ]
+        where = (
+            "cluster=remote",
+            f"cluster.address={address}",
+            "results.handler=rank0",
+            f"results.root={tmp_path}/runs",
+        )
+        cli.done(*SLOW, *where, "dispatch.ranks=1", "detach=true", "hydra.run.dir=a")
+        run = Results(f"{tmp_path}/runs/a", {})
+        wait_for(lambda: run.step() >= 6, 60, "some steps")
+        dask.scheduler.kill()
+        shown = attach(cli, {}, f"run={run.url}")
+        assert shown.returncode == 1
+        assert "the scheduler tcp://" in shown.stderr
+        assert run.json("summary.json")["status"] == "failed"
+        wait_for(lambda: not drivers(), 20, "no driver left running")
+    finally:
+        dask.close()
