@@ -128,8 +128,8 @@ class Attached:
                 if time.monotonic() - self.heard > self.lost_timeout_s:
                     where = plain(f"process {self.status.get('pid')} on {self.status.get('host')}")
                     raise RunFailed(
-                        f"for {self.lost_timeout_s:g} s nothing was heard of the run's driver, {where}: it was killed, or "
-                        f"its host is gone. Go on from the last checkpoint with resume={self.there.url}"
+                        f"for {self.lost_timeout_s:g} s nothing was heard of the run's driver, {where}: it was killed, "
+                        f"or its host is gone. Go on from the last checkpoint with resume={self.there.url}"
                     )
                 time.sleep(POLL_S)
         state, said = self.status.get("state"), plain(str(self.status.get("said", "")))

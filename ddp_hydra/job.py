@@ -80,6 +80,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         _dry_run(configs.plain(cfg))
         return None
     if cfg.results.handler is configs.Handler.rank0:
+        cluster.load()
         from ddp_hydra.shared import client
 
         return client.run(cfg, run_dir, overrides)

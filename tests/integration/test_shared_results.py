@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,7 +21,7 @@ from ddp_hydra import store
 from ddp_hydra.manifest import read_manifest_text
 from tests.data.conftest import S3Server, s3_server
 from tests.integration.chaos import Dask
-from tests.integration.conftest import CommandLine, alive, wait_for
+from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
 from tests.integration.training import CLOCKS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -391,12 +392,41 @@ def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
 def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
     """Its workers start drivers, too; but it ends with the command."""
     elsewhere = (*SHORT, "results.handler=rank0", f"results.root={tmp_path}/shared", *security)
-    cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
+    done = cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
+    assert "Scheduler at" not in done.stderr
     assert json.loads((tmp_path / "shared/a/b/summary.json").read_text())["steps"] == 12
     if not security:
         refused = cli.run(*elsewhere, "detach=true")
         assert refused.returncode == 1
         assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
+
+
+def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
+    """Its environment decides, and here it is that of the command."""
+    job = (
+        *SHORT,
+        "cluster.n_workers=1",
+        "dispatch.ranks=1",
+        "results.handler=rank0",
+        "results.root=s3://bucket-0/runs",
+    )
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "obstore.py").write_text("raise ImportError('none here')\n")
+    for variables, said in (
+        (
+            {"AWS_ENDPOINT_URL": server.endpoint_url, "AWS_METADATA_ENDPOINT": "http://127.0.0.1:9"},
+            "no credentials were found for bucket 'bucket-0'",
+        ),
+        ({**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "the store at http://127.0.0.1:9 is not reachable"),
+        (
+            {**KEYS, "PYTHONPATH": f"{tmp_path}/path:{ROOT}"},
+            "buckets need the package obstore: pip install 'ddp-hydra[s3]'",
+        ),
+    ):
+        refused = cli.run(*job, **variables)
+        assert refused.returncode == 1
+        assert re.search(f"on worker tcp://127.0.0.1:\\d+: {re.escape(said)}", refused.stderr), refused.stderr
+        assert "Traceback" not in refused.stderr
 
 
 def test_each_job_of_a_sweep_has_its_own_folder(cli, remote, tmp_path):
