@@ -25,6 +25,7 @@ from ddp_hydra.writers.plain import plain
 USAGE = """python -m ddp_hydra.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
 POLL_S = 1.0
 METRICS = "metrics.jsonl"
+AGAIN = 4
 TAIL_BYTES = 256 * 1024
 """So much of the metrics before is read for where the run stands."""
 
@@ -125,10 +126,10 @@ class Attached:
                 self.show()
                 if ended:
                     break
-                if time.monotonic() - self.heard > self.lost_timeout_s:
+                if time.monotonic() - self.heard > self.patience_s():
                     where = plain(f"process {self.status.get('pid')} on {self.status.get('host')}")
                     raise RunFailed(
-                        f"for {self.lost_timeout_s:g} s nothing was heard of the run's driver, {where}: it was killed, "
+                        f"for {self.patience_s():g} s nothing was heard of the run's driver, {where}: it was killed, "
                         f"or its host is gone. Go on from the last checkpoint with resume={self.there.url}"
                     )
                 time.sleep(POLL_S)
@@ -138,6 +139,10 @@ class Attached:
         if state != "done":
             raise RunFailed(said)
         print(said)  # noqa: T201
+
+    def patience_s(self) -> float:
+        """How long the driver may be silent: the scheduler needs some time to notice, and to have another started."""
+        return self.lost_timeout_s * (AGAIN if self.status.get("lives") else 1)
 
     def look(self) -> None:
         """Read the status; one that is news is a sign of life."""

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra import cluster, store
 from ddp_hydra.cluster import Scheduler
 from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.shared.keeper import is_over, keep, let_go
 from ddp_hydra.shared.order import Order, Place
 from ddp_hydra.shared.scratch import Scratch
 from ddp_hydra.shared.status import SUMMARY, Status
-from ddp_hydra.shared.uploader import Uploader, claim
+from ddp_hydra.shared.uploader import Uploader, claim, go_on
 from ddp_hydra.shared.voice import Voice, Watch, stops
 from ddp_hydra.writers import Writer
 
@@ -44,11 +46,17 @@ def main() -> None:
     order, place = pickle.load(sys.stdin.buffer)  # noqa: S301, of the worker that has started us
     setproctitle(f"ddp_hydra driver {order.url}")
     try:
-        with begun(order, place) as driver:
+        with begun(order, place) as driver, driver.kept():
             tell(client=driver.client.id, pid=os.getpid())
             driver.run()
+    except AlreadyEnded:
+        tell(client="", pid=os.getpid())
     except (DdpHydraError, OSError) as error:
         tell(error=str(error))
+
+
+class AlreadyEnded(Exception):
+    """The run that is to be gone on with has come to its end."""
 
 
 def tell(**answer: Any) -> None:
@@ -66,14 +74,20 @@ def begun(order: Order, place: Place) -> Iterator[Driver]:
         OSError: this host's disk cannot be written, or the store is not reachable.
     """
     scheduler = Scheduler(place.scheduler, _of_client(place.security), order.sweep)
-    status = Status(place.scheduler, order.project.sha256)
+    status = Status(place.scheduler, order.project.sha256, order.lives)
     there = store.folder(order.url)
-    claim(there, status, order.hydra)
+    if not order.again:
+        claim(there, status, order.hydra)
+    elif is_over(there, order.plain["dispatch"]["lost_timeout_s"]):
+        raise AlreadyEnded
     scratch = Scratch(place.scratch)
     try:
         with scheduler.client() as client:
             cluster.lend(scheduler)
-            yield Driver(order, scratch, there, status, client)
+            driver = Driver(order, scratch, there, status, client)
+            if order.again:
+                driver.take_over()
+            yield driver
     finally:
         scratch.remove()
 
@@ -90,11 +104,27 @@ class Driver:
     """
 
     def __init__(self, order: Order, scratch: Scratch, there: store.Store, status: Status, client: Any) -> None:
-        self.order, self.scratch, self.status, self.client = order, scratch, status, client
+        self.order, self.scratch, self.there, self.status, self.client = order, scratch, there, status, client
         self.run_dir = scratch.path / "run"
         self.run_dir.mkdir()
         self.voice = Voice(client, order.name) if order.client else None
         self.uploader = Uploader(self.run_dir, there, status, lambda: self.end("it was asked for"))
+
+    def take_over(self) -> None:
+        """Go on with the run of a driver that is lost."""
+        if go_on(self.there, self.status, self.run_dir):
+            self.order = replace(self.order, resume=self.order.url)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have the scheduler start another driver should this one be lost inside the block."""
+        if not self.order.lives:
+            yield
+            return
+        self.client.run_on_scheduler(keep, self.client.id, self.order)
+        yield
+        with contextlib.suppress(Exception):  # a scheduler that is gone keeps nobody
+            self.client.run_on_scheduler(let_go, self.client.id)
 
     def run(self) -> None:
         """Run the job, and see its results home."""
@@ -171,7 +201,7 @@ class Driver:
     def log(self) -> None:
         """Send to logs/driver.log what is printed and logged from now on; the command hears the log, too."""
         path = self.run_dir / "logs" / "driver.log"
-        path.parent.mkdir()
+        path.parent.mkdir(exist_ok=True)
         sys.stdout.flush()
         with path.open("ab") as file:
             for number in (1, 2):

@@ -9,6 +9,7 @@ reserves workers, watches the gang, and writes the results, into a folder of its
     voice      what a driver says to the command: records, lines of its log, the end
     status     status.json in the store: where a run is, for those who have nothing but the store
     uploader   brings the files of a folder to the store, and hears from there that the run shall end
+    keeper     on the scheduler: has a driver that was lost followed by another
     scratch    the driver's folder, which does not stay behind
 
 `driver.py` is the process itself, `attach.py` shows a run from the store alone. No torch here.

@@ -129,6 +129,7 @@ def begun(
             None if messages is None else client.id,
             cluster.sweep(),
             _send_resume(client, worker, name, cfg.resume),
+            lives=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
         try:
             driver = _begin(client, worker, order)

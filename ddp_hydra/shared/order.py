@@ -22,7 +22,9 @@ class Order:
         cwd: the folder where the command was typed.
         client: the id of the command's client at the scheduler; None: the run goes on without it.
         sweep: on whose behalf workers are reserved.
-        resume: the checkpoint to go on from, where the worker finds it; "" for what the config says.
+        resume: the checkpoint to go on from, where the worker finds it; "" for none.
+        lives: how many more drivers may follow, each when the one before is lost.
+        again: there was one before.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Order:
     client: str | None
     sweep: str
     resume: str = ""
+    lives: int = 0
+    again: bool = False
 
 
 @dataclass(frozen=True)

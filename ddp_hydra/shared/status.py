@@ -31,14 +31,17 @@ class Status:
     Args:
         scheduler: address of the scheduler.
         project: sha256 of the project space.
+        lives: how many drivers may follow this one.
 
     Attributes:
         state: starting, running, ending, and at last one of `ENDED`.
         said: what the driver has said at the end.
+        files: names of what is in the store.
     """
 
-    def __init__(self, scheduler: str, project: str) -> None:
+    def __init__(self, scheduler: str, project: str, lives: int = 0) -> None:
         self.state, self.said = "starting", ""
+        self.files: list[str] = []
         self._fixed = {
             "ddp_hydra": ddp_hydra.__version__,
             "host": socket.gethostname(),
@@ -46,6 +49,7 @@ class Status:
             "scheduler": scheduler,
             "project": project,
             "started": time.time(),
+            "lives": lives,
         }
         self._lock = threading.Lock()
         self._pace = Pace(time.monotonic)
@@ -79,6 +83,7 @@ class Status:
             return {
                 "state": self.state,
                 "said": self.said,
+                "files": self.files,
                 **self._fixed,
                 "attempt": start.attempt if start else 0,
                 "step": pace.step,

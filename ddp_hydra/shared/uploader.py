@@ -13,9 +13,11 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.manifest import NAME as MANIFEST
 from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from ddp_hydra.results import check_path
 from ddp_hydra.shared import status as statuses
 from ddp_hydra.shared.status import ENDED, LOST_S, NAME, STOP, SUMMARY, Status, encoded
 from ddp_hydra.store import Store
+from ddp_hydra.writers.disk import place
 
 TICK_S = 1.0
 BYTES_PER_S = 2**20
@@ -141,6 +143,7 @@ class Uploader:
                 failed = failed or str(error)
                 continue
             self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+            self.status.files = sorted(self._sent)
         return failed
 
     def _note(self, what: str, failed: str) -> None:
@@ -186,3 +189,26 @@ def claim(store: Store, status: Status, hydra: dict[str, bytes]) -> None:
     store.put(NAME, content)
     for name, saved in hydra.items():
         store.put(f".hydra/{name}", saved)
+
+
+def go_on(store: Store, status: Status, run_dir: Path) -> bool:
+    """Take over a run from a driver that is lost: what it has brought to the store comes here.
+
+    Args:
+        store: the run's folder there.
+        status: of the run.
+        run_dir: here.
+
+    Returns:
+        Whether there is a checkpoint to go on from.
+    """
+    for name in map(str, statuses.read(store).get("files", ())):
+        path = place(run_dir, check_path(name))
+        size = store.size(name)
+        with path.open("wb") as file:
+            for start in range(0, size or 0, PIECE_BYTES):
+                file.write(store.read(name, start, min(size or 0, start + PIECE_BYTES)))
+    content = status.due()
+    assert content is not None
+    store.put(NAME, content)
+    return bool(statuses.read_object(store, f"{FOLDER}/{MANIFEST}").get("files"))

@@ -318,6 +318,20 @@ def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, acces
     cli.done(*SHORT, *remote[:-1])  # the workers are free
 
 
+def test_a_second_ctrl_c_ends_at_once(cli, remote, root, access):
+    job = (*SLOW[:-2], "data.delay_s=1", f"results.root={root}", "hydra.run.dir=twice")
+    command = cli.start(*job, *remote)
+    results = Results(f"{root}/twice", access)
+    wait_for(lambda: results.status().get("state") == "running", 60, "the first step")
+    command.send_signal(signal.SIGINT)
+    time.sleep(1)
+    began = time.monotonic()
+    command.send_signal(signal.SIGINT)
+    assert ended(command).returncode == 130
+    assert time.monotonic() - began < 6
+    assert results.json("summary.json")["status"] == "interrupted"
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------
 
 
@@ -337,9 +351,9 @@ def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
     assert "Traceback" not in said.stderr.partition("rank 1")[0]
 
 
-def test_a_killed_worker_does_not_end_the_run_but_a_killed_driver_is_missed(cli, dask, remote, root, access):
-    """A driver hangs on the scheduler, not on the worker that started it: that one comes again."""
-    job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "detach=true")
+def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote, root, access):
+    """A driver hangs on the scheduler, not on the worker that started it; and the scheduler has another one started."""
+    job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "dispatch.lost_timeout_s=5", "detach=true")
     cli.done(*job, *remote)
     results = Results(f"{root}/hurt", access)
     wait_for(lambda: results.step() >= 6, 60, "some steps")
@@ -348,14 +362,41 @@ def test_a_killed_worker_does_not_end_the_run_but_a_killed_driver_is_missed(cli,
     wait_for(lambda: results.status().get("attempt") == 1 and results.step() > 6, 60, "a second attempt")
 
     driver.kill()
-    began = time.monotonic()
-    missed = attach(cli, access, f"run={root}/hurt", "lost_timeout_s=5")
-    assert missed.returncode == 1
-    assert f"process {driver.pid} on " in missed.stderr
-    assert f"resume={root}/hurt" in missed.stderr
-    assert time.monotonic() - began < 20
+    killed_at = results.step()
+    watching = cli.start(f"run={root}/hurt", module="ddp_hydra.attach", **access)
+    wait_for(lambda: results.status()["pid"] != driver.pid and results.step() > killed_at, 60, "another driver")
+    stopped = attach(cli, access, f"run={root}/hurt", "stop=true")
+    assert stopped.returncode == 130
+    assert "saved at step" in stopped.stderr
+    assert ended(watching).returncode == 130
+    steps = [line["step"] for line in results.metrics() if "train/loss" in line]
+    assert steps[0] == 1
+    assert set(steps) == set(range(1, max(steps) + 1))
+    assert results.json("summary.json")["status"] == "interrupted"
+
+    def kept(dask_scheduler):
+        topics = [name for name in dask_scheduler._broker._topics if name.startswith(("driver-", "job-"))]
+        orders = dask_scheduler.plugins["ddp_hydra-keeper"].orders
+        return [*topics, *orders, *dask_scheduler._ddp_hydra_book, *dask_scheduler.tasks]
+
     with dask.client() as client:
         dask.heal(client)
+        wait_for(lambda: not client.run_on_scheduler(kept), 10, "nothing left on the scheduler")
+
+
+def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, access):
+    job = (*SLOW, f"results.root={root}", "hydra.run.dir=lost", "dispatch.max_restarts=0", "detach=true")
+    cli.done(*job, *remote)
+    results = Results(f"{root}/lost", access)
+    wait_for(lambda: results.step() >= 6, 60, "some steps")
+    (driver,) = drivers()
+    driver.kill()
+    began = time.monotonic()
+    missed = attach(cli, access, f"run={root}/lost", "lost_timeout_s=5")
+    assert missed.returncode == 1
+    assert f"process {driver.pid} on " in missed.stderr
+    assert f"resume={root}/lost" in missed.stderr
+    assert time.monotonic() - began < 20
     assert list(dask.folder.rglob("ddp_hydra-run-*"))
     cli.done(*SHORT, *remote, f"results.root={root}", "hydra.run.dir=after")  # its driver clears up
 
