@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ class Guest:
         cwd: the folder where it was typed.
         url: what its run directory is called to its user.
         writers: to get its records, too.
+        before_mirror: called before checkpoints are brought to its bucket.
     """
 
     project: project.Project
@@ -57,6 +58,7 @@ class Guest:
     cwd: str
     url: str
     writers: Sequence[Writer]
+    before_mirror: Callable[[], None]
 
 
 def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Guest | None = None) -> float | None:
@@ -162,7 +164,7 @@ class Job:
         guest: Guest | None = None,
     ) -> None:
         self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
-        self.cwd, self.more_writers = (guest.cwd, guest.writers) if guest else ("", ())
+        self.guest = guest
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_world_size = 0
@@ -171,11 +173,13 @@ class Job:
     @contextmanager
     def handler(self, fetch: Any, client: Any = None) -> Iterator[ResultsHandler]:
         """The consumer of this job's records. An interrupt ends its waiting for a full disk or a failing bucket."""
-        settings = {"retry_s": self.cfg.results.retry_s, "give_up": self.give_up}
+        results = self.cfg.results
+        settings = {"retry_s": results.retry_s, "give_up": self.give_up}
+        more: dict[str, Any] = {"before_mirror": self.guest.before_mirror} if self.guest else {}
         writers = default_writers(
-            self.run_dir, fetch, keep=self.cfg.results.keep_checkpoints, mirror=self.cfg.results.mirror, **settings
+            self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
-        writers += self.more_writers
+        writers += self.guest.writers if self.guest else ()
         wanted = faults.parse(self.cfg.faults)
         if wanted:
             writers.insert(0, RehearsalWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
@@ -214,7 +218,7 @@ class Job:
                 sweep=cluster.sweep(),
                 on_give_up=self.give_up.set,
                 port_range=(ports[0], ports[1]) if ports else None,
-                cwd=self.cwd,
+                cwd=self.guest.cwd if self.guest else "",
                 **{str(name): value for name, value in settings.items()},
             )
             with self.handler(gang.fetch, client) as handler:

@@ -22,6 +22,8 @@ from ddp_hydra.writers.disk import place
 TICK_S = 1.0
 BYTES_PER_S = 2**20
 """A file that grows is brought whole, so a large one not as often: on average, so much of it a second."""
+CURVES = ("metrics.jsonl", "tensorboard/")
+EVERYTHING = ("",)
 NOT_OURS = (FOLDER, NAME, SUMMARY)
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Uploader:
         self._sent: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._failed: dict[str, str] = {}
         self._is_asked = False
+        self._lock = threading.Lock()
         self._end, self._give_up = threading.Event(), threading.Event()
         # A large file on its way is no reason not to say that we are there.
         self._threads = [
@@ -81,7 +84,7 @@ class Uploader:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _last(self, state: str, said: str) -> str:
-        if failed := self._bring(at_once=True):
+        if failed := self._bring(EVERYTHING):
             return failed
         try:
             if newest := self._missing_checkpoint():
@@ -125,15 +128,23 @@ class Uploader:
             return str(error)
         return ""
 
-    def _bring(self, at_once: bool = False) -> str:
-        """Bring what is new. Returns what failed."""
+    def bring_curves(self) -> None:
+        """Bring all points there are: before a checkpoint that another driver may go on from."""
+        self._bring(CURVES)
+
+    def _bring(self, at_once: tuple[str, ...] = ()) -> str:
+        """Bring what is new, and due or called like one of `at_once`. Returns what failed."""
+        with self._lock:
+            return self._bring_one_by_one(at_once)
+
+    def _bring_one_by_one(self, at_once: tuple[str, ...]) -> str:
         failed = ""
         for name, path in self._files():
             try:
                 found = path.stat()
                 state = (found.st_size, found.st_mtime_ns)
                 before, due = self._sent.get(name, (None, 0.0))
-                if state == before or not (at_once or time.monotonic() >= due):
+                if state == before or not (name.startswith(at_once) or time.monotonic() >= due):
                     continue
                 with path.open("rb") as file:
                     self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class MirrorWriter:
         retry_s: how long one checkpoint is tried again.
         give_up: ends all waiting at once, when set.
         timeout_s: of one request.
+        before: called before checkpoints are brought; what it brings is there when they are.
 
     Attributes:
         failures: how many times a checkpoint did not get there in time.
@@ -64,8 +66,10 @@ class MirrorWriter:
         retry_s: float = 60.0,
         give_up: threading.Event | None = None,
         timeout_s: float = 60.0,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self.failures = 0
+        self._before = before
         self._local = run_dir / FOLDER
         self._remote = folder_of(url, timeout_s)
         self._retry_s = retry_s
@@ -158,6 +162,7 @@ class MirrorWriter:
     def _mirror(self) -> None:
         """Bring all step files of the local manifest that the bucket lacks, the newest first."""
         local = read_manifest(self._local)
+        self._before()
         before = _entries(self._remote)
         self._sent &= before.keys()
         keys = {name: _key(name, local[name]) for name in newest_first(local)}
