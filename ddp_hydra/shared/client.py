@@ -76,7 +76,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | Non
     with job.summarised(run_dir, cfg) as summary, begun(cfg, run_dir, overrides, messages) as (client, driver):
         print(f"results: {driver.url}")  # noqa: T201
         end = Follower(client, driver, messages, run_dir).follow()
-        summary |= {**end.summary, "results": driver.url}
+        summary |= {**end.summary, "status": end.state, "results": driver.url}
         if end.state == "interrupted":
             raise Interrupted(end.said)
         if end.state != "done":

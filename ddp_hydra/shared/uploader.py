@@ -154,7 +154,7 @@ class Uploader:
                 failed = failed or str(error)
                 continue
             self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
-            self.status.files = sorted(self._sent)
+            self.status.files = sorted({*self.status.files, *self._sent})
         return failed
 
     def _note(self, what: str, failed: str) -> None:
@@ -195,9 +195,7 @@ def claim(store: Store, status: Status, hydra: dict[str, bytes]) -> None:
         )
     for name in (SUMMARY, STOP):
         store.delete(name)
-    content = status.due()
-    assert content is not None
-    store.put(NAME, content)
+    store.put(NAME, encoded(status.content()))
     for name, saved in hydra.items():
         store.put(f".hydra/{name}", saved)
 
@@ -213,13 +211,12 @@ def go_on(store: Store, status: Status, run_dir: Path) -> bool:
     Returns:
         Whether there is a checkpoint to go on from.
     """
-    for name in map(str, statuses.read(store).get("files", ())):
+    status.files = [str(name) for name in statuses.read(store).get("files", ())]
+    for name in status.files:
         path = place(run_dir, check_path(name))
         size = store.size(name)
         with path.open("wb") as file:
             for start in range(0, size or 0, PIECE_BYTES):
                 file.write(store.read(name, start, min(size or 0, start + PIECE_BYTES)))
-    content = status.due()
-    assert content is not None
-    store.put(NAME, content)
+    store.put(NAME, encoded(status.content()))
     return bool(statuses.read_object(store, f"{FOLDER}/{MANIFEST}").get("files"))
