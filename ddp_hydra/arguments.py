@@ -35,16 +35,32 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
         arguments: of the command line.
     """
     resumed = next((word.partition("=")[2] for word in arguments if word.startswith("resume=")), "").strip("'\"")
-    path = Path(resumed)
-    folder = path if path.is_dir() else path.parent.parent  # <run>/checkpoints/<file>
-    saved = folder / ".hydra" / "overrides.yaml"
-    if not resumed or not saved.is_file():
+    saved = _overrides_of(resumed)
+    if saved is None:
         return arguments
     given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults"}  # no fault strikes twice
     # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
-    given |= {"debug"} if "debug=faults" in map(str, OmegaConf.load(saved)) else set()
-    kept = [word for word in map(str, OmegaConf.load(saved)) if not {_key(word), _key(word).split(".")[0]} & given]
+    given |= {"debug"} if "debug=faults" in saved else set()
+    given |= {"results.root", "detach"} if "results.handler=client" in arguments else set()
+    kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
     return kept + arguments
+
+
+def _overrides_of(run: str) -> list[str] | None:
+    if "://" in run:  # what knows of stores is imported only where it is needed
+        from ddp_hydra import store
+
+        run = store.plain_path(run)
+        if store.is_url(run):
+            try:
+                content = store.folder(run).get(".hydra/overrides.yaml")
+            except (FileNotFoundError, ConnectionError):  # checkpoints alone; or a store that is asked again
+                return None
+            return [str(word) for word in OmegaConf.create(content.decode())]
+    path = Path(run)
+    folder = path if path.is_dir() else path.parent.parent  # <run>/checkpoints/<file>
+    saved = folder / ".hydra" / "overrides.yaml"
+    return list(map(str, OmegaConf.load(saved))) if run and saved.is_file() else None
 
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 Where the store is and who may use it say the AWS_* variables of the environment (AWS_ENDPOINT_URL, AWS_REGION,
 AWS_ACCESS_KEY_ID …), a profile, or the role of the machine: never a config.
+
+gs:// and az:// are opened in the same way, with what obstore finds of GOOGLE_* and AZURE_*; no test has seen them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from ddp_hydra.errors import ConfigError
 
 PIECE_BYTES = 8 * 2**20
 _MOST_PIECES = 9000  # S3 takes 10,000
-_URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,62})((?:/[^/?#\\]+)*)/?")
+_URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,62})((?:/[^/?#\\]+)*)/?")
 _REFUSED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "401", "403")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
+_HOMES = {"s3": "at AWS (no AWS_ENDPOINT_URL is set)", "gs": "at Google", "az": "at Azure"}
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
 
@@ -43,8 +46,9 @@ class Folder:
         except ImportError:
             raise ConfigError("buckets need the package obstore: pip install 'ddp-hydra[s3]'") from None
         self.url = url.rstrip("/")
-        self.bucket, self._prefix = match[1], match[2].strip("/")
-        self.endpoint_url = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self._kind, self.bucket, self._prefix = match[1], match[2], match[3].strip("/")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self.endpoint_url = endpoint if self._kind == "s3" else None
         self._timeout_s = timeout_s
         self._obstore = obstore
         self._opened: Any = None
@@ -115,7 +119,7 @@ class Folder:
         return self._opened
 
     def _open(self) -> Any:
-        from obstore.store import S3Store
+        from obstore.store import AzureStore, GCSStore, S3Store
 
         seconds = timedelta(seconds=self._timeout_s)
         client: dict[str, Any] = {"connect_timeout": min(seconds, timedelta(seconds=5)), "timeout": seconds}
@@ -127,8 +131,6 @@ class Folder:
             if host == "localhost" or host.startswith("127."):
                 # A proxy of the environment can't reach this machine; one that excludes it is the way round.
                 client |= {"proxy_url": self.endpoint_url, "proxy_excludes": host}
-        if (credentials := _profile_credentials()) is not None:
-            config["credential_provider"] = credentials
         # One piece of many may fail and be sent again; whoever calls has patience of their own.
         retry: Any = {
             "max_retries": 2,
@@ -136,6 +138,12 @@ class Folder:
             "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
         }
         options: Any = client
+        if self._kind == "gs":
+            return GCSStore(self.bucket, client_options=options, retry_config=retry)
+        if self._kind == "az":
+            return AzureStore(self.bucket, client_options=options, retry_config=retry)
+        if (credentials := _profile_credentials()) is not None:
+            config["credential_provider"] = credentials
         return S3Store(self.bucket, client_options=options, retry_config=retry, **config)
 
     def _explain(self, error: Exception, name: str) -> Exception:
@@ -143,7 +151,7 @@ class Folder:
         text = str(error).split("\n\nDebug source")[0]
         status = (re.findall(r"status code: (\d{3})", text) or re.findall(r"\b([45]\d\d) [A-Z]", text) or [""])[0]
         code = (re.findall(r"<Code>(\w+)</Code>", text) or [status])[0]
-        where = f"at {_without_user(self.endpoint_url)}" if self.endpoint_url else "at AWS (no AWS_ENDPOINT_URL is set)"
+        where = f"at {_without_user(self.endpoint_url)}" if self.endpoint_url else _HOMES[self._kind]
         if code == "NoSuchBucket":
             return ConfigError(f"there is no bucket {self.bucket!r} {where}: make it, or check the name")
         if isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError":

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra import arguments, config, launched, project
-from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.versions import VERSION_BASE
 
@@ -35,6 +35,8 @@ def main(cfg: DictConfig) -> float | None:
     hydra_cfg = HydraConfig.get()
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
+    if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
+        raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
     return job.run(cfg, Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task)
 
 

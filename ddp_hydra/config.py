@@ -67,9 +67,10 @@ class CompileMode(Enum):
 
 
 class Handler(Enum):
-    """Where the writers run."""
+    """Where the writers run: where the command was typed, or beside rank 0, on the cluster's side."""
 
     client = "client"
+    rank0 = "rank0"
 
 
 @dataclass
@@ -177,13 +178,15 @@ class ResultsConfig:
     """Where results go.
 
     Args:
-        handler: client: the writers run where the command was typed.
+        handler: client: the writers run where the command was typed; rank0: on the cluster's side, into `root`.
+        root: of rank0: s3://bucket/runs or a folder of a shared disk; each run gets its own folder there.
         keep_checkpoints: newest step files to keep besides last and best; null keeps all.
         retry_s: how long a write is tried again while the disk is full or away, or the bucket fails; 0: not at all.
         mirror: s3://bucket/folder, where checkpoints are copied to, too; null for nowhere.
     """
 
     handler: Handler = Handler.client
+    root: str | None = None
     keep_checkpoints: int | None = 3
     retry_s: float = 60.0
     mirror: str | None = None
@@ -223,7 +226,8 @@ class Config:
         objective: see ObjectiveConfig.
         seed: of everything random.
         tags: words to find the run by.
-        resume: a run directory or checkpoint file to go on from.
+        resume: a run directory or checkpoint file to go on from, or the URL of a run.
+        detach: the command returns once the run has begun, and the run goes on without it; needs results.handler=rank0.
         faults: faults to strike ranks on purpose, see `faults.py`; on the command line +fault=kill,rank=1,step=20.
         dry_run: build model and data and read one batch, here, without a cluster.
     """
@@ -245,6 +249,7 @@ class Config:
     seed: int = 0
     tags: list[str] = field(default_factory=list)
     resume: str | None = None
+    detach: bool = False
     faults: list[str] = field(default_factory=list)
     dry_run: bool = False
 
@@ -287,8 +292,6 @@ def check(cfg: DictConfig) -> None:
     for key in (*seconds, "first_step_timeout_s"):
         if cfg.dispatch[key] <= 0:
             raise ConfigError(f"dispatch.{key}={cfg.dispatch[key]:g}: give seconds, more than 0")
-    if not cfg.results.retry_s >= 0:
-        raise ConfigError(f"results.retry_s={cfg.results.retry_s:g}: give seconds, 0 or more")
     for key in ("max_restarts", "restart_wait_s", "grace_s"):
         if cfg.dispatch[key] < 0:
             raise ConfigError(f"dispatch.{key}={cfg.dispatch[key]:g}: give 0 or more")
@@ -302,9 +305,37 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
         raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
+    _check_results(cfg)
     ports = cfg.dispatch.port_range
     if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
         raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")
+
+
+def _check_results(cfg: DictConfig) -> None:
+    results = cfg.results
+    if not results.retry_s >= 0:
+        raise ConfigError(f"results.retry_s={results.retry_s:g}: give seconds, 0 or more")
+    if results.handler is Handler.rank0:
+        if not results.root:
+            raise ConfigError(
+                "results.handler=rank0 needs a place that the workers can write: give results.root=s3://bucket/runs, "
+                "or a folder of a disk that all hosts share"
+            )
+        if results.mirror:
+            raise ConfigError(
+                f"results.mirror={results.mirror}: with results.handler=rank0 the checkpoints are in the store "
+                "already; leave it out"
+            )
+    elif results.root:
+        raise ConfigError(
+            f"results.root={results.root} is for results that do not come here: give results.handler=rank0, too, or "
+            "hydra.run.dir=<folder> for a folder here"
+        )
+    elif cfg.detach:
+        raise ConfigError(
+            "detach=true: without this command, nobody would write the results: give results.handler=rank0 "
+            "results.root=s3://bucket/runs, too"
+        )
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

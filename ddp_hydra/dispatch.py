@@ -114,6 +114,7 @@ class Gang:
         grace_s: after Ctrl-C or SIGTERM, how long ranks may take to finish; 0 ends them at once.
         sweep: whose job it is, where several wait for workers.
         on_give_up: called when the user ends it at once: `on_record` should not wait for anything any more.
+        cwd: the folder of ranks whose host has it, too; "" for this process's.
     """
 
     client: Client
@@ -140,6 +141,7 @@ class Gang:
     grace_s: float = 0.0
     sweep: str = ""
     on_give_up: Callable[[], None] = field(default=lambda: None, repr=False)
+    cwd: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
     read_from: Attempt | None = field(default=None, init=False, repr=False)
@@ -245,5 +247,5 @@ class Gang:
             threads=self.threads,
             ports=self.port_range,
             interface=self.interface,
-            cwd=str(Path.cwd()),
+            cwd=self.cwd or str(Path.cwd()),
         )

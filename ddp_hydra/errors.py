@@ -9,6 +9,7 @@ DdpHydraError
 ├── OutOfMemory            a rank's memory, or its GPU's, is full
 ├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
 ├── SweepFailed            some jobs of a sweep failed
+├── RunFailed              a run failed that another process ran; its summary.json says how
 └── JobFailed              the gang failed; carries the root cause
     └── RankFailed         a rank raised, exited, was killed, was lost with its worker, or hung
 
@@ -69,6 +70,10 @@ class NonFiniteLoss(DdpHydraError):
 
 class SweepFailed(DdpHydraError):
     """Some jobs of a sweep failed; the others were run all the same."""
+
+
+class RunFailed(DdpHydraError):
+    """A run failed that another process ran; its summary.json says how."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -19,6 +19,7 @@ from ddp_hydra import pulse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, count
+from ddp_hydra.options import parse
 from ddp_hydra.samplers import Partition
 from ddp_hydra.training.scores import Scores
 
@@ -78,7 +79,7 @@ class Evaluation:
             self.scores.show(step)
 
 
-USAGE = """python -m ddp_hydra.evaluate run=<run directory or checkpoint> [which=best|last]
+USAGE = """python -m ddp_hydra.evaluate run=<run directory, its URL, or checkpoint> [which=best|last]
     [key=value of the run's config …]"""
 
 
@@ -87,7 +88,7 @@ class Options:
     """Of the command line.
 
     Args:
-        run: run directory or checkpoint file.
+        run: run directory or checkpoint file, or the URL of a run.
         which: the checkpoint of a run directory.
     """
 
@@ -99,7 +100,7 @@ def main() -> None:
     """Entry of `python -m ddp_hydra.evaluate`."""
     from ddp_hydra import build, trained
 
-    options, overrides = trained.parse(Options, sys.argv[1:], USAGE)
+    options, overrides = parse(Options, sys.argv[1:], USAGE)
     run = trained.load(options.run, "last" if options.which == "last" else "best", overrides)
     node = run.cfg.data.get("val")
     if node is None:

@@ -13,8 +13,9 @@ from omegaconf import MISSING
 
 from ddp_hydra import trained
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.options import parse
 
-USAGE = """python -m ddp_hydra.generate run=<run directory or checkpoint> [n=50] [temperature=1.0] [seed=0]
+USAGE = """python -m ddp_hydra.generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
     [which=best|last] [key=value of the run's config …]"""
 
 
@@ -23,7 +24,7 @@ class Options:
     """Of the command line.
 
     Args:
-        run: run directory or checkpoint file.
+        run: run directory or checkpoint file, or the URL of a run.
         n: how many samples.
         temperature: below 1 plays safe, above 1 dares.
         seed: of the sampling.
@@ -39,7 +40,7 @@ class Options:
 
 def main() -> None:
     """Entry of `python -m ddp_hydra.generate`."""
-    options, overrides = trained.parse(Options, sys.argv[1:], USAGE)
+    options, overrides = parse(Options, sys.argv[1:], USAGE)
     if options.n < 1 or options.temperature <= 0:
         raise ConfigError(
             f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"

@@ -9,36 +9,67 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project
+from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store
 from ddp_hydra import config as configs
-from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Interrupted, JobFailed, RecordError
+from ddp_hydra.errors import (
+    CheckpointError,
+    ConfigError,
+    DdpHydraError,
+    Interrupted,
+    JobFailed,
+    RecordError,
+    RunFailed,
+)
 from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.pulse import REASONS
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.results import Record, finite
-from ddp_hydra.writers import ResultsHandler, default_writers
+from ddp_hydra.writers import ResultsHandler, Writer, default_writers
 
 log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.train:train"
 """By name: importing it here would import torch."""
 
 
-def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float | None:
+@dataclass(frozen=True)
+class Guest:
+    """What a job brings along that is run elsewhere than where it was typed.
+
+    Args:
+        project: its packed project space.
+        plain: its config as plain values, as it was composed.
+        cwd: the folder where it was typed.
+        url: what its run directory is called to its user.
+        writers: to get its records, too.
+        before_mirror: called before checkpoints are brought to its bucket.
+    """
+
+    project: project.Project
+    plain: dict[str, Any]
+    cwd: str
+    url: str
+    writers: Sequence[Writer]
+    before_mirror: Callable[[], None]
+
+
+def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Guest | None = None) -> float | None:
     """Train one job.
 
     Args:
         cfg: the composed config.
         run_dir: where its results go.
         overrides: what it was composed with, for TensorBoard's HParams tab.
+        guest: where it was typed elsewhere.
 
     Returns:
         The objective's last value, for sweepers.
@@ -51,29 +82,32 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = ()) -> float 
         check(cfg)
         _dry_run(configs.plain(cfg))
         return None
+    if cfg.results.handler is configs.Handler.rank0:
+        cluster.load()
+        from ddp_hydra.shared import client
+
+        return client.run(cfg, run_dir, overrides)
     with summarised(run_dir, cfg) as summary, ExitStack() as stack:
         check(cfg)
         from ddp_hydra.writers import hparams  # a config that is refused need not wait for TensorBoard
 
         stack.enter_context(hparams.session(run_dir, overrides))
-        plain = configs.plain(cfg)
+        plain = guest.plain if guest else configs.plain(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], plain["model"]["weights"] = weights, None
-        packed = project.pack(project.find())
+        packed = guest.project if guest else project.pack(project.find())
         summary["project"] = packed.sha256
-        job = Job(run_dir, cfg, plain, files, summary)
+        job = Job(run_dir, cfg, plain, files, summary, guest)
         spec = launched.place(cfg.cluster)
         here = spec is not None or cluster.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
-            raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={_short(run_dir)}")
+            where = guest.url if guest else _short(run_dir)
+            raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={where}")
         summary["status"] = "done"
-    print(_closing_line(summary, run_dir))  # noqa: T201
-    print(bound.describe(summary["data"], summary["train_s"]))  # noqa: T201
-    if (slow := bound.describe_slowest(summary["slowest"])) is not None:
-        print(slow)  # noqa: T201
+    print(closing_lines(summary, guest.url if guest else _short(run_dir)))  # noqa: T201
     return value["metrics"].get(cfg.objective.metric)
 
 
@@ -108,11 +142,12 @@ def read_value(value: Any) -> dict[str, Any]:
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     """The checkpoint that `resume` means, brought here where it is in a bucket."""
-    if mirror.is_url(cfg.resume):
+    run = store.find(cfg.resume)
+    if store.is_url(run):
         folder = run_dir / ".resume"
         folder.mkdir(parents=True, exist_ok=True)
-        return mirror.fetch_checkpoint(cfg.resume, folder, retry_s=cfg.results.retry_s).absolute()
-    return find_checkpoint(cfg.resume).absolute()
+        return mirror.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
+    return find_checkpoint(run).absolute()
 
 
 def find_weights(cfg: DictConfig) -> Path | None:
@@ -161,12 +196,20 @@ class Job:
         plain: the same as plain values, for the ranks.
         files: files of the client that rank 0 needs: "resume", a checkpoint; "weights", to begin with.
         summary: filled while it runs.
+        guest: where it was typed elsewhere.
     """
 
     def __init__(
-        self, run_dir: Path, cfg: DictConfig, plain: dict[str, Any], files: dict[str, Path], summary: dict[str, Any]
+        self,
+        run_dir: Path,
+        cfg: DictConfig,
+        plain: dict[str, Any],
+        files: dict[str, Path],
+        summary: dict[str, Any],
+        guest: Guest | None = None,
     ) -> None:
         self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
+        self.guest = guest
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_world_size = 0
@@ -175,10 +218,13 @@ class Job:
     @contextmanager
     def handler(self, fetch: Any, client: Any = None) -> Iterator[ResultsHandler]:
         """The consumer of this job's records. An interrupt ends its waiting for a full disk or a failing bucket."""
-        settings = {"retry_s": self.cfg.results.retry_s, "give_up": self.give_up}
+        results = self.cfg.results
+        settings = {"retry_s": results.retry_s, "give_up": self.give_up}
+        more: dict[str, Any] = {"before_mirror": self.guest.before_mirror} if self.guest else {}
         writers = default_writers(
-            self.run_dir, fetch, keep=self.cfg.results.keep_checkpoints, mirror=self.cfg.results.mirror, **settings
+            self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
+        writers += self.guest.writers if self.guest else ()
         wanted = faults.parse(self.cfg.faults)
         if wanted:
             writers.insert(0, RehearsalWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
@@ -220,6 +266,7 @@ class Job:
                 sweep=cluster.sweep(),
                 on_give_up=self.give_up.set,
                 port_range=(ports[0], ports[1]) if ports else None,
+                cwd=self.guest.cwd if self.guest else "",
                 **{str(name): value for name, value in settings.items()},
             )
             with self.handler(gang.fetch, client) as handler:
@@ -310,6 +357,8 @@ def summarised(run_dir: Path, cfg: DictConfig) -> Iterator[dict[str, Any]]:
     except KeyboardInterrupt:
         summary["status"] = "interrupted"
         raise
+    except RunFailed:  # elsewhere, whose summary says how
+        raise
     except JobFailed as error:
         summary["failure"] = error.failure.as_dict()
         raise
@@ -336,13 +385,21 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         ) from error
 
 
-def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
+def closing_lines(summary: dict[str, Any], where: str) -> str:
+    """What is said of a job that is done.
+
+    Args:
+        summary: of the job.
+        where: its results are.
+    """
     metrics = summary["metrics"]
     names = ("train/loss", "val/loss", "val/accuracy")
     shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
     steps = f"{summary['steps']} steps in {summary['train_s']:.1f} s"
-    return f"done: {steps}, {speed}, {', '.join(shown)}  ->  {_short(run_dir)}"
+    done = f"done: {steps}, {speed}, {', '.join(shown)}  ->  {where}"
+    slow = bound.describe_slowest(summary["slowest"])
+    return "\n".join([done, bound.describe(summary["data"], summary["train_s"]), *([slow] if slow else [])])
 
 
 def _why(reason: str, steps: int) -> str:

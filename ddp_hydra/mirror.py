@@ -1,4 +1,4 @@
-"""Checkpoints from a bucket: `resume=s3://…`. What is there was put by `writers/mirror.py`."""
+"""Checkpoints from a store: `resume=s3://…`. What is there was put by `writers/mirror.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ddp_hydra import bucket
+from ddp_hydra import bucket, store
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.manifest import FOLDER, NAME, STEP_FILE, Entries, damage, newest_first, read_manifest_text
 from ddp_hydra.writers.disk import cannot_write, commit, part_of, writing
@@ -21,23 +21,18 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
 log = logging.getLogger(__name__)
 
 
-def is_url(text: str) -> bool:
-    """Whether a checkpoint is given by a URL, not by a path."""
-    return text.partition("://")[0].isalnum() and "://" in text
-
-
-def folder_of(url: str, timeout_s: float = 60.0) -> bucket.Folder:
+def folder_of(url: str, timeout_s: float = 60.0) -> store.Store:
     """Return where the checkpoints of a mirrored run lie.
 
     Args:
-        url: "s3://bucket/folder", of the run or of its `checkpoints`.
+        url: "s3://bucket/folder" or a path, of the run or of its `checkpoints`.
         timeout_s: of one request.
 
     Raises:
         ConfigError: it is no such URL, or obstore is not installed.
     """
     url = url.rstrip("/")
-    return bucket.Folder(url if url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
+    return store.folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
 
 
 def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
@@ -79,7 +74,7 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
     raise CheckpointError(f"checkpoint {remote.url}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 
-def _entries(remote: bucket.Folder, retry_s: float) -> Entries:
+def _entries(remote: store.Store, retry_s: float) -> Entries:
     try:
         return read_manifest_text(_patiently(lambda: remote.get(NAME), retry_s))
     except FileNotFoundError:
@@ -90,7 +85,7 @@ def _entries(remote: bucket.Folder, retry_s: float) -> Entries:
         raise CheckpointError(f"{remote.url}/{NAME} is not the manifest of checkpoints ({error})") from None
 
 
-def _download(remote: bucket.Folder, name: str, wanted: dict[str, Any], folder: Path, retry_s: float) -> str | None:
+def _download(remote: store.Store, name: str, wanted: dict[str, Any], folder: Path, retry_s: float) -> str | None:
     """Put one checkpoint into `folder`. Returns what is wrong with it."""
     assert STEP_FILE.fullmatch(name)
     size, target = wanted.get("size"), folder / name

@@ -17,20 +17,20 @@ FLOORS = [
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
-        "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe",
+        "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options", "redact",
     ),
-    # 3: on the worker
+    # 3: on the worker; and what writes and reads results, wherever that is
     (
         "training", "insight", "rank_host", "rank", "script", "build", "buckets", "evaluate", "train", "trained",
-        "generate", "dry_run",
+        "generate", "dry_run", "writers", "bucket", "store", "mirror",
     ),
     # 4: on the client
     (
         "cluster", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
-        "launched", "writers", "bucket", "mirror", "rehearsal",
+        "launched", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
-    ("job", "sweep", "arguments", "cli", "__main__"),
+    ("job", "sweep", "shared", "driver", "attach", "arguments", "cli", "__main__"),
 ]  # fmt: skip
 """As in DESIGN.md; `project` is on the second floor, for workers unpack what the client packs."""
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
@@ -128,7 +128,13 @@ TORCH_FREE = sorted(
         "faults",
         "restarts",
         "vitals",
+        "options",
+        "redact",
         "rank_host",
+        "writers",
+        "bucket",
+        "store",
+        "mirror",
     )
 )
 

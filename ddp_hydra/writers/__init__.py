@@ -55,6 +55,7 @@ def default_writers(
     *,
     keep: int | None = 3,
     mirror: str | None = None,
+    before_mirror: Callable[[], None] = lambda: None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
     tensorboard: bool = True,
@@ -68,6 +69,7 @@ def default_writers(
         fetch: brings files from the ranks' hosts; None where every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
         mirror: copy checkpoints to this folder, "s3://bucket/folder", too.
+        before_mirror: called before each time.
         retry_s: how long to try a failing bucket again.
         give_up: ends all waiting for the bucket at once, when set.
         tensorboard: write TensorBoard events.
@@ -94,7 +96,7 @@ def default_writers(
     if mirror:
         from ddp_hydra.writers.mirror import MirrorWriter
 
-        writers.append(MirrorWriter(folder, mirror, retry_s, give_up))
+        writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror))
     if tensorboard:
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 

@@ -38,6 +38,7 @@ from tensorboard.plugins.hparams.api_pb2 import (
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from ddp_hydra.errors import RecordError
+from ddp_hydra.redact import bare, holds_secret, named_secret
 from ddp_hydra.writers.disk import place, write_atomic, writing
 from ddp_hydra.writers.events import encoded, file_name
 
@@ -46,10 +47,6 @@ log = logging.getLogger(__name__)
 Value = bool | float | str
 _MAX_BOXES = 12
 _NO_HPARAMS = {"resume", "dry_run", "fault", "faults", "results", "hydra"}
-_SECRET = {
-    "auth", "authorization", "cookie", "credential", "credentials", "key", "passphrase", "passwd", "password", "pw",
-    "pwd", "secret", "signature", "token",
-}  # fmt: skip
 
 
 def values(overrides: Iterable[str]) -> dict[str, Value]:
@@ -135,27 +132,11 @@ def _value(override: Override, typed: str) -> Value:
         return value
     if isinstance(value, (int, float)) and abs(value) < 1e300 and not math.isnan(value):  # JSON has no word for those
         return float(value)
-    return _utf8(_bare(value if isinstance(value, str) else typed))
+    return _utf8(bare(value if isinstance(value, str) else typed))
 
 
 def _is_secret(name: str, value: object) -> bool:
-    return any(map(_named_secret, name.split("@"))) or _holds_secret(value)
-
-
-def _named_secret(name: str) -> bool:
-    words = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
-    return not _SECRET.isdisjoint(re.split("[^a-z]+", words)) or "apikey" in words or "password" in words
-
-
-def _holds_secret(value: object) -> bool:
-    if isinstance(value, dict):
-        return any(_named_secret(str(key)) or _holds_secret(inner) for key, inner in value.items())
-    return isinstance(value, list) and any(_holds_secret(inner) for inner in value)
-
-
-def _bare(text: str) -> str:
-    """Without what an address may hold of secrets: user and password, and the query of a signed one."""
-    return re.sub(r"(?<=://)[^/@\s]*@", "", re.sub(r"(://[^?\s]*)\?[^\s'\",\]}]*", r"\1", text))
+    return any(map(named_secret, name.split("@"))) or holds_secret(value)
 
 
 def _info(name: str, column: Iterable[Value | None]) -> HParamInfo:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.bucket import Folder
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.manifest import (
     ALIASES,
@@ -29,6 +29,7 @@ from ddp_hydra.manifest import (
 )
 from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
 from ddp_hydra.results import Record
+from ddp_hydra.store import Store
 
 FIRST_TIMEOUT_S = 5.0
 """The job waits for the first question to the store, so it is short."""
@@ -49,6 +50,7 @@ class MirrorWriter:
         retry_s: how long one checkpoint is tried again.
         give_up: ends all waiting at once, when set.
         timeout_s: of one request.
+        before: called before checkpoints are brought; what it brings is there when they are.
 
     Attributes:
         failures: how many times a checkpoint did not get there in time.
@@ -64,8 +66,10 @@ class MirrorWriter:
         retry_s: float = 60.0,
         give_up: threading.Event | None = None,
         timeout_s: float = 60.0,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self.failures = 0
+        self._before = before
         self._local = run_dir / FOLDER
         self._remote = folder_of(url, timeout_s)
         self._retry_s = retry_s
@@ -158,6 +162,7 @@ class MirrorWriter:
     def _mirror(self) -> None:
         """Bring all step files of the local manifest that the bucket lacks, the newest first."""
         local = read_manifest(self._local)
+        self._before()
         before = _entries(self._remote)
         self._sent &= before.keys()
         keys = {name: _key(name, local[name]) for name in newest_first(local)}
@@ -220,7 +225,7 @@ class MirrorWriter:
         return named
 
 
-def _entries(remote: Folder) -> Entries:
+def _entries(remote: Store) -> Entries:
     """Return what the manifest in the bucket names."""
     try:
         return read_manifest_text(remote.get(NAME))

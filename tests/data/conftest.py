@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -45,6 +46,13 @@ def credentials(monkeypatch):
 @pytest.fixture
 def s3() -> Iterator[S3Server]:
     """An S3 server in this process, with credentials unchecked."""
+    with s3_server() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """For tests that share one."""
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from moto.s3.models import get_canned_acl, s3_backends

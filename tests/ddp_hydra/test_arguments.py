@@ -38,6 +38,16 @@ def test_a_checkpoint_file_brings_the_overrides_of_its_run(run):
     assert len(typed.with_resumed_overrides(arguments)) == 5
 
 
+def test_a_run_whose_results_were_elsewhere_may_go_on_here(run):
+    saved = run / ".hydra" / "overrides.yaml"
+    saved.write_text("- results.handler=rank0\n- results.root=s3://bucket/runs\n- detach=true\n- optimizer.lr=0.1\n")
+    assert typed.with_resumed_overrides([f"resume={run}"])[:3] == [
+        "results.handler=rank0", "results.root=s3://bucket/runs", "detach=true",
+    ]  # fmt: skip
+    here = ["results.handler=client", f"resume={run}"]
+    assert typed.with_resumed_overrides(here) == ["optimizer.lr=0.1", *here]
+
+
 @pytest.fixture
 def sweep(tmp_path):
     task = ["data=tiny", "optimizer.lr=0.1,0.01"]

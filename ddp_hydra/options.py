@@ -1,0 +1,45 @@
+"""Options of the small commands: "key=value" words, as everywhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_hydra.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, list[str]]:
+    """Read "key=value" words: those of `options`, and the rest, which are overrides of the run's config.
+
+    Args:
+        options: a dataclass with a field `run`.
+        arguments: of the command line.
+        usage: printed for --help.
+
+    Raises:
+        ConfigError: a word is not key=value, a value has the wrong type, or `run` is missing.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(usage)  # noqa: T201
+        sys.exit(0)
+    for word in arguments:
+        if "=" not in word:
+            raise ConfigError(f"{word!r} is not key=value; usage:\n{usage}")
+    schema = OmegaConf.structured(options)
+    keys = [str(key) for key in schema]
+    mine = [word for word in arguments if word.partition("=")[0] in keys]
+    try:
+        parsed = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(mine)))
+    except OmegaConfBaseException as error:
+        what = "run=<run directory> is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
+        raise ConfigError(f"{what}; usage:\n{usage}") from error
+    unknown = [word for word in arguments if word not in mine and "." not in word.partition("=")[0]]
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}; usage:\n{usage}")
+    return cast("T", parsed), [word for word in arguments if word not in mine]

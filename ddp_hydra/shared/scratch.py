@@ -1,0 +1,57 @@
+"""The folder where a driver writes before it is in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "ddp_hydra-run-"
+LOCK = ".lock"
+
+
+class Scratch:
+    """A folder that is held by this process. What dead ones have left is removed.
+
+    Args:
+        base: where to make it.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    def __init__(self, base: str) -> None:
+        for old in Path(base).glob(f"{PREFIX}*"):
+            _remove_if_left(old)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        self._handle: int | None = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Leave nothing of it."""
+        if self._handle is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._handle)
+            self._handle = None
+
+    def keep(self) -> str:
+        """Leave it there for a person, under a name that nobody cleans up; returns its path."""
+        kept = self.path.with_name(self.path.name.replace(PREFIX, "ddp_hydra-kept-"))
+        self.path.rename(kept)
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        return str(kept)
+
+
+def _remove_if_left(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else's, held, or just being made or removed
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)

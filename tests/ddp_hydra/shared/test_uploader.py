@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra import store
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.results import Record
+from ddp_hydra.shared import uploader
+from ddp_hydra.shared.scratch import Scratch
+from ddp_hydra.shared.status import Status
+from ddp_hydra.shared.uploader import Uploader, claim
+
+
+class Shaky(store.Disk):
+    """A store that is away now and then, and keeps the order of what comes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.away = False
+        self.order: list[str] = []
+
+    def put(self, name, content, size=0):
+        if self.away:
+            raise ConnectionError("the store is away")
+        super().put(name, content, size)
+        self.order.append(name)
+
+
+@pytest.fixture
+def there(tmp_path) -> Shaky:
+    return Shaky(tmp_path / "store")
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step":1}\n')
+    (folder / "logs" / "rank-0.log").write_text("hello\n")
+    (folder / "summary.json").write_text('{"status":"done"}')
+    (folder / "status.json").write_text("{}")
+    (folder / "logs" / ".part-123").write_text("half")
+    return folder
+
+
+@pytest.fixture
+def status() -> Status:
+    return Status("tcp://scheduler:8786", "abc")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(uploader, "TICK_S", 0.01)
+
+
+@pytest.fixture
+def make(there, run_dir, status, quick):
+    begun = []
+
+    def make(on_stop=lambda: None) -> Uploader:
+        begun.append(Uploader(run_dir, there, status, on_stop))
+        begun[0].start()
+        return begun[0]
+
+    yield make
+    for one in begun:
+        one._end.set()
+        for thread in one._threads:
+            thread.join()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_files_come_as_they_grow_and_the_summary_last(make, there, run_dir):
+    one = make()
+    wait_until(lambda: "logs/rank-0.log" in there.order)
+    assert "summary.json" not in there.order
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step":2}\n')
+    wait_until(lambda: there.get("metrics.jsonl").count(b"\n") == 2)
+    (run_dir / "logs" / "rank-0.log").write_text("hello again\n")
+    assert one.finish(0, "done", "well done") == ""
+    assert there.order[-2:] == ["status.json", "summary.json"]
+    assert there.get("logs/rank-0.log") == b"hello again\n"
+    assert (json.loads(there.get("status.json"))["state"], there.size("logs/.part-123")) == ("done", None)
+
+
+def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypatch):
+    monkeypatch.setattr(uploader, "BYTES_PER_S", 1.0)
+    one = make()
+    wait_until(lambda: "metrics.jsonl" in there.order)
+    (run_dir / "metrics.jsonl").write_text("x" * 20)
+    time.sleep(0.1)
+    assert there.order.count("metrics.jsonl") == 1
+    assert one.finish(0, "done", "") == ""
+    assert there.size("metrics.jsonl") == 20
+
+
+def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
+    there.away = True
+    one = make()
+    wait_until(lambda: "do not reach" in caplog.text)
+    there.away = False
+    wait_until(lambda: "again" in caplog.messages[-1] and "metrics.jsonl" in there.order)
+    assert len(caplog.messages) == 2
+    assert one.finish(0, "done", "") == ""
+
+
+def test_what_is_missing_at_the_end_is_said(make, there, run_dir, caplog):
+    one = make()
+    there.away = True
+    (run_dir / "metrics.jsonl").write_text("more")
+    assert one.finish(0.05, "done", "") == "the store is away"
+    there.away = False
+    manifest = {"version": 1, "files": {"step-000001.pt": {"sha256": "a" * 64, "size": 1}}}
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
+    assert one.finish(0, "done", "") == "its newest checkpoint, step-000001.pt, is not there"
+    assert there.size("summary.json") is None
+
+
+def test_somebody_asks_for_the_end_once(make, there):
+    asked = []
+    one = make(lambda: asked.append(1))
+    there.put("stop", b"")
+    wait_until(lambda: asked)
+    time.sleep(0.05)
+    assert asked == [1]
+    assert one.finish(0, "interrupted", "") == ""
+    assert there.size("stop") is None
+
+
+def test_a_run_claims_its_place(there, status):
+    there.put("summary.json", b"of before")
+    there.put("stop", b"")
+    claim(there, status, {"config.yaml": b"a: 1\n"})
+    assert (there.size("summary.json"), there.size("stop")) == (None, None)
+    assert there.get(".hydra/config.yaml") == b"a: 1\n"
+    with pytest.raises(ConfigError, match=r"another run is at work in .*/store .*stop=true, or give another"):
+        claim(there, Status("tcp://scheduler:8786", "abc"), {})
+
+
+def test_a_dead_runs_place_is_free(there, status):
+    there.put("status.json", json.dumps({"state": "running", "time": time.time() - 100}).encode())
+    claim(there, status, {})
+
+
+def test_the_status_follows_the_records(status):
+    assert json.loads(status.due())["state"] == "starting"
+    assert status.due() is None
+    status.write(Record("start", {"title": "a job", "total_steps": 10}))
+    status.write(Record("metrics", {"metrics": {"train/loss": float("nan")}}, step=3))
+    said = json.loads(status.due())
+    assert (said["state"], said["step"], said["total_steps"]) == ("running", 3, 10)
+    assert said["metrics"] == {"train/loss": None}
+    assert said["start"]["data"]["title"] == "a job"
+
+
+def test_a_folder_of_a_dead_driver_is_removed_and_that_of_a_live_one_is_not(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    live, dead = Scratch(str(tmp_path)), tmp_path / "ddp_hydra-run-dead"
+    dead.mkdir()
+    (dead / ".lock").touch()
+    (dead / "x").touch()
+    other = Scratch(str(tmp_path))
+    assert live.path.is_dir()
+    assert not dead.exists()
+    live.remove()
+    (other.path / "y").touch()
+    kept = Path(other.keep())
+    other.remove()
+    assert (kept / "y").is_file()
+    Scratch(str(tmp_path)).remove()
+    assert list(tmp_path.iterdir()) == [kept]

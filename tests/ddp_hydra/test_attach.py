@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from ddp_hydra import attach, store
+from ddp_hydra.attach import Attached
+from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
+from ddp_hydra.results import Record
+from ddp_hydra.shared.status import Status, encoded
+
+
+class Run:
+    """A run as its store shows it."""
+
+    def __init__(self, there: store.Store) -> None:
+        self.there = there
+        self.status = Status("tcp://scheduler:8786", "abc")
+        self.lines = b""
+
+    def start(self, attempt=0, step=0):
+        data = {
+            "title": "a job",
+            "lines": ["model  \x1b[31mTiny"],
+            "total_steps": 10,
+            "steps_per_epoch": 5,
+            "epochs": 2,
+        }
+        self.status.write(Record("start", data, step=step, attempt=attempt))
+        self.beat()
+
+    def step(self, step, attempt=0, **metrics):
+        self.status.write(Record("metrics", {"metrics": metrics, "epoch": 1}, step=step, attempt=attempt))
+        line = {"time": 1.0, "attempt": attempt, "step": step, "epoch": 1, "samples": step * 8, **metrics}
+        self.lines += json.dumps(line).encode() + b"\n"
+        self.there.put("metrics.jsonl", self.lines)
+        self.beat()
+
+    def beat(self):
+        self.there.put("status.json", encoded(self.status.content()))
+
+    def end(self, state, said):
+        self.status.state, self.status.said = state, said
+        self.beat()
+        self.there.put("summary.json", b"{}")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(attach, "POLL_S", 0.01)
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    return Run(store.folder(str(tmp_path)))
+
+
+def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):
+    run.start()
+    for step in range(1, 6):
+        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.5} if step == 5 else {})})
+    attached = Attached(run.there, 5)
+    attached.begin()
+    attached.show()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["a job", "  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
+    for step in range(6, 11):
+        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.25} if step == 10 else {})})
+    run.end("done", "done: 10 steps")
+    attached.follow()
+    assert capsys.readouterr().out.splitlines() == ["epoch 2/2  train/loss 0.1  val/loss 0.25", "done: 10 steps"]
+
+
+def test_a_new_attempt_is_shown(run, capsys):
+    run.start()
+    run.step(1, loss=1.0)
+    attached = Attached(run.there, 5)
+    attached.begin()
+    attached.show()
+    run.start(attempt=1, step=1)
+    run.step(2, attempt=1, loss=1.0)
+    run.end("done", "done")
+    attached.follow()
+    assert "attempt 1: started again from step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("state", "error"), [("failed", RunFailed), ("interrupted", Interrupted)])
+def test_it_ends_as_the_run_did(run, state, error):
+    run.start()
+    run.end(state, "rank 1 failed:\x1b[31m boom")
+    attached = Attached(run.there, 5)
+    attached.begin()
+    with pytest.raises(error, match=r"^rank 1 failed: boom$"):
+        attached.follow()
+
+
+def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
+    run.start()
+    end = threading.Event()
+
+    def beat():
+        while not end.wait(0.02):
+            run.beat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    attached = Attached(run.there, 0.3)
+    attached.begin()
+    begin = time.monotonic()
+    threading.Timer(1, end.set).start()
+    with pytest.raises(RunFailed, match=r"for 0.3 s nothing was heard of the run's driver, process \d+ on .*resume=/"):
+        attached.follow()
+    assert 1 < time.monotonic() - begin < 5
+    thread.join()
+
+
+def test_where_there_is_no_run(run):
+    with pytest.raises(ConfigError, match=r"there is no run in .*: it has no status.json"):
+        Attached(run.there, 1).begin()
+
+
+def test_nonsense_of_a_store_is_no_crash(run, caplog, capsys):
+    run.start()
+    run.there.put("metrics.jsonl", b'[1]\n{"step": "x", "epoch": 1, "a": 1}\nhalf')
+    run.end("done", "done")
+    attached = Attached(run.there, 5)
+    attached.begin()
+    attached.follow()
+    assert capsys.readouterr().out.splitlines()[-1] == "done"
+
+
+def test_to_stop_leaves_a_word_in_the_store(run):
+    run.start()
+    attached = Attached(run.there, 1)
+    attached.begin()
+    attached.stop()
+    assert run.there.size("stop")
+    run.there.delete("stop")
+    run.end("done", "")
+    attached.begin()
+    attached.stop()
+    assert run.there.size("stop") is None

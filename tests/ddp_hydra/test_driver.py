@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from distributed import Security
+
+from ddp_hydra import store
+from ddp_hydra.driver import Driver, _of_client
+from ddp_hydra.project import Project
+from ddp_hydra.rank_host import spool
+from ddp_hydra.shared.keeper import is_over
+from ddp_hydra.shared.order import Order
+from ddp_hydra.shared.scratch import Scratch
+from ddp_hydra.shared.status import Status, encoded
+
+PLAIN = {"results": {"handler": "rank0", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
+
+
+@pytest.fixture
+def order(tmp_path) -> Order:
+    url = f"{tmp_path}/store/a"
+    return Order("driver-abc", url, PLAIN, (), Project("abc", b""), {}, "/", None, "", resume="")
+
+
+@pytest.fixture
+def driver(order, tmp_path):
+    scratch = Scratch(str(tmp_path))
+    yield Driver(order, scratch, store.folder(order.url), Status("tcp://scheduler:8786", "abc"), None)
+    scratch.remove()
+
+
+def test_its_config_is_that_of_a_job_that_is_typed_there(driver, order):
+    cfg = driver.cfg()
+    assert cfg.results == {"handler": "client", "root": None, "mirror": order.url, "retry_s": 1.0}
+    assert (cfg.detach, cfg.resume) == (False, None)
+    assert order.plain == PLAIN
+
+
+def test_a_checkpoint_that_was_sent_moves_in(driver, order, tmp_path):
+    sent = spool.path(str(tmp_path / "worker"), order.name, 0, "in") / "step-000005.pt"
+    sent.parent.mkdir(parents=True)
+    sent.write_bytes(b"weights")
+    driver.order = replace(order, resume=str(sent))
+    found = Path(driver.resume())
+    assert found.read_bytes() == b"weights"
+    assert found.is_relative_to(driver.run_dir)
+    assert not list((tmp_path / "worker" / "ddp_hydra").iterdir())
+
+
+@pytest.mark.parametrize("resume", ["s3://bucket/runs/a", "/shared/runs/a/checkpoints/last.pt"])
+def test_one_that_is_there_stays(driver, order, resume):
+    driver.order = replace(order, resume=resume)
+    assert driver.resume() == resume
+
+
+def test_what_was_brought_before_comes_back_to_go_on_with(driver, order):
+    there = store.folder(order.url)
+    there.put("metrics.jsonl", b'{"step":1}\n')
+    there.put("logs/rank-0.log", b"hello\n")
+    before = Status("tcp://scheduler:8786", "abc")
+    before.files = ["logs/rank-0.log", "metrics.jsonl"]
+    there.put("status.json", encoded(before.content()))
+    driver.take_over()
+    assert (driver.run_dir / "metrics.jsonl").read_bytes() == b'{"step":1}\n'
+    assert (driver.run_dir / "logs" / "rank-0.log").read_bytes() == b"hello\n"
+    assert driver.order.resume == ""  # it had no checkpoint yet
+    there.put("checkpoints/manifest.json", b'{"version": 1, "files": {"step-000001-0123456789ab.pt": {}}}')
+    driver.take_over()
+    assert driver.order.resume == order.url
+
+
+def test_a_run_that_has_ended_needs_no_other_driver(order):
+    there = store.folder(order.url)
+    status = Status("tcp://scheduler:8786", "abc")
+    status.state = "done"
+    there.put("status.json", encoded(status.content()))
+    assert is_over(there, 100)
+
+
+def test_a_client_shows_the_certificate_of_its_worker():
+    worker = Security(
+        tls_ca_file="ca.pem", tls_worker_cert="cert.pem", tls_worker_key="key.pem", require_encryption=True
+    )
+    client = _of_client(worker)
+    assert (client.tls_ca_file, client.tls_client_cert, client.tls_client_key) == ("ca.pem", "cert.pem", "key.pem")
+    assert client.require_encryption
+    assert _of_client(None) is None

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra import redact
+
+
+@pytest.mark.parametrize(
+    "name", ["password", "cluster.auth.token", "apiKey", "tls_client_key", "a/secret", "dbPassword"]
+)
+def test_what_is_called_like_a_secret(name):
+    assert redact.named_secret(name)
+
+
+@pytest.mark.parametrize("name", ["data.n", "model.keys", "tokens_seen", "monkey"])
+def test_what_is_not(name):
+    assert not redact.named_secret(name)
+
+
+def test_the_files_of_hydra_go_without_secrets(tmp_path):
+    config = {
+        "tracker": {"password": "top-secret", "url": "https://me:top-secret@host/x?sig=top-secret", "token": None},
+        "store": {"key": "${oc.env:STORE_KEY}", "n": 3},
+    }
+    overrides = ["optimizer.lr=0.1", "+tracker.password=top-secret", "+url=https://me:top-secret@host"]
+    hydra = {"hydra": {"job": {"override_dirname": "optimizer.lr=0.1,+tracker.password=top-secret"}}}
+    for name, content in (("config", config), ("overrides", overrides), ("hydra", hydra)):
+        OmegaConf.save(OmegaConf.create(content), tmp_path / f"{name}.yaml")
+    files = redact.hydra_files(tmp_path)
+    assert not [name for name, content in files.items() if b"top-secret" in content]
+    kept = OmegaConf.to_container(OmegaConf.create(files["config.yaml"].decode()))
+    assert kept == {
+        "tracker": {"password": "***", "url": "https://host/x", "token": None},
+        "store": {"key": "${oc.env:STORE_KEY}", "n": 3},
+    }
+    assert OmegaConf.create(files["overrides.yaml"].decode()) == ["optimizer.lr=0.1", "+url=https://host"]

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra import store
+from ddp_hydra.bucket import Folder
+from ddp_hydra.errors import ConfigError
+
+
+@pytest.fixture
+def disk(tmp_path) -> store.Store:
+    return store.folder(f"file://{tmp_path}/runs/a")
+
+
+def test_a_folder_of_a_disk_is_a_store(disk, tmp_path):
+    assert disk.url == f"{tmp_path}/runs/a"
+    assert disk.size("logs/x") is None
+    disk.put("logs/x", b"0123456789")
+    disk.put("large", io.BytesIO(b"ab" * 10), 20)
+    assert (disk.size("logs/x"), disk.size("large")) == (10, 20)
+    assert disk.read("logs/x", 2, 5) == b"234"
+    disk.put("logs/x", b"new")
+    assert disk.get("logs/x") == b"new"
+    disk.delete("logs/x")
+    disk.delete("logs/x")
+    with pytest.raises(FileNotFoundError, match="logs/x"):
+        disk.get("logs/x")
+    assert {path.name for path in (tmp_path / "runs/a").rglob("*")} == {"logs", "large"}
+
+
+def test_what_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (f"{tmp_path}/file/runs", "/proc/runs"):
+        with pytest.raises(ConfigError, match=r"is the disk mounted there, and may its user write it\?"):
+            store.folder(path).put("x", b"")
+
+
+def test_a_full_disk_may_pass(disk):
+    class Full(io.BytesIO):
+        def read(self, *_):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConnectionError, match="No space left"):
+        disk.put("x", Full())
+    assert disk.size("x") is None
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket/runs", "az://container/runs"])
+def test_a_bucket_is_one(url):
+    assert isinstance(store.folder(url), Folder)
+    assert store.is_url(url)
+
+
+@pytest.mark.parametrize("url", ["runs", "", "s3://key:top-secret@bucket/a", "http://bucket/a"])
+def test_anything_else_is_none(url):
+    with pytest.raises(ConfigError, match="a bucket is given as") as caught:
+        store.folder(url)
+    assert "top-secret" not in str(caught.value)
+
+
+def test_another_hosts_files_are_refused():
+    with pytest.raises(ConfigError, match="with three slashes"):
+        store.plain_path("file://shared/runs")
+    assert store.plain_path("file:///a%20b/c") == "/a b/c"
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "name"),
+    [
+        ("outputs/2026-11-21/10-22-33-123456", "2026-11-21/10-22-33-123456"),
+        ("multirun/2026-11-21/10-22-33-123456/3", "2026-11-21/10-22-33-123456/3"),
+        ("mine", "mine"),
+        ("runs/of/mine", "runs/of/mine"),
+        ("/elsewhere/sweeps/a/7", "a/7"),
+    ],
+)
+def test_each_run_has_its_own_folder_below_the_root(run_dir, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert store.address("s3://bucket/runs/", Path(run_dir).absolute()) == f"s3://bucket/runs/{name}"
+    assert store.address("file:///shared", Path(run_dir).absolute()) == f"/shared/{name}"
+
+
+def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"results.root=shared/runs: give s3://bucket/folder, or the whole path"):
+        store.address("shared/runs", tmp_path)
+
+
+def test_a_run_directory_may_point_to_its_results(tmp_path):
+    assert store.find(str(tmp_path)) == str(tmp_path)
+    (tmp_path / store.POINTER).write_text("s3://bucket/runs/a\n")
+    assert store.find(str(tmp_path)) == "s3://bucket/runs/a"
+    assert store.find("s3://bucket/runs/b") == "s3://bucket/runs/b"

@@ -1,0 +1,507 @@
+"""Results on shared storage: written from the cluster's side, by runs that may outlive the command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp_hydra import store
+from ddp_hydra.manifest import read_manifest_text
+from tests.data.conftest import S3Server, s3_server
+from tests.integration.chaos import Dask
+from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
+from tests.integration.training import CLOCKS
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "dispatch.ranks=2")
+SHORT = (*TINY, "trainer.epochs=2")
+SLOW = (*TINY, "trainer.epochs=100000", "data.delay_s=0.002", "trainer.checkpoint_every_steps=5")
+SECURITY = "+cluster.security._target_=distributed.Security.temporary"
+KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.fill({})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def access(server) -> dict[str, str]:
+    """What leads to the store; the command that begins a run does not have it."""
+    return {**KEYS, "AWS_ENDPOINT_URL": server.endpoint_url}
+
+
+@pytest.fixture(scope="module")
+def root() -> str:
+    return "s3://bucket-0/runs"
+
+
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory, access, warm_server) -> Iterator[Dask]:
+    """A scheduler and two workers, started by hand where the store can be reached."""
+    folder = tmp_path_factory.mktemp("dask")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in access.items():
+            patch.setenv(name, value)
+        dask = Dask(folder, programs=2)
+    try:
+        with dask.client():
+            pass
+        yield dask
+    finally:
+        dask.close()
+
+
+@pytest.fixture(scope="module")
+def remote(dask) -> tuple[str, ...]:
+    address = json.loads(dask.file.read_text())["address"]
+    return "cluster=remote", f"cluster.address={address}", "cluster.n_workers=2", "results.handler=rank0"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(dask) -> Iterator[None]:
+    """No driver is left behind, no folder of one, and nothing on the scheduler."""
+    yield
+    wait_for(lambda: not drivers(), 20, "no driver left running")
+    wait_for(lambda: not list(dask.folder.rglob("ddp_hydra-run-*")), 5, "no folder of a driver left")
+
+
+def drivers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(word.startswith("ddp_hydra driver") for word in process.info["cmdline"] or ()) and alive(process.pid):
+            found.append(process)
+    return found
+
+
+class Results:
+    """What lies in the store of one run."""
+
+    def __init__(self, url: str, access: dict[str, str]) -> None:
+        self.url = url
+        with environment(access):
+            self.store = store.folder(url)
+            self.store.size("x")
+
+    def get(self, name: str) -> bytes:
+        return self.store.get(name)
+
+    def json(self, name: str) -> dict:
+        return json.loads(self.get(name))
+
+    def status(self) -> dict:
+        with contextlib.suppress(FileNotFoundError):
+            return self.json("status.json")
+        return {}
+
+    def step(self) -> int:
+        return self.status().get("step") or 0
+
+    def metrics(self) -> list[dict]:
+        lines = map(json.loads, self.get("metrics.jsonl").splitlines())
+        return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+def names(server: S3Server, url: str) -> set[str]:
+    """The objects of a run."""
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.s3.models import s3_backends
+
+    prefix = url.removeprefix("s3://bucket-0/") + "/"
+    keys = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets["bucket-0"].keys
+    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+
+
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def attach(cli: CommandLine, access: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return cli.run(*words, module="ddp_hydra.attach", **access)
+
+
+# -- a run whose command stays -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def both(module_cli, remote, root) -> tuple[Path, str, subprocess.CompletedProcess[str]]:
+    """One job, once with its results here, once in the bucket: the run directory, the URL, and what was said."""
+    secret = "+tracker.password=top-secret"
+    module_cli.done(*SHORT, *remote[:-1], "hydra.run.dir=outputs/day/here")
+    said = module_cli.done(*SHORT, *remote, f"results.root={root}", secret, "hydra.run.dir=outputs/day/there")
+    return module_cli.folder / "outputs/day/here", f"{root}/day/there", said
+
+
+def test_the_bucket_has_what_a_run_directory_has(both, server, access):
+    here, url, _ = both
+    found, files = names(server, url), {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
+    kind = "tensorboard/events"
+    assert sum(name.startswith(kind) for name in found) == sum(name.startswith(kind) for name in files) == 3
+    more = {name for name in found - files if not name.startswith((kind, "checkpoints/step-"))}
+    assert more == {"status.json", "logs/driver.log"}
+    less = {name for name in files - found if not name.startswith((kind, "checkpoints/step-"))}
+    assert less == {"checkpoints/last.pt", "checkpoints/best.pt"}  # names in the manifest
+
+
+def test_metrics_events_and_checkpoints_are_those_of_a_run_here(both, server, access, tmp_path):
+    here, url, _ = both
+    results = Results(url, access)
+    lines = map(json.loads, (here / "metrics.jsonl").read_text().splitlines())
+    expected = [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
+    assert results.metrics() == expected
+
+    for name in names(server, url):
+        if name.startswith("tensorboard/"):
+            (tmp_path / name.rpartition("/")[2]).write_bytes(results.get(name))
+    curves = [EventAccumulator(str(folder)).Reload() for folder in (tmp_path, here / "tensorboard")]
+    loss = [[(event.step, event.value) for event in curve.Scalars("train/loss")] for curve in curves]
+    assert len(loss[0]) == 12
+    assert loss[0] == loss[1]
+
+    there = read_manifest_text(results.get("checkpoints/manifest.json"))
+    local = read_manifest_text((here / "checkpoints/manifest.json").read_bytes())
+    assert [entry["step"] for entry in there.values()] == [entry["step"] for entry in local.values()]
+    assert {"last.pt", "best.pt"} < set(there)
+    for name, entry in there.items():
+        if name.startswith("step-"):
+            assert results.store.size(f"checkpoints/{name}") == entry["size"]
+
+
+def test_the_summary_is_complete_and_the_status_says_the_end(both, access):
+    here, url, said = both
+    results = Results(url, access)
+    summary, local = results.json("summary.json"), json.loads((here / "summary.json").read_text())
+    assert summary.keys() == local.keys()
+    for name in ("status", "steps", "samples", "project", "world_size", "restarts"):
+        assert summary[name] == local[name]
+    status = results.status()
+    assert (status["state"], status["step"], status["total_steps"]) == ("done", 12, 12)
+    assert status["project"] == summary["project"]
+    closing = said.stdout.splitlines()[-2:]
+    assert closing[0].startswith("done: 12 steps")
+    assert closing[0].endswith(f"->  {url}")
+    assert status["said"].splitlines() == closing
+
+
+def test_the_command_shows_progress_and_keeps_a_pointer(both, module_cli):
+    _, url, said = both
+    assert "epoch 2/2" in said.stdout
+    assert f"results: {url}" in said.stdout
+    folder = module_cli.folder / "outputs/day/there"
+    assert {path.name for path in folder.iterdir()} == {".hydra", "results.url", "summary.json"}
+    assert json.loads((folder / "summary.json").read_text())["results"] == url
+
+
+def test_no_secret_is_in_the_bucket(both, server, access):
+    _, url, _ = both
+    results = Results(url, access)
+    config = OmegaConf.create(results.get(".hydra/config.yaml").decode())
+    assert config.tracker.password == "***"
+    assert config.data.n == 96
+    secrets = ("top-secret", *KEYS.values())[:3]
+    for name in names(server, url):
+        if not name.startswith("checkpoints/step-"):
+            assert not [secret for secret in secrets if secret.encode() in results.get(name)], name
+
+
+def test_attach_shows_a_run_that_has_ended(both, module_cli, access):
+    _, url, said = both
+    for run in (url, "outputs/day/there"):
+        shown = attach(module_cli, access, f"run={run}")
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.splitlines()[-2:] == said.stdout.splitlines()[-2:]
+        assert "epoch 2/2" in shown.stdout
+
+
+def test_a_trained_model_is_evaluated_from_the_bucket(both, module_cli, access):
+    here, url, _ = both
+    there = module_cli.done(f"run={url}", module="ddp_hydra.evaluate", **access).stdout.splitlines()
+    local = module_cli.done(f"run={here}", module="ddp_hydra.evaluate").stdout.splitlines()
+    assert there[1:] == local[1:]
+
+
+# -- a run that goes on by itself --------------------------------------------------------------------------
+
+
+def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, access, both):
+    """Its numbers are those of a run that was not interrupted."""
+    job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "trainer.checkpoint_every_steps=3")
+    said = cli.done(*job, *remote, "detach=true", "hydra.run.dir=outputs/day/first")
+    url = f"{root}/day/first"
+    assert f"python -m ddp_hydra.attach run={url}\n" in said.stdout
+    results = Results(url, access)
+    wait_for(lambda: results.step() >= 2, 60, "some steps")
+
+    stopped = attach(cli, access, f"run={url}", "stop=true")
+    assert stopped.returncode == 130
+    assert f"go on with resume={url}" in stopped.stderr
+    steps = results.json("summary.json")["steps"]
+    assert results.json("summary.json")["status"] == "interrupted"
+    assert 2 <= steps < 12
+    assert (
+        max(entry["step"] for entry in read_manifest_text(results.get("checkpoints/manifest.json")).values()) == steps
+    )
+
+    cli.done(
+        f"resume={url}", *remote[:-1], "detach=false", "data.delay_s=0", "hydra.run.dir=outputs/day/second", **access
+    )
+    second = Results(f"{root}/day/second", access)
+    whole = Results(both[1], access).metrics()
+    assert [*results.metrics(), *second.metrics()] == whole
+
+
+def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, remote, root, access):
+    job = (*SHORT, "data.delay_s=0.05", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
+    url = f"{root}/day/alone"
+    command = cli.start(*job, *remote, "detach=true")
+    results = Results(url, access)
+    wait_for(lambda: (results.status() and command.poll() is not None) or drivers(), 60, "the run has begun")
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(command.pid, signal.SIGKILL)
+    ended(command)
+    wait_for(lambda: results.step() >= 2, 60, "some steps")
+
+    watching = cli.start(f"run={url}", module="ddp_hydra.attach", **access)
+    watching.stdout.readline()
+    watching.send_signal(signal.SIGINT)
+    left = ended(watching)
+    assert left.returncode == 130
+    assert "the run goes on" in left.stderr
+
+    shown = attach(cli, access, f"run={url}")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-2].startswith("done: 12 steps")
+    assert results.json("summary.json")["status"] == "done"
+
+
+def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, access, ranks_alive):
+    for number, name in ((signal.SIGINT, "asked"), (signal.SIGKILL, "killed")):
+        url = f"{root}/{name}"
+        command = cli.start(*SLOW, *remote, f"results.root={root}", f"hydra.run.dir={name}")
+        results = Results(url, access)
+        wait_for(lambda results=results: results.step() >= 6, 60, "some steps")
+        command.send_signal(number)
+        said = ended(command)
+        began = time.monotonic()
+        wait_for(lambda: not ranks_alive() and not drivers(), 20, "the end of the run")
+        assert time.monotonic() - began < 10
+        assert results.json("summary.json")["status"] == "interrupted"
+        newest = max(entry["step"] for entry in read_manifest_text(results.get("checkpoints/manifest.json")).values())
+        assert newest == results.json("summary.json")["steps"]
+        if number == signal.SIGINT:
+            assert said.returncode == 130
+            assert f"go on with resume={url}" in said.stderr
+    cli.done(*SHORT, *remote[:-1])  # the workers are free
+
+
+def test_a_second_ctrl_c_ends_at_once(cli, remote, root, access):
+    job = (*SLOW[:-2], "data.delay_s=1", f"results.root={root}", "hydra.run.dir=twice")
+    command = cli.start(*job, *remote)
+    results = Results(f"{root}/twice", access)
+    wait_for(lambda: results.status().get("state") == "running", 60, "the first step")
+    command.send_signal(signal.SIGINT)
+    time.sleep(1)
+    began = time.monotonic()
+    command.send_signal(signal.SIGINT)
+    assert ended(command).returncode == 130
+    assert time.monotonic() - began < 6
+    assert results.json("summary.json")["status"] == "interrupted"
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------
+
+
+def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
+    fault = "+fault=raise,rank=1,step=3"
+    job = (*SHORT, f"results.root={root}", fault, "dispatch.max_restarts=0", "hydra.run.dir=failing")
+    said = cli.run(*job, *remote)
+    assert said.returncode == 1
+    results = Results(f"{root}/failing", access)
+    summary = results.json("summary.json")
+    assert summary["status"] == "failed"
+    assert summary["failure"]["rank"] == 1
+    shown = attach(cli, access, f"run={root}/failing")
+    assert shown.returncode == 1
+    assert summary["failure"]["message"].splitlines()[0] in shown.stderr
+    assert "rank 1" in said.stderr
+    assert "Traceback" not in said.stderr.partition("rank 1")[0]
+
+
+def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote, root, access):
+    """A driver hangs on the scheduler, not on the worker that started it; and the scheduler has another one started."""
+    job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "dispatch.lost_timeout_s=5", "detach=true")
+    cli.done(*job, *remote)
+    results = Results(f"{root}/hurt", access)
+    wait_for(lambda: results.step() >= 6, 60, "some steps")
+    (driver,) = drivers()
+    psutil.Process(driver.ppid()).kill()
+    wait_for(lambda: results.status().get("attempt") == 1 and results.step() > 6, 60, "a second attempt")
+
+    driver.kill()
+    killed_at = results.step()
+    watching = cli.start(f"run={root}/hurt", module="ddp_hydra.attach", **access)
+    wait_for(lambda: results.status()["pid"] != driver.pid and results.step() > killed_at, 60, "another driver")
+    stopped = attach(cli, access, f"run={root}/hurt", "stop=true")
+    assert stopped.returncode == 130
+    assert "saved at step" in stopped.stderr
+    assert ended(watching).returncode == 130
+    steps = [line["step"] for line in results.metrics() if "train/loss" in line]
+    assert steps[0] == 1
+    assert set(steps) == set(range(1, max(steps) + 1))
+    assert results.json("summary.json")["status"] == "interrupted"
+
+    def kept(dask_scheduler):
+        topics = [name for name in dask_scheduler._broker._topics if name.startswith(("driver-", "job-"))]
+        orders = dask_scheduler.plugins["ddp_hydra-keeper"].orders
+        return [*topics, *orders, *dask_scheduler._ddp_hydra_book, *dask_scheduler.tasks]
+
+    with dask.client() as client:
+        dask.heal(client)
+        wait_for(lambda: not client.run_on_scheduler(kept), 10, "nothing left on the scheduler")
+
+
+def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, access):
+    job = (*SLOW, f"results.root={root}", "hydra.run.dir=lost", "dispatch.max_restarts=0", "detach=true")
+    cli.done(*job, *remote)
+    results = Results(f"{root}/lost", access)
+    wait_for(lambda: results.step() >= 6, 60, "some steps")
+    (driver,) = drivers()
+    driver.kill()
+    began = time.monotonic()
+    missed = attach(cli, access, f"run={root}/lost", "lost_timeout_s=5")
+    assert missed.returncode == 1
+    assert f"process {driver.pid} on " in missed.stderr
+    assert f"resume={root}/lost" in missed.stderr
+    assert time.monotonic() - began < 20
+    assert list(dask.folder.rglob("ddp_hydra-run-*"))
+    cli.done(*SHORT, *remote, f"results.root={root}", "hydra.run.dir=after")  # its driver clears up
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("results.root=s3://nowhere/runs",), "there is no bucket 'nowhere'"),
+        (("results.root=/proc/runs",), "may its user write it?"),
+        (("results.root=runs",), "or the whole path of a folder on a disk that all hosts share"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence_before_anything_is_trained(cli, remote, words, said):
+    refused = cli.run(*SHORT, *remote, *words)
+    assert refused.returncode == 1
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
+    shared = tmp_path / "shared"
+    cli.done(*SHORT, *remote, f"results.root=file://{shared}", "hydra.run.dir=outputs/a/b")
+    run = shared / "a" / "b"
+    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    shown = attach(cli, {}, f"run=file://{run}")
+    assert shown.returncode == 0
+    assert not list(run.rglob(".part-*"))
+    done = cli.done(*remote[:-1], f"resume={run}", "trainer.epochs=3", "hydra.run.dir=outputs/a/c")
+    assert str(shared / "a" / "c") in done.stdout
+    assert json.loads((shared / "a" / "c" / "summary.json").read_text())["steps"] == 18
+
+
+@pytest.mark.parametrize("security", [(), ("+cluster.protocol=tls", SECURITY)], ids=["plain", "tls"])
+def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
+    """Its workers start drivers, too; but it ends with the command."""
+    elsewhere = (*SHORT, "results.handler=rank0", f"results.root={tmp_path}/shared", *security)
+    done = cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
+    assert "Scheduler at" not in done.stderr
+    assert json.loads((tmp_path / "shared/a/b/summary.json").read_text())["steps"] == 12
+    if not security:
+        refused = cli.run(*elsewhere, "detach=true")
+        assert refused.returncode == 1
+        assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
+
+
+def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
+    """Its environment decides, and here it is that of the command."""
+    job = (
+        *SHORT,
+        "cluster.n_workers=1",
+        "dispatch.ranks=1",
+        "results.handler=rank0",
+        "results.root=s3://bucket-0/runs",
+    )
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "obstore.py").write_text("raise ImportError('none here')\n")
+    for variables, said in (
+        (
+            {"AWS_ENDPOINT_URL": server.endpoint_url, "AWS_METADATA_ENDPOINT": "http://127.0.0.1:9"},
+            "no credentials were found for bucket 'bucket-0'",
+        ),
+        ({**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "the store at http://127.0.0.1:9 is not reachable"),
+        (
+            {**KEYS, "PYTHONPATH": f"{tmp_path}/path:{ROOT}"},
+            "buckets need the package obstore: pip install 'ddp-hydra[s3]'",
+        ),
+    ):
+        refused = cli.run(*job, **variables)
+        assert refused.returncode == 1
+        assert re.search(f"on worker tcp://127.0.0.1:\\d+: {re.escape(said)}", refused.stderr), refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_each_job_of_a_sweep_has_its_own_folder(cli, remote, tmp_path):
+    sweep = (*TINY, "trainer.epochs=1", *remote, f"results.root={tmp_path}/shared", "hydra.sweep.dir=multirun/a/b")
+    cli.done("-m", *sweep, "seed=1,2")
+    for number in "01":
+        assert json.loads((tmp_path / "shared/a/b" / number / "summary.json").read_text())["status"] == "done"
+    refused = cli.run("-m", *sweep[:-1], "detach=true", "seed=1,2")
+    assert refused.returncode == 1
+    assert "detach=true: a sweep has to know how its jobs end" in refused.stderr
+
+
+def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
+    folder = tmp_path / "dask"
+    folder.mkdir()
+    dask = Dask(folder, programs=1)
+    try:
+        address = json.loads(wait_for(lambda: dask.file.exists() and dask.file.read_text(), 30, "a scheduler"))[
+            "address"
+        ]
+        where = (
+            "cluster=remote",
+            f"cluster.address={address}",
+            "results.handler=rank0",
+            f"results.root={tmp_path}/runs",
+        )
+        cli.done(*SLOW, *where, "dispatch.ranks=1", "detach=true", "hydra.run.dir=a")
+        run = Results(f"{tmp_path}/runs/a", {})
+        wait_for(lambda: run.step() >= 6, 60, "some steps")
+        dask.scheduler.kill()
+        shown = attach(cli, {}, f"run={run.url}")
+        assert shown.returncode == 1
+        assert "the scheduler tcp://" in shown.stderr
+        assert run.json("summary.json")["status"] == "failed"
+        wait_for(lambda: not drivers(), 20, "no driver left running")
+    finally:
+        dask.close()
