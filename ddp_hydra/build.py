@@ -29,6 +29,7 @@ And of a sampler (its arguments: n_samples, batch_size, rank, world_size, and th
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -158,6 +159,12 @@ def scores(cfg: DictConfig, data: Any, device: torch.device) -> Scores | None:
     """Build the metrics of the validation beside loss and accuracy."""
     if not cfg.metrics:
         return None
+    of_torchmetrics = [name for name, node in cfg.metrics.items() if node["_target_"].startswith("torchmetrics.")]
+    if of_torchmetrics and importlib.util.find_spec("torchmetrics") is None:
+        raise ConfigError(
+            f"the metrics {', '.join(map(str, of_torchmetrics))} need torchmetrics, which is not on this worker: type "
+            "`pip install 'ddp-hydra[metrics]'` there, or metrics=none"
+        )
     metrics = {str(name): make(counted(node, data, f"metrics.{name}")).to(device) for name, node in cfg.metrics.items()}
     return Scores(metrics, getattr(data, "classes", ()))
 

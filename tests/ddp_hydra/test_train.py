@@ -15,7 +15,7 @@ from ddp_hydra import faults, pulse, results
 from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
 from ddp_hydra.config import TrainerConfig
-from ddp_hydra.errors import CheckpointError, NonFiniteLoss
+from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.results import Record
 from ddp_hydra.train import fit
@@ -388,6 +388,13 @@ def test_other_metrics_are_validated_too_and_matrices_are_pictures(train):
     assert [step for step, _ in run.metrics("val/each/2")] == [4, 8]
     images = [record for record in run.records if record.kind == "image"]
     assert [(record.step, record.data["name"]) for record in images] == [(4, "val/confusion"), (8, "val/confusion")]
+
+
+def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    metrics = {"f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3}}
+    with pytest.raises(ConfigError, match=r"the metrics f1 need torchmetrics.*pip install 'ddp-hydra\[metrics\]'"):
+        train(parts={"metrics": metrics})
 
 
 def test_samples_may_be_mixed(train):
