@@ -247,6 +247,11 @@ def _forget_topic(topic: str | None, scheduler: Any) -> None:
         scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
 
 
+def holders(scheduler: Any) -> list[str]:
+    """The clients that hold workers, once for each gang."""
+    return [entry["holder"] for entry in _book(scheduler).values() if entry["holder"] in scheduler.clients]
+
+
 class Guard(SchedulerPlugin):
     """Tells a gang, in its own topic, that a worker of its is lost, and takes back what a lost client held.
 

@@ -23,8 +23,8 @@ FLOORS = [
     ("rank_host", "rank", "build", "buckets", "evaluate", "train", "trained", "generate", "dry_run"),
     # 4: on the client
     (
-        "cluster", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
-        "writers", "bucket", "mirror", "rehearsal",
+        "cluster", "clusters", "reservation", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch",
+        "inline", "writers", "bucket", "mirror", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "arguments", "cli", "__main__"),
