@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ QUIET = {
 }
 """Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise. And
 nannies stay: Dask would close one whose worker is not there 15 s after it was lost, be it lost once more by then."""
+NOBODY = "nobody listens there"
+GIVE_ADDRESS = (
+    "give the address that `dask scheduler` prints, cluster.address=tcp://<host>:<port> or tls://<host>:<port>"
+)
+POLL_S = 0.1
 PROBE_S = 3.0
 """How long one look at why nobody answers may take."""
 CERTIFICATES = ("tls_ca_file", "tls_client_cert", "tls_client_key")
@@ -63,8 +69,11 @@ class Scheduler:
         with dask.config.set(QUIET):
             try:
                 return Client(self.address, security=self.security, timeout=self.timeout_s)
-            except (OSError, RuntimeError, TypeError, ValueError) as error:
-                raise ClusterError(why_not(self.address, self.security, error)) from error
+            except (
+                Exception
+            ) as error:  # Dask raises what its parts do: OSError, RuntimeError, TypeError, AssertionError
+                said = why_not(self.address, self.security) or f"the scheduler {self.address} does not answer: {error}"
+                raise ClusterError(said) from error
 
 
 def check_certificates(security: Any) -> None:
@@ -95,23 +104,36 @@ def check_certificates(security: Any) -> None:
         ) from None
 
 
-def why_not(address: str, security: Any, error: Exception) -> str:
-    """Say in one sentence why a scheduler can't be reached, and what to type."""
+def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
+    """Wait for a scheduler that may be starting; Dask itself would wait for ever for one that says nothing.
+
+    Raises:
+        ClusterError: nobody is there, or it is no scheduler, or it does not want us.
+    """
+    deadline = time.monotonic() + timeout_s
+    while said := why_not(address, security):
+        if NOBODY not in said or time.monotonic() > deadline:
+            raise ClusterError(said)
+        time.sleep(POLL_S)
+
+
+def why_not(address: str, security: Any) -> str:
+    """Say in one sentence why a scheduler can't be reached, and what to type; "" where it can, as far as one sees."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme not in ("tcp", "tls") or not host or not port.isdigit():
-        hint = "" if scheme in ("tcp", "tls", "gateway", "inproc", "ws", "wss", "ucx") else _AS_ADDRESS
-        return f"the scheduler {address} does not answer: {error}{hint}"
+    if scheme not in ("tcp", "tls"):
+        known = scheme in ("gateway", "inproc", "ws", "wss", "ucx", "ucxx")
+        return "" if rest and known else f"cluster.address={address}: {GIVE_ADDRESS}"
+    if not host or not port.isdigit():
+        return f"cluster.address={address}: {GIVE_ADDRESS}"
     try:
-        return (
-            _look(scheme, host.strip("[]"), int(port), security) or f"the scheduler {address} does not answer: {error}"
-        )
+        return _look(scheme, host.strip("[]"), int(port), security)
     except socket.gaierror:
         return f"cluster.address={address}: no host of this name is known here"
     except ConnectionRefusedError:
         return (
-            f"cluster.address={address}: nobody listens there. Is the scheduler up, and is this its port? "
-            "`dask scheduler` prints the address to give"
+            f"cluster.address={address}: {NOBODY}. Is the scheduler up, and is this its port? `dask scheduler` prints "
+            "the address to give"
         )
     except OSError as found:
         return (
@@ -120,16 +142,16 @@ def why_not(address: str, security: Any, error: Exception) -> str:
         )
 
 
-_AS_ADDRESS = ": give it as cluster.address=tcp://<host>:<port>, or tls://<host>:<port>"
-
-
 def _look(scheme: str, host: str, port: int, security: Any) -> str:
     """What somebody who listens does wrong, or what we do."""
     where = f"{host}:{port}"
-    speaks_tls = _speaks_tls(host, port)
     if scheme == "tcp":
-        return f"the scheduler at {where} speaks TLS: give cluster.address=tls://{where} {GIVE}" if speaks_tls else ""
-    if not speaks_tls:
+        if _greets(host, port):
+            return ""
+        if _speaks_tls(host, port):
+            return f"the scheduler at {where} speaks TLS: give cluster.address=tls://{where} {GIVE}"
+        return f"cluster.address=tcp://{where}: who listens there is no Dask scheduler: {GIVE_ADDRESS}"
+    if not _speaks_tls(host, port):
         return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
     from distributed import Security
 
@@ -157,6 +179,15 @@ def _look(scheme: str, host: str, port: int, security: Any) -> str:
             "give a certificate, with its key, that its CA has signed and that is still valid"
         )
     return ""
+
+
+def _greets(host: str, port: int) -> bool:
+    """Whether the other side speaks first, as Dask does."""
+    with socket.create_connection((host, port), timeout=PROBE_S) as plain:
+        try:
+            return bool(plain.recv(1))
+        except OSError:
+            return False
 
 
 def _speaks_tls(host: str, port: int) -> bool:

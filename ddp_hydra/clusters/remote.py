@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from ddp_hydra.clusters.connection import GIVE, Scheduler, check_certificates, load
+from ddp_hydra.clusters.connection import GIVE, POLL_S, Scheduler, await_scheduler, check_certificates, load
 from ddp_hydra.clusters.manager import Manager
 from ddp_hydra.errors import ClusterError
 
 CONNECT_S = 10.0
 """How long the scheduler may take to answer, and its file to appear."""
-POLL_S = 0.1
 
 
 class Remote:
@@ -49,6 +48,7 @@ class Remote:
         security = make_security(self.given)
         if address.startswith("tls://"):
             check_certificates(security)
+        await_scheduler(address, security, CONNECT_S)
         return Scheduler(address, security, timeout_s=CONNECT_S).client()
 
 
