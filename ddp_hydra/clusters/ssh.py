@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
+
+import dask
 
 from ddp_hydra.clusters.manager import Manager
 from ddp_hydra.errors import ClusterError
@@ -42,13 +45,23 @@ class Ssh(Manager):
         logger.setLevel(logging.INFO)
         logger.addHandler(self.heard)
         try:
-            return super().open()
+            # Whether a process is up is read from what it logs.
+            with dask.config.set({"logging.distributed": "info"}):
+                cluster = super().open()
         finally:
             logger.removeHandler(self.heard)
             logger.setLevel(level)
+        for process in (cluster.scheduler, *cluster.workers.values()):
+            for stream in (process.proc.stdout, process.proc.stderr):
+                cluster.loop.add_callback(self.heard.read_on, stream)
+        return cluster
 
     def size(self, cluster: Any, workers: int) -> None:
         """The hosts say how many there are."""
+
+    def ask(self, cluster: Any) -> str:
+        """Say what came over ssh."""
+        return f"the hosts said: {' | '.join(self.heard.lines)}" if self.heard.lines else ""
 
     def explain(self, error: BaseException) -> str:
         """Say what came over ssh, and what can be wrong there."""
@@ -69,4 +82,14 @@ class Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by logging."""
-        self.lines = [*self.lines, record.getMessage()][-KEPT_LINES:]
+        self.hear(record.getMessage())
+
+    def hear(self, line: str) -> None:
+        """Keep a line."""
+        self.lines = [*self.lines, line.strip()][-KEPT_LINES:]
+
+    async def read_on(self, stream: Any) -> None:
+        """Read what nobody else reads: a process whose output is not read would stop one day."""
+        with suppress(OSError):
+            async for line in stream:
+                self.hear(line)

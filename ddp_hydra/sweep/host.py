@@ -82,7 +82,8 @@ def serve(config: str, sweep: str, parent: int, pipe: Connection) -> tuple[str, 
             assert isinstance(parsed, DictConfig)
             # A LocalCluster's workers are forked from one process that has imported Dask, not spawned one by one. That
             # takes a process of our own: its environment is theirs, and killed, it would leave a folder behind.
-            stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
+            if cluster.is_local(parsed):
+                stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
             client = cluster.start(parsed, stack, lambda said: pipe.send(("says", said)))
             workers = _workers(client)
             pipe.send(("workers", workers))
