@@ -41,8 +41,9 @@ class Ssh(Manager):
         """Start it, and remember what comes over ssh meanwhile."""
         self.heard = Heard()
         logger = logging.getLogger("distributed.deploy.ssh")
-        level = logger.level
+        level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
+        logger.propagate = False
         logger.addHandler(self.heard)
         try:
             # Whether a process is up is read from what it logs.
@@ -51,6 +52,7 @@ class Ssh(Manager):
         finally:
             logger.removeHandler(self.heard)
             logger.setLevel(level)
+            logger.propagate = propagate
         for process in (cluster.scheduler, *cluster.workers.values()):
             for stream in (process.proc.stdout, process.proc.stderr):
                 cluster.loop.add_callback(self.heard.read_on, stream)
