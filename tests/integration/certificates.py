@@ -30,7 +30,16 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         return self._write(f"{name}.pem", self._sign(key, _name(name))), self._write(f"{name}.key", _private(key))
 
-    def _sign(self, key: ec.EllipticCurvePrivateKey, subject: x509.Name, is_ca: bool = False) -> bytes:
+    def sign(self, request: x509.CertificateSigningRequest) -> bytes:
+        """Make a certificate for a key that somebody else has."""
+        return self._sign(request, request.subject)
+
+    def _sign(
+        self,
+        key: ec.EllipticCurvePrivateKey | x509.CertificateSigningRequest,
+        subject: x509.Name,
+        is_ca: bool = False,
+    ) -> bytes:
         now = datetime.datetime.now(tz=datetime.UTC)
         builder = (
             x509.CertificateBuilder()
