@@ -136,7 +136,8 @@ def _arrange_end(manager: Manager, cluster: Any, client: Any, stack: ExitStack, 
         holder = None if manager.keep else client.id
         client.run_on_scheduler(lease.take, holder, manager.client_timeout_s)
     if manager.keep:
-        say(f"the cluster {cluster.name} is left running: the next job uses it with {manager.again(cluster)}")
+        name = getattr(cluster, "name", manager.name)
+        say(f"the cluster {name} is left running: the next job uses it with {manager.again(cluster)}")
     elif hasattr(cluster, "shutdown_on_close"):
         stack.callback(_leave_to_others, cluster, client)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ddp_hydra.clusters.manager import Manager
 
 WORKER = ["dask", "worker", "--nthreads", "1", "--memory-limit", "0"]
-SPEC = ("name", "image", "n_workers", "resources", "env", "worker_command", "idle_timeout", "jupyter")
+SPEC = ("name", "image", "resources", "env", "worker_command", "idle_timeout", "jupyter", "scheduler_service_type")
 """Arguments of KubeCluster that go into the resource."""
 
 
@@ -59,12 +59,28 @@ def cluster_spec(name: str, n_workers: int, worker_command: Any = None, **native
     for container in spec["spec"]["scheduler"]["spec"]["containers"]:
         if container["args"][:1] == ["dask-scheduler"]:
             container["args"][:1] = ["dask", "scheduler"]
-    return spec
+    return _without_nulls(spec)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what is not given: the operator's schema knows no null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _of_spec(given: dict[str, Any]) -> dict[str, Any]:
-    names = {*SPEC, "scheduler_service_type"} - {"n_workers"}
-    return {key: value for key, value in given.items() if key in names and value is not None}
+    chosen = {key: given[key] for key in SPEC if given.get(key) is not None}
+    # `nvidia.com/gpu: 1` and `DEBUG: 1` are what one writes, and text is what the operator takes.
+    if isinstance(chosen.get("env"), dict):
+        chosen["env"] = _as_text(chosen["env"])
+    if "resources" in chosen:
+        chosen["resources"] = {kind: _as_text(amounts) for kind, amounts in chosen["resources"].items()}
+    return chosen
+
+
+def _as_text(values: dict[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
 
 
 def _unique() -> str:

@@ -38,12 +38,13 @@ def wait_for_workers(
         if client.status == "closed" or time.monotonic() - begin > timeout_s:
             break
         time.sleep(POLL_S)
+    waited_s = time.monotonic() - begin
     came = states["running"] if states else 0
     others = [f"{count} more {state}" for state, count in (states or {}).items() if state != "running"]
     said = ["the scheduler does not answer any more"] if states is None else []
     said += [*others, *filter(None, [_within(ANSWER_S, ask)])]
     raise ClusterError(
-        f"{came} of {n_workers} workers came in {time.monotonic() - begin:.0f} s: "
+        f"{came} of {n_workers} workers came in {waited_s:.0f} s: "
         f"{'; '.join(said) or hint or 'the logs of the cluster may say why'}. Ask for fewer with "
         f"cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s={_longer(timeout_s)}"
     )
