@@ -68,8 +68,8 @@ def test_the_resource_is_as_the_operator_wants_it(monkeypatch, changes):
 
 def test_the_schema_refuses_what_it_does_not_know(monkeypatch):
     spec = created(monkeypatch)["custom_cluster_spec"]
-    spec["spec"]["worker"]["spec"]["containers"][0]["comand"] = ["x"]
-    with pytest.raises(jsonschema.ValidationError, match="comand"):
+    spec["spec"]["worker"]["spec"]["containers"][0]["unheard_of"] = ["x"]
+    with pytest.raises(jsonschema.ValidationError, match="unheard_of"):
         jsonschema.validate(spec, schema() | {"additionalProperties": True})
 
 
