@@ -26,7 +26,7 @@ class Kubernetes(Manager):
 
     def open(self) -> Any:
         """Create the resource, or connect to the one of this name."""
-        given = dict(self.arguments)
+        given = {"n_workers": self.expected, **self.arguments}
         given["name"] = given.get("name") or _unique()
         given.setdefault("quiet", True)
         given.setdefault("shutdown_on_close", None)  # true where it is created, false where it is found

@@ -76,6 +76,13 @@ def test_a_sweep_on_one_cluster(cli, saturn, login):
     assert not saturn.is_running
 
 
+def test_a_sweep_may_leave_its_cluster_running(cli, saturn, login):
+    one_job = ("cluster.n_workers=1", "seed=1", "hydra.sweep.dir=sweep")
+    ended = cli.done("-m", *TINY, "cluster.keep=true", *one_job, **login)
+    assert "left running: the next job uses it with cluster=saturn" in ended.stderr + ended.stdout
+    assert saturn.is_running
+
+
 def test_a_client_that_is_killed_leaves_no_processes(cli, saturn, login, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
     process = cli.start(*TINY, *endless, "cluster.n_workers=1", **login)
