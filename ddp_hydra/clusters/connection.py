@@ -69,9 +69,7 @@ class Scheduler:
         with dask.config.set(QUIET):
             try:
                 return Client(self.address, security=self.security, timeout=self.timeout_s)
-            except (
-                Exception
-            ) as error:  # Dask raises what its parts do: OSError, RuntimeError, TypeError, AssertionError
+            except Exception as error:  # OSError, RuntimeError, TypeError, AssertionError: whatever Dask's parts raise
                 said = why_not(self.address, self.security) or f"the scheduler {self.address} does not answer: {error}"
                 raise ClusterError(said) from error
 

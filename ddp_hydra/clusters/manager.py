@@ -12,7 +12,6 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from ddp_hydra.clusters.connection import Scheduler
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.versions import instantiate
 
@@ -78,13 +77,10 @@ class Manager:
         Raises:
             ClusterError: with what to install, or what to give instead.
         """
-        packages = (self.target.partition(".")[0], *self.needs)
-        for package in packages:
-            if importlib.util.find_spec(package) is None:
+        for package in (self.target.partition(".")[0], *self.needs):
+            if is_missing(package):
                 extra = EXTRAS.get(package)
-                install = (
-                    f"pip install 'ddp-hydra[{extra}]'" if extra else f"install it: cluster._target_={self.target}"
-                )
+                install = f"pip install 'ddp-hydra[{extra}]'" if extra else f"it is in cluster._target_={self.target}"
                 raise ClusterError(f"{self.name} needs the package {package}, which is not installed here: {install}")
         if self.keep and not self.can_keep:
             raise ClusterError(
@@ -138,11 +134,9 @@ class Manager:
     def again(self, cluster: Any) -> str:
         """What to type to use a cluster again that is left running."""
         name = getattr(cluster, "name", None)
-        return f"cluster.name={shlex.quote(str(name))}" if name else f"cluster=remote {self.address(cluster)}"
-
-    def address(self, cluster: Any) -> str:
-        """Where its scheduler is, as an override."""
-        return f"cluster.address={cluster.scheduler_address}"
+        if name is None:
+            return f"cluster=remote cluster.address={cluster.scheduler_address}"
+        return f"cluster.name={shlex.quote(str(name))}"
 
     # -- where something goes wrong ------------------------------------------------------------------------
 
@@ -156,9 +150,9 @@ class Manager:
         return ""
 
 
-class ByAddress(Manager):
-    """A cluster whose class is of an older Dask: its scheduler is all that is used of it."""
-
-    def client(self, cluster: Any) -> Any:
-        """Connect past the class."""
-        return Scheduler(cluster.scheduler_address, cluster.security).client()
+def is_missing(package: str) -> bool:
+    """Whether a package is not installed; looks without importing it."""
+    try:
+        return importlib.util.find_spec(package) is None
+    except ValueError:  # a module that was made by hand, as __main__ of a sweep's processes
+        return False

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ddp_hydra.clusters.manager import ByAddress
+from ddp_hydra.clusters.connection import Scheduler
+from ddp_hydra.clusters.manager import Manager
 from ddp_hydra.errors import ClusterError
 
 
-class Saturn(ByAddress):
+class Saturn(Manager):
     """`dask_saturn.SaturnCluster`: one cluster for each resource, which is started, or found running."""
 
     look_at = "its page in Saturn Cloud may say more"
@@ -23,6 +24,10 @@ class Saturn(ByAddress):
                 f"cluster=saturn: {' and '.join(missing)} are not set in the environment: copy both from Saturn Cloud "
                 "(a resource's page, Connect Externally), and export them"
             )
+
+    def client(self, cluster: Any) -> Any:
+        """Connect past the class, which is of an older Dask: some of what a client asks of it is not there any more."""
+        return Scheduler(cluster.scheduler_address, cluster.security).client()
 
     def size(self, cluster: Any, workers: int) -> None:
         """Ask for more workers where it was found running with fewer."""
