@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Self
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import dask
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from ddp_hydra.errors import ClusterError
-from ddp_hydra.versions import instantiate
+from ddp_hydra.clusters.connection import QUIET, Scheduler, load
+from ddp_hydra.clusters.gateway import Gateway
+from ddp_hydra.clusters.kubernetes import Kubernetes
+from ddp_hydra.clusters.local import Local, LocalCuda
+from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.clusters.remote import Remote, Remotely
+from ddp_hydra.clusters.saturn import Saturn
+from ddp_hydra.clusters.slurm import Slurm
+from ddp_hydra.clusters.ssh import Ssh
+from ddp_hydra.clusters.waiting import count, wait_for_workers
+from ddp_hydra.errors import ClusterError, DdpHydraError
+from ddp_hydra.shipped import Shipped
 
-QUIET = {
-    "logging.distributed": "warning",
-    "distributed.worker.profile.enabled": False,
-    "distributed.admin.tick.interval": "1s",
-    "distributed.admin.system-monitor.interval": "2s",
-    "distributed.worker.memory.monitor-interval": "2s",
-    "distributed.deploy.lost-worker-timeout": "1h",
+__all__ = ["Remote", "Scheduler", "connect", "is_inline", "is_local", "lend", "load", "start", "sweep"]
+
+log = logging.getLogger(__name__)
+MANAGERS: dict[str, type[Manager]] = {
+    "GatewayCluster": Gateway,
+    "KubeCluster": Kubernetes,
+    "LocalCUDACluster": LocalCuda,
+    "LocalCluster": Local,
+    "Remote": Remotely,
+    "SLURMCluster": Slurm,
+    "SSHCluster": Ssh,
+    "SaturnCluster": Saturn,
 }
-"""Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise. And
-nannies stay: Dask would close one whose worker is not there 15 s after it was lost, be it lost once more by then."""
-OURS = ("wait_timeout_s", "pip")
-"""Keys of a cluster's config that are not arguments of its class."""
+"""What needs more than its class: by the last part of its `_target_`. For all others `Manager` itself will do."""
 
 
 class Inline:
     """`cluster=inline`: no cluster; one rank in this process."""
-
-
-class Remote:
-    """`cluster=remote`: a scheduler that somebody else has started, and that stays when the job has ended.
-
-    Args:
-        address: "tcp://host:8786".
-        n_workers: how many to wait for; jobs use as many as `dispatch.ranks` says, or all that are there.
-    """
-
-    def __init__(self, address: str, n_workers: int | None = None) -> None:
-        self.address, self.n_workers = address, n_workers
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave it as it is."""
-
-    def get_client(self) -> Any:
-        """Connect, as to clusters of Dask's own."""
-        return Scheduler(self.address).client()
 
 
 def is_inline(cfg: DictConfig) -> bool:
@@ -61,13 +50,11 @@ def is_inline(cfg: DictConfig) -> bool:
 
 def is_local(cfg: DictConfig) -> bool:
     """Whether the workers will be children of this process, in its own environment."""
-    return str(cfg.get("_target_", "")).rpartition(".")[2] in ("LocalCluster", "LocalCUDACluster")
+    return issubclass(_kind(cfg), Local)
 
 
-def load() -> None:
-    """Import Dask's distributed, which sets up its loggers at that moment: from warnings on."""
-    with dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
-        import distributed  # noqa: F401
+def _kind(cfg: DictConfig) -> type[Manager]:
+    return MANAGERS.get(str(cfg.get("_target_", "")).rpartition(".")[2], Manager)
 
 
 @contextmanager
@@ -75,7 +62,7 @@ def connect(cfg: DictConfig) -> Iterator[Any]:
     """Bring up a cluster, wait for its workers, and take it down at the end; or use the one that is lent.
 
     Args:
-        cfg: `_target_` and its arguments; n_workers, wait_timeout_s.
+        cfg: `_target_` and its arguments; n_workers, wait_timeout_s, keep.
 
     Yields:
         The `distributed.Client`.
@@ -85,36 +72,6 @@ def connect(cfg: DictConfig) -> Iterator[Any]:
     """
     with ExitStack() as stack:
         yield start(cfg, stack) if _lent is None else stack.enter_context(_lent.client())
-
-
-@dataclass(frozen=True)
-class Scheduler:
-    """Where a cluster that somebody else has brought up can be reached.
-
-    Args:
-        address: of its scheduler.
-        security: for TLS, as Dask's clients take it.
-        sweep: on whose behalf workers are reserved there.
-    """
-
-    address: str
-    security: Any = None
-    sweep: str = ""
-
-    def client(self) -> Any:
-        """Connect.
-
-        Raises:
-            ClusterError: it does not answer.
-        """
-        load()
-        from distributed import Client
-
-        with dask.config.set(QUIET):
-            try:
-                return Client(self.address, security=self.security)
-            except OSError as error:
-                raise ClusterError(f"the scheduler {self.address} does not answer: {error}") from error
 
 
 _lent: Scheduler | None = None
@@ -131,12 +88,19 @@ def sweep() -> str:
     return _lent.sweep if _lent else ""
 
 
-def start(cfg: DictConfig, stack: ExitStack) -> Any:
+def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.info) -> Any:
     """Start a cluster whose end is up to `stack`; returns its client.
+
+    Args:
+        cfg: as of `connect`.
+        stack: ends it.
+        say: told how to use a cluster again that is left running.
 
     Raises:
         ClusterError: it cannot be started, or too few workers came in time.
     """
+    manager = _kind(cfg)(cfg)
+    manager.check()
     if is_local(cfg):
         # Importing torch takes longer than starting workers, so it begins first, beside them.
         from ddp_hydra.rank_host import warm
@@ -145,32 +109,45 @@ def start(cfg: DictConfig, stack: ExitStack) -> Any:
         stack.callback(warm.release)
     load()
     stack.enter_context(dask.config.set(QUIET))
-
-    native = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in OURS])
     try:
-        cluster = stack.enter_context(instantiate(native))
-        client = stack.enter_context(cluster.get_client())
+        cluster = stack.enter_context(manager.open())
+        client = stack.enter_context(manager.client(cluster))
+        manager.size(cluster, count(client))
+    except DdpHydraError:
+        raise
     except Exception as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Hydra and Dask wrap what has happened
             cause = cause.__cause__
-        raise ClusterError(f"cluster {cfg.get('_target_')} could not be started: {cause!r}") from error
-    wait_for_workers(client, cfg.get("n_workers") or 1, cfg.get("wait_timeout_s", 60.0))
+        raise ClusterError(manager.explain(cause)) from error
+    wait_for_workers(client, manager.expected, manager.wait_timeout_s, lambda: manager.ask(cluster), manager.look_at)
+    _arrange_end(manager, cluster, client, stack, say)
     return client
 
 
-def wait_for_workers(client: Any, n_workers: int, timeout_s: float) -> None:
-    """Wait until so many workers are there.
+def _arrange_end(manager: Manager, cluster: Any, client: Any, stack: ExitStack, say: Callable[[str], object]) -> None:
+    """See to it that the cluster ends with us, even if we are killed; or that it stays."""
+    if not manager.is_watched and not hasattr(cluster, "shutdown_on_close"):
+        return
+    if hasattr(cluster, "shutdown_on_close"):
+        cluster.shutdown_on_close = not manager.keep
+    if manager.is_watched:
+        from ddp_hydra.clusters import lease
 
-    Raises:
-        ClusterError: saying how many came.
-    """
-    begin = time.monotonic()
-    try:
-        client.wait_for_workers(n_workers, timeout=timeout_s)
-    except TimeoutError:
-        came = len(client.scheduler_info(n_workers=-1)["workers"])
-        raise ClusterError(
-            f"{came} of {n_workers} workers came in {time.monotonic() - begin:.0f} s: look at the cluster's own logs, "
-            f"ask for fewer with cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s"
-        ) from None
+        holder = None if manager.keep else client.id
+        client.run_on_scheduler(Shipped(lease.take), holder, manager.client_timeout_s)
+    if manager.keep:
+        name = getattr(cluster, "name", manager.name)
+        say(f"the cluster {name} is left running: the next job uses it with {manager.again(cluster)}")
+    elif hasattr(cluster, "shutdown_on_close"):
+        stack.callback(_leave_to_others, cluster, client)
+
+
+def _leave_to_others(cluster: Any, client: Any) -> None:
+    """Don't end a cluster under the jobs of others."""
+    from ddp_hydra.clusters import lease
+
+    with suppress(OSError, TimeoutError):
+        if jobs := client.run_on_scheduler(Shipped(lease.others), client.id):
+            log.warning("the cluster %s is left to %d other jobs that are at work there", cluster.name, jobs)
+            cluster.shutdown_on_close = False

@@ -26,8 +26,8 @@ FLOORS = [
     ),
     # 4: on the client
     (
-        "cluster", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts", "dispatch", "inline",
-        "launched", "rehearsal",
+        "cluster", "clusters", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts",
+        "dispatch", "inline", "launched", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "shared", "driver", "attach", "arguments", "cli", "__main__"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import types
@@ -20,6 +21,7 @@ from ddp_hydra.cluster import Scheduler
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep.child import Child
 
+log = logging.getLogger(__name__)
 LOOK_S = 1.0
 """How often is looked how many workers there are."""
 CLOSE_S = 30.0
@@ -55,6 +57,8 @@ class ClusterHost:
                 self.scheduler = value
             elif kind == "workers":
                 self.workers = value
+            elif kind == "says":
+                log.info(value)
             else:
                 raise ClusterError(value)
         self.child.values.clear()
@@ -78,8 +82,9 @@ def serve(config: str, sweep: str, parent: int, pipe: Connection) -> tuple[str, 
             assert isinstance(parsed, DictConfig)
             # A LocalCluster's workers are forked from one process that has imported Dask, not spawned one by one. That
             # takes a process of our own: its environment is theirs, and killed, it would leave a folder behind.
-            stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
-            client = cluster.start(parsed, stack)
+            if cluster.is_local(parsed):
+                stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
+            client = cluster.start(parsed, stack, lambda said: pipe.send(("says", said)))
             workers = _workers(client)
             pipe.send(("workers", workers))
             pipe.send(("up", Scheduler(client.scheduler.address, client.security, sweep)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import distributed  # noqa: F401 (teaches pickle the exceptions that there are; not those that follow)
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 

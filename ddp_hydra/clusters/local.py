@@ -1,0 +1,63 @@
+"""Clusters of this machine's own processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.errors import ClusterError
+
+
+class Local(Manager):
+    """`distributed.LocalCluster`: a scheduler in this process, and worker processes."""
+
+    is_watched = False
+
+    def ask(self, cluster: Any) -> str:
+        """Say which worker processes are not there."""
+        dead = [name for name, nanny in cluster.workers.items() if getattr(nanny, "pid", 1) is None]
+        return f"the processes of workers {', '.join(map(str, dead))} have ended" if dead else ""
+
+
+class LocalCuda(Local):
+    """`dask_cuda.LocalCUDACluster`: a worker for each GPU, which is its rank's cuda:0."""
+
+    def check(self) -> None:
+        """Look whether there are as many GPUs as workers."""
+        there = len(visible) if (visible := self.visible()) is not None else gpus()
+        if not there:
+            raise ClusterError(
+                "cluster=local_cuda needs a GPU of NVIDIA's, and there is none here that its driver shows: look at "
+                "nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with cluster=local"
+            )
+        if self.n_workers is not None and self.n_workers > there:
+            raise ClusterError(
+                f"cluster.n_workers={self.n_workers}, but there are {there} GPUs here, and each worker has one: give "
+                f"cluster.n_workers={there} or less, or null for all"
+            )
+        super().check()
+        self.n_workers = self.n_workers or there
+
+    def visible(self) -> list[str] | None:
+        """The GPUs that may be used, as given; None for all."""
+        given = self.arguments.get("CUDA_VISIBLE_DEVICES")
+        given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
+        if given is None:
+            return None
+        return [str(part).strip() for part in (given.split(",") if isinstance(given, str) else given) if str(part)]
+
+
+def gpus() -> int:
+    """How many GPUs the driver shows, without importing torch."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    nvml.nvmlShutdown()
+    return count.value

@@ -1,0 +1,172 @@
+"""What holds for every cluster: workers that come, leave and are replaced, keeping, and ending."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from distributed import Client, Worker
+from omegaconf import OmegaConf
+
+from ddp_hydra import cluster, dispatch
+from ddp_hydra.clusters import lease
+from ddp_hydra.clusters.waiting import wait_for_workers
+from ddp_hydra.errors import ClusterError
+from ddp_hydra.inline import variables_restored
+from ddp_hydra.reservation import Reservation
+from ddp_hydra.shipped import Shipped
+from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
+from tests.integration.pool import Pool
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+
+@pytest.fixture(autouse=True)
+def pools_end() -> Iterator[None]:
+    with variables_restored():  # Dask's nannies set some
+        yield
+        if Pool.made is not None:
+            Pool.made.close()
+            Pool.made = None
+
+
+def pool(**arguments: Any) -> contextlib.AbstractContextManager:
+    return cluster.connect(OmegaConf.create({"_target_": "tests.integration.pool.Pool", **arguments}))
+
+
+def workers_of(client: Client) -> dict[str, Any]:
+    return client.scheduler_info(n_workers=-1)["workers"]
+
+
+# -- any class by its _target_ -----------------------------------------------------------------------------
+
+
+def test_a_class_without_n_workers_is_scaled_and_its_own_arguments_arrive():
+    with pool(n_workers=2, size=3) as client:
+        assert [worker["nthreads"] for worker in workers_of(client).values()] == [3, 3]
+        assert dispatch.run(client, "os.path:join", "a", "b") == ["a/b", "a/b"]
+    assert not Pool.made.is_up
+
+
+def test_a_cluster_that_is_kept_says_how_to_use_it_again():
+    told: list[str] = []
+    cfg = OmegaConf.create({"_target_": "tests.integration.pool.Pool", "n_workers": 1, "keep": True})
+    with contextlib.ExitStack() as stack:
+        cluster.start(cfg, stack, told.append)
+    assert Pool.made.is_up
+    assert told == ["the cluster my pool is left running: the next job uses it with cluster.name='my pool'"]
+
+
+def test_a_cluster_that_did_not_come_up_is_not_kept():
+    with pytest.raises(ClusterError, match=r"^0 of 1 workers came in"), pool(keep=True, wait_timeout_s=0.2):
+        pass
+    assert not Pool.made.is_up
+
+
+def test_a_cluster_is_left_to_the_jobs_of_others(caplog):
+    with contextlib.ExitStack() as later:
+        with pool(n_workers=2) as client:
+            other = later.enter_context(Client(client.scheduler.address))
+            later.enter_context(Reservation(other, "theirs", 1)).take("topic", 5)
+        assert Pool.made.is_up
+    assert "is left to 1 other jobs that are at work there" in caplog.text
+
+
+# -- workers that come late, leave, and are replaced -------------------------------------------------------
+
+
+def test_so_many_workers_are_waited_for_as_are_there_at_the_same_time(warm_server, tmp_path):
+    with dask_scheduler(tmp_path) as file, contextlib.ExitStack() as stack, Client(address_in(file)) as client:
+        came: list[str] = []
+
+        def come_and_go() -> None:
+            with dask_worker(tmp_path, file, "first"):
+                wait_for_workers(client, 1, 30)
+                came.extend(workers_of(client))
+            for name in ("second", "third"):  # the first is gone
+                stack.enter_context(dask_worker(tmp_path, file, name))
+                came.append(name)
+
+        thread = threading.Thread(target=come_and_go)
+        thread.start()
+        wait_for_workers(client, 2, 40)
+        names = sorted(str(worker["name"]) for worker in workers_of(client).values())
+        thread.join()
+    assert names == ["second", "third"]
+    assert len(came) == 3
+
+
+def test_a_worker_that_is_paused_does_not_count():
+    def become(status: str, dask_worker: Worker) -> None:
+        from distributed.core import Status
+
+        dask_worker.status = Status[status]
+
+    with pool(n_workers=2) as client:
+        first = list(workers_of(client))[:1]
+        wait_for_workers(client, 2, 20)
+        client.run(become, "paused", workers=first)
+        time.sleep(0.2)
+        with pytest.raises(ClusterError, match=r"^1 of 2 workers came in 0 s: 1 more paused\. Ask for fewer with clus"):
+            wait_for_workers(client, 2, 0.3)
+        client.run(become, "running", workers=first)
+        wait_for_workers(client, 2, 10)
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: "the pool is closed on Sundays", "the pool is closed on Sundays. Ask for fewer"),
+        (lambda: 1 / 0, "says nothing (ZeroDivisionError"),
+        (lambda: time.sleep(1) or "too late", "look there. Ask for fewer"),
+        (lambda: "", "look there. Ask for fewer"),
+    ],
+)
+def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypatch, ask, said):
+    monkeypatch.setattr("ddp_hydra.clusters.waiting.ANSWER_S", 0.5)
+    with pytest.raises(ClusterError) as caught:
+        wait_for_workers(client2, 3, 0.1, ask, "look there")
+    assert str(caught.value).startswith("2 of 3 workers came in 0 s: ")
+    assert said in str(caught.value)
+    assert "cluster.n_workers=2, or wait longer with cluster.wait_timeout_s=60" in str(caught.value)
+
+
+def test_a_scheduler_that_is_gone_while_one_waits(warm_server, tmp_path):
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(dask_scheduler(tmp_path))
+        client = stack.enter_context(Client(address_in(file)))
+        client.shutdown()
+        with pytest.raises(ClusterError, match="the scheduler does not answer any more"):
+            wait_for_workers(client, 1, 0.3)
+
+
+# -- the end, when the client was killed -------------------------------------------------------------------
+
+
+def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_for):
+    with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher, Client(address_in(file)) as client:
+        client.run_on_scheduler(Shipped(lease.take), client.id, 0.5)
+        time.sleep(1.5)
+        assert watcher.scheduler_info(n_workers=0)  # the client is there
+        client.close()
+        wait_for(lambda: watcher.status != "running", 10, "the end of the scheduler")
+
+
+def test_a_lease_can_be_given_up(warm_server, tmp_path):
+    with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher:
+        with Client(address_in(file)) as client:
+            client.run_on_scheduler(Shipped(lease.take), client.id, 0.3)
+            client.run_on_scheduler(Shipped(lease.take), None, 0.3)
+        time.sleep(1.2)
+        assert watcher.scheduler_info(n_workers=0)
+
+
+def test_a_lease_does_not_end_the_jobs_of_others():
+    scheduler = type("", (), {"clients": {"other": None}, "plugins": {}, "periodic_callbacks": {}, "workers": {}})()
+    scheduler._ddp_hydra_book = {"gang": {"holder": "other", "workers": ["w"]}}
+    assert lease.others("me", scheduler) == 1
+    assert lease.others("other", scheduler) == 0

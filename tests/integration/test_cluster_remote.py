@@ -1,0 +1,252 @@
+"""A scheduler and workers that were started by hand, with TLS and without."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import dask
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra import cluster, dispatch
+from ddp_hydra.errors import ClusterError
+from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
+from tests.integration.certificates import Authority
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "cluster=remote")
+
+
+@dataclass
+class Secured:
+    """A cluster that speaks TLS.
+
+    Args:
+        file: of its scheduler.
+        authority: the one that it trusts.
+        other: one that it does not.
+    """
+
+    file: Path
+    authority: Authority
+    other: Authority
+
+    @property
+    def address(self) -> str:
+        return address_in(self.file)
+
+    def certificates(self, **changes: object) -> dict[str, str]:
+        """What the client has to give, or something else."""
+        cert, key = self.authority.folder / "client.pem", self.authority.folder / "client.key"
+        given = {"tls_ca_file": self.authority.ca, "tls_client_cert": cert, "tls_client_key": key}
+        return {name: str(value) for name, value in (given | changes).items()}
+
+
+@pytest.fixture(scope="module")
+def secured(warm_server, tmp_path_factory) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("tls")
+    authority, other = Authority(folder / "ca", "ours"), Authority(folder / "other", "theirs")
+    for one in (authority, other):
+        one.issue("client")
+    cert, key = authority.issue("server")
+    tls = ("--tls-ca-file", authority.ca, "--tls-cert", cert, "--tls-key", key)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(dask_scheduler(folder, *tls))
+        for name in ("a", "b"):
+            stack.enter_context(dask_worker(folder, file, name, *tls))
+        yield Secured(file, authority, other)
+
+
+@pytest.fixture(scope="module")
+def plain(warm_server, tmp_path_factory) -> Iterator[Path]:
+    """The file of a scheduler without TLS and without workers."""
+    with dask_scheduler(tmp_path_factory.mktemp("plain")) as file:
+        yield file
+
+
+def remote(**arguments: object) -> contextlib.AbstractContextManager:
+    return cluster.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.Remote", **arguments}))
+
+
+def why_not(**arguments: object) -> str:
+    with pytest.raises(ClusterError) as caught, remote(**arguments):
+        pass
+    return str(caught.value)
+
+
+def results_are_whole(run: Path) -> None:
+    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert {
+        "metrics.jsonl",
+        "checkpoints/last.pt",
+        "checkpoints/best.pt",
+        "logs/rank-0.log",
+        "logs/rank-1.log",
+    } <= files
+
+
+def test_the_main_job_over_tls(cli, secured):
+    given = [f"cluster.security.{name}={file}" for name, file in secured.certificates().items()]
+    where = f"cluster.scheduler_file={secured.file}"
+    cli.done(*TINY, where, *given, "cluster.n_workers=2", "hydra.run.dir=run")
+    results_are_whole(cli.folder / "run")
+
+
+def test_certificates_may_come_from_dasks_own_config(cli, secured):
+    files = secured.certificates()
+    names = {"CA_FILE": "tls_ca_file", "CLIENT__CERT": "tls_client_cert", "CLIENT__KEY": "tls_client_key"}
+    variables = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": files[key] for name, key in names.items()}
+    where = f"cluster.address={secured.address}"
+    cli.done(*TINY, where, "cluster.n_workers=2", "hydra.run.dir=run", **variables)
+    results_are_whole(cli.folder / "run")
+
+
+def test_a_sweep_over_tls(cli, secured):
+    given = json.dumps(secured.certificates()).replace('"', "")
+    where = (f"cluster.address={secured.address}", f"cluster.security={given}", "cluster.n_workers=2")
+    cli.done("-m", *TINY, *where, "dispatch.ranks=1", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=sweep")
+    assert [json.loads((cli.folder / f"sweep/{n}/summary.json").read_text())["status"] for n in (0, 1)] == ["done"] * 2
+
+
+def test_files_go_to_ranks_and_come_back_over_tls(secured, gang, heard, tmp_path):
+    def read(files):
+        from ddp_hydra import results
+
+        content = Path(files["resume"]).read_bytes()
+        results.submit("copy.bin", content)
+        return len(content)
+
+    source = tmp_path / "source.bin"
+    source.write_bytes(bytes(range(256)) * 4000)
+    with remote(address=secured.address, security=secured.certificates(), n_workers=2) as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        assert all(address.startswith("tls://") for address in workers)
+        made = gang(client, ranks=1, files={"resume": source})
+        made.on_record = lambda record: record.kind == "file" and made.fetch(record, tmp_path / "copy.bin")
+        assert made.run(read) == [source.stat().st_size]
+    assert (tmp_path / "copy.bin").read_bytes() == source.read_bytes()
+
+
+def test_a_remote_cluster_stays(secured):
+    for _ in range(2):
+        with remote(address=secured.address, security=secured.certificates(), n_workers=2, keep=False) as client:
+            assert dispatch.run(client, "os.path:join", "a", "b") == ["a/b"] * 2
+
+
+# -- what can be wrong -------------------------------------------------------------------------------------
+
+
+def test_certificates_that_the_scheduler_does_not_trust(secured):
+    cert, key = secured.other.folder / "client.pem", secured.other.folder / "client.key"
+    security = secured.certificates(tls_client_cert=cert, tls_client_key=key)
+    said = why_not(address=secured.address, security=security)
+    assert f"does not accept cluster.security.tls_client_cert={cert}" in said
+    assert "its CA has signed" in said
+
+
+def test_a_scheduler_that_we_do_not_trust(secured):
+    said = why_not(address=secured.address, security=secured.certificates(tls_ca_file=secured.other.ca))
+    assert "is not signed by cluster.security.tls_ca_file=" in said
+    assert str(secured.other.ca) in said
+
+
+def test_a_certificate_file_that_is_not_there(secured):
+    security = secured.certificates(tls_client_cert="/nowhere/me.pem")
+    assert why_not(address=secured.address, security=security).startswith(
+        "cluster.security.tls_client_cert=/nowhere/me.pem: no such file or directory: give cluster.security."
+    )
+
+
+def test_a_certificate_with_somebody_elses_key(secured):
+    security = secured.certificates(tls_client_key=secured.other.folder / "client.key")
+    assert "these are no certificate and its key" in why_not(address=secured.address, security=security)
+
+
+def test_tls_without_certificates(secured):
+    assert "wants to see a certificate: give cluster.security.tls_ca_file=" in why_not(address=secured.address)
+
+
+def test_tcp_where_the_scheduler_speaks_tls(secured):
+    where = secured.address.removeprefix("tls://")
+    assert f"speaks TLS: give cluster.address=tls://{where} cluster.security." in why_not(address=f"tcp://{where}")
+
+
+def test_tls_where_the_scheduler_does_not_speak_it(secured, plain):
+    where = address_in(plain).removeprefix("tcp://")
+    said = why_not(address=f"tls://{where}", security=secured.certificates())
+    assert f"does not speak TLS: give cluster.address=tcp://{where}" in said
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("ddp_hydra.clusters.remote.CONNECT_S", 0.3)
+    monkeypatch.setattr("ddp_hydra.clusters.connection.PROBE_S", 0.5)
+
+
+def test_nobody_listens(impatient):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert f"cluster.address=tcp://127.0.0.1:{port}: nobody listens there" in why_not(address=f"tcp://127.0.0.1:{port}")
+
+
+def test_somebody_else_listens(impatient):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "who listens there is no Dask scheduler" in why_not(address=f"tcp://127.0.0.1:{port}")
+
+
+def test_a_scheduler_may_come_up_meanwhile(warm_server, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(why_not, address=f"tcp://127.0.0.1:{port}", wait_timeout_s=0.1)
+        with dask_scheduler(tmp_path, "--port", port):
+            assert waiting.result().startswith("0 of 1 workers came")
+
+
+def test_a_host_that_nobody_knows():
+    assert "no host of this name" in why_not(address="tcp://no-such-host.invalid:8786")
+
+
+def test_an_address_without_a_port():
+    assert "cluster.address=tcp://<host>:<port>" in why_not(address="scheduler")
+
+
+def test_a_scheduler_file_that_nobody_writes(tmp_path, impatient):
+    said = why_not(scheduler_file=str(tmp_path / "s.json"))
+    assert "there is no such file: start one with `dask scheduler --scheduler-file" in said
+    (tmp_path / "s.json").write_text("{}")
+    assert "no file that a scheduler has written" in why_not(scheduler_file=str(tmp_path / "s.json"))
+
+
+def test_no_address_at_all():
+    assert "give cluster.address=tcp://<host>:8786" in why_not()
+
+
+def test_a_key_of_security_that_there_is_not(secured):
+    said = why_not(address=secured.address, security={"ca": "x.pem"})
+    assert "Unknown parameters: ['ca']" in said
+    assert "give cluster.security.tls_ca_file=<file>" in said
+
+
+def test_workers_that_do_not_come(plain):
+    said = why_not(scheduler_file=str(plain), n_workers=2, wait_timeout_s=0.2)
+    assert said.startswith("0 of 2 workers came in 0 s: ")
+    assert "cluster.n_workers=1, or wait longer with cluster.wait_timeout_s=60" in said
+
+
+def test_dasks_config_stays_as_it_was(secured):
+    before = dask.config.get("distributed.comm.tls.ca-file")
+    with remote(address=secured.address, security=secured.certificates(), n_workers=2):
+        pass
+    assert dask.config.get("distributed.comm.tls.ca-file") == before
+    assert ssl.create_default_context().check_hostname

@@ -1,0 +1,121 @@
+"""SaturnCluster of the real dask-saturn, against its REST interface with a real scheduler and workers behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.saturn import TOKEN, Saturn, serve
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+
+TINY = ("cluster=saturn", "data=tiny", "model=tiny", "optimizer.lr=0.1")
+
+
+@pytest.fixture(scope="module")
+def served(warm_server, tmp_path_factory) -> Iterator[tuple[Saturn, dict[str, str]]]:
+    saturn = Saturn(tmp_path_factory.mktemp("saturn"))
+    with serve(saturn) as url:
+        yield saturn, {"SATURN_BASE_URL": url, "SATURN_TOKEN": TOKEN}
+
+
+@pytest.fixture
+def saturn(served) -> Iterator[Saturn]:
+    served[0].asked.clear()
+    yield served[0]
+    served[0].close()
+
+
+@pytest.fixture(scope="module")
+def login(served) -> dict[str, str]:
+    return served[1]
+
+
+def status_of(run: Path) -> str:
+    return json.loads((run / "summary.json").read_text())["status"]
+
+
+def test_the_main_job_with_sizes(cli, saturn, login):
+    sizes = ("cluster.worker_size=g4dnxlarge", "cluster.scheduler_size=medium", "cluster.worker_is_spot=true")
+    ended = cli.done(*TINY, *sizes, "hydra.run.dir=run", **login)
+    assert status_of(cli.folder / "run") == "done"
+    (created,) = [given for what, given in saturn.asked if what == "POST"]
+    assert created == {
+        "n_workers": 2, "worker_size": "g4dnxlarge", "scheduler_size": "medium", "worker_is_spot": True, "nprocs": 1,
+        "nthreads": 1,
+    }  # fmt: skip
+    assert "POST close" in [what for what, _ in saturn.asked]
+    assert not saturn.is_running
+    for folder, _, names in os.walk(cli.folder):
+        for name in names:
+            assert TOKEN.encode() not in Path(folder, name).read_bytes()
+    assert TOKEN not in ended.stdout + ended.stderr
+
+
+def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, saturn, login):
+    ended = cli.done(*TINY, "cluster.keep=true", "cluster.n_workers=1", "hydra.run.dir=one", **login)
+    assert "left running: the next job uses it with cluster=saturn" in ended.stderr
+    assert saturn.is_running
+    cli.done(*TINY, "hydra.run.dir=two", **login)
+    assert ("POST scale", {"n": 2}) in saturn.asked
+    assert json.loads((cli.folder / "two" / "summary.json").read_text())["world_size"] == 2
+    assert not saturn.is_running
+
+
+def test_a_sweep_on_one_cluster(cli, saturn, login):
+    cli.done("-m", *TINY, "dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", **login)
+    assert [status_of(cli.folder / "sweep" / number) for number in "01"] == ["done"] * 2
+    assert [what for what, _ in saturn.asked].count("POST") == 1
+    assert not saturn.is_running
+
+
+def test_a_sweep_may_leave_its_cluster_running(cli, saturn, login):
+    one_job = ("cluster.n_workers=1", "seed=1", "hydra.sweep.dir=sweep")
+    ended = cli.done("-m", *TINY, "cluster.keep=true", *one_job, **login)
+    assert "left running: the next job uses it with cluster=saturn" in ended.stderr + ended.stdout
+    assert saturn.is_running
+
+
+def test_a_client_that_is_killed_leaves_no_processes(cli, saturn, login, wait_for):
+    endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
+    process = cli.start(*TINY, *endless, "cluster.n_workers=1", **login)
+    try:
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, 60, "a job at work")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+    def still_there() -> list[str]:
+        mine = [" ".join(child.cmdline()) for child in psutil.Process().children() if child.status() != "zombie"]
+        return [line for line in mine if str(saturn.folder) in line]
+
+    wait_for(lambda: not still_there(), 20, "the end of scheduler and worker")
+
+
+def test_fewer_workers_than_were_asked_for(cli, saturn, login):
+    ended = cli.run(*TINY, "cluster.n_workers=5", "cluster.wait_timeout_s=1", **login)
+    assert re.search(r"\d of 5 workers came in \d+ s: Saturn Cloud says .* is running", ended.stderr)
+    assert not saturn.is_running
+
+
+@pytest.mark.parametrize(
+    ("changed", "variables", "said"),
+    [
+        ((), {"SATURN_TOKEN": ""}, "SATURN_TOKEN are not set in the environment"),
+        ((), {"SATURN_TOKEN": "wrong"}, "Invalid token"),
+        (("cluster.worker_size=huge",), {}, "worker_size: huge is not a valid option. Options are: ['medium'"),
+        ((), {"SATURN_BASE_URL": "http://127.0.0.1:1/"}, "could not be started"),
+    ],
+)
+def test_what_can_be_wrong(cli, saturn, login, changed, variables, said):
+    ended = cli.run(*TINY, *changed, **login | variables)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr

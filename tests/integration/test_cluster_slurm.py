@@ -1,0 +1,107 @@
+"""SLURMCluster of the real dask-jobqueue, with commands that run batch jobs as processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration import slurm
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+
+TINY = ("cluster=slurm", "cluster.interface=lo", "cluster.cores=1", "cluster.memory=1GB")
+TINY += ("data=tiny", "model=tiny", "optimizer.lr=0.1")
+
+
+@dataclass
+class Queue:
+    """A queue of batch jobs."""
+
+    folder: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment of who types `sbatch`."""
+        return {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_STANDIN": str(self.folder)}
+
+    def scripts(self) -> list[str]:
+        """What was submitted."""
+        return [path.read_text() for path in sorted(self.folder.glob("*.sh"))]
+
+
+@pytest.fixture
+def queue(tmp_path, wait_for) -> Iterator[Queue]:
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    slurm.install(folder)
+    yield Queue(folder)
+    wait_for(lambda: not slurm.running(folder), 20, "the end of all batch jobs")
+
+
+def summary_of(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+def test_the_main_job_on_batch_jobs(cli, queue):
+    native = ("cluster.queue=short", "cluster.account=me", "cluster.walltime='00:10:00'")
+    extra = ("cluster.job_extra_directives=['--gres=gpu:1']", "cluster.job_script_prologue=['export SAID=hello']")
+    cli.done(*TINY, *native, *extra, "hydra.run.dir=run", **queue.variables)
+    assert (summary_of(cli.folder / "run")["status"], summary_of(cli.folder / "run")["world_size"]) == ("done", 2)
+    scripts = queue.scripts()
+    assert len(scripts) == 2
+    for line in ("-p short", "-A me", "-t 00:10:00", "--gres=gpu:1", "--cpus-per-task=1"):
+        assert f"#SBATCH {line}\n" in scripts[0]
+    assert "export SAID=hello" in scripts[0]
+
+
+def test_several_workers_in_one_batch_job(cli, queue):
+    cli.done(*TINY, "cluster.cores=2", "cluster.processes=2", "hydra.run.dir=run", **queue.variables)
+    assert summary_of(cli.folder / "run")["world_size"] == 2
+    assert len(queue.scripts()) == 1
+
+
+def test_a_sweep_on_batch_jobs(cli, queue):
+    cli.done("-m", *TINY, "dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", **queue.variables)
+    assert [summary_of(cli.folder / "sweep" / number)["status"] for number in "01"] == ["done"] * 2
+    assert len(queue.scripts()) == 2
+
+
+def test_a_client_that_is_killed_leaves_no_batch_job(cli, queue, wait_for):
+    endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run")
+    process = cli.start(*TINY, *endless, **queue.variables)
+    try:
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, 60, "a job at work")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_queue_that_is_full(cli, queue):
+    (queue.folder / "full").touch()
+    ended = cli.run(*TINY, "cluster.wait_timeout_s=1", **queue.variables)
+    assert ended.returncode == 1
+    said = r"0 of 2 workers came in 1 s: squeue says: 10\d PENDING \(Resources\), 10\d PENDING \(Resources\)\. Ask for"
+    assert re.search(said, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_batch_jobs_that_end_at_once(cli, queue):
+    ended = cli.run(*TINY, "cluster.job_script_prologue=['exit 1']", "cluster.wait_timeout_s=2", **queue.variables)
+    assert re.search(r"0 of 2 workers .*squeue says: 10\d is no more in the queue.*logs of these jobs", ended.stderr)
+
+
+def test_no_slurm_here(cli):
+    ended = cli.run(*TINY)
+    assert "cluster=slurm: there is no sbatch here: type it on a login node" in ended.stderr
+
+
+def test_its_scheduler_can_not_be_kept(cli, queue):
+    ended = cli.run(*TINY, "cluster.keep=true", **queue.variables)
+    assert "cluster.keep=true: the scheduler of a SLURMCluster ends with the process that started it" in ended.stderr
