@@ -139,14 +139,14 @@ def fit(
                         loss = criterion(logits, y)
                     if fault.spoils(step):
                         loss = loss * float("nan")
-                    losses.append(loss.detach() * part.share)
+                    shared = loss if part.share == 1 else loss * part.share
+                    losses.append(shared.detach())
                     if part.last:
-                        vote = agreement.vote(
-                            good=is_finite(losses), stop=finish.wanted()
-                        )  # travels with the gradients
+                        # It travels with the gradients.
+                        vote = agreement.vote(good=is_finite(losses), stop=finish.wanted())
 
                     pulse.at("backward", step)
-                    update.backward(loss * part.share)
+                    update.backward(shared)
                 counts.append(count(loss, logits, y))
             verdict = vote.result()
             stop = verdict.stop
@@ -197,18 +197,20 @@ def fit(
             position.end_epoch()
         last = position.step >= total_steps
         model.settle()
+        judged = validation is None
         if validation is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
             pulse.at("validate", position.step)
             with watch.paused():
                 found = validation.run(ema.model if ema else model.model, stop=finish.wanted)
             stop = agreement.vote(stop=finish.wanted()).result().stop
             if not stop:
+                judged = True
                 metrics |= found
                 log(found, position, rank)
                 if rank == 0:
                     validation.show(position.step)
         state.pending = bool(stop)
-        last |= early_stop.note(metrics) if not stop else False
+        last |= judged and early_stop.note(metrics)
         by_step = due(position.step, cfg.trainer.checkpoint_every_steps)
         if stop or last or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
             pulse.at("save", position.step)
@@ -224,7 +226,7 @@ def fit(
 
 def is_finite(losses: list[torch.Tensor]) -> bool:
     """Whether all parts of a step have a loss that is a number."""
-    return bool(torch.stack(losses).isfinite().all())
+    return all(bool(loss.isfinite()) for loss in losses)
 
 
 def epoch_over(sampler: Any, position: Position) -> bool:

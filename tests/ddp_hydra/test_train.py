@@ -368,6 +368,17 @@ def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train)
     assert train(resume=run.last, **options).value["steps"] == 3 * STEPS
 
 
+def test_only_what_was_validated_counts(train):
+    options = {"stop_after_validations": 1, "stop_min_delta": 5.0, "epochs": 9, "validate_every_epochs": 3}
+    assert train(**options).value["steps"] == 6 * STEPS
+
+
+def test_a_run_without_validation_goes_by_its_training(train):
+    loss = {"objective": {"metric": "train/loss", "direction": "minimize"}}
+    run = train(val=0, stop_after_validations=1, stop_min_delta=5.0, epochs=9, parts=loss)
+    assert run.value["steps"] == 2 * STEPS
+
+
 def test_a_run_that_gets_better_goes_on(train):
     loss = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # which such a small set does
     run = train(stop_after_validations=1, epochs=3, parts=loss)
