@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import shlex
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from hydra.utils import get_object
@@ -98,7 +101,8 @@ class Manager:
     def accepted(self) -> Mapping[str, inspect.Parameter]:
         """The arguments that its class names."""
         try:
-            return inspect.signature(get_object(self.target)).parameters
+            with signals_kept():
+                return inspect.signature(get_object(self.target)).parameters
         except (ImportError, AttributeError, TypeError, ValueError):
             return {}  # `open` will say what is wrong
 
@@ -115,7 +119,8 @@ class Manager:
 
     def call(self, target: str, arguments: Mapping[str, Any]) -> Any:
         """Call a class or function, with lists and dicts as Python knows them."""
-        return instantiate({"_target_": target, "_convert_": "all", **arguments})
+        with signals_kept():
+            return instantiate({"_target_": target, "_convert_": "all", **arguments})
 
     def client(self, cluster: Any) -> Any:
         """Connect; returns the `distributed.Client`."""
@@ -148,6 +153,17 @@ class Manager:
     def ask(self, cluster: Any) -> str:
         """What it says about workers that don't come; "" for nothing."""
         return ""
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Leave Ctrl-C what it is: dask-jobqueue has it call sys.exit from the moment it is imported."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is not before and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 def is_missing(package: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -204,3 +205,17 @@ def test_a_class_gets_plain_python_values_and_what_its_signature_names():
     given = Manager(cfg).open().given
     assert given == {"n_workers": 3, "shutdown_on_close": True, "options": {"a": [1, {"b": 2}]}}
     assert type(given["options"]["a"]) is list
+
+
+CTRL_C = """
+import signal
+from omegaconf import OmegaConf
+from ddp_hydra.clusters.slurm import Slurm
+manager = Slurm(OmegaConf.create({"_target_": "dask_jobqueue.SLURMCluster"}))
+assert "queue" in manager.accepted or "job_cls" in manager.accepted, manager.accepted
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_ctrl_c_stays_ours_whatever_a_package_does_when_it_is_imported():
+    subprocess.run([sys.executable, "-c", CTRL_C], check=True, timeout=60)

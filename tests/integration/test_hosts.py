@@ -192,7 +192,7 @@ ON_TWO = (
 )
 SLOW = "data.delay_s=0.02"
 """Time enough to pull a cable."""
-TIMES = ("time", "samples_per_s", "data_wait", "attempt")
+TIMES = ("time", "samples_per_s", "slowest_rank", "data_wait", "attempt")
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ddp_hydra.results import Record
 from ddp_hydra.versions import VERSION_BASE
 from ddp_hydra.writers import ResultsHandler, default_writers
 
-CLOCKS = ("time", "samples_per_s", "data_wait", "data/bytes_per_s", "data/cache_hits")
+CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait", "data/bytes_per_s", "data/cache_hits")
 """Metrics that are measured by a clock, or hang on who was first."""
 
 
