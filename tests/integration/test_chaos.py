@@ -270,6 +270,8 @@ NEVER_IN_STEP_9 = (
     *PLAIN,
     "scheduler._target_=torch.optim.lr_scheduler.LambdaLR",
     "~scheduler.warmup_steps",
+    "~scheduler.warmup_epochs",
+    "~scheduler.by",
     "+scheduler.lr_lambda={_target_:operator.ne,_partial_:true,_args_:[8]}",
 )
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
+from benchmarks import scale
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import ClusterError, RankFailed
 
@@ -188,6 +189,16 @@ def test_on_several_hosts_ranks_count_by_host(warm_server):
     two_then_one = [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
     one_then_two = [(0, 0, 0, 1), (1, 1, 0, 2), (2, 1, 1, 2)]
     assert places in (two_then_one, one_then_two)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("ranks", [6, 32])
+def test_a_gang_may_be_of_many(warm_server, ranks):
+    """Once Dask told of five workers only."""
+    with scale.workers(ranks) as (client, _):
+        places = dispatch.run(client, lambda: (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getpid()))
+    assert [place[:2] for place in places] == [(rank, ranks) for rank in range(ranks)]
+    assert len({pid for _, _, pid in places}) == ranks
 
 
 # -- several jobs on one cluster ---------------------------------------------------------------------------
