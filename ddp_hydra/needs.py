@@ -6,15 +6,15 @@ import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
-
-from distributed import Client
+from typing import TYPE_CHECKING, Any
 
 import ddp_hydra
 from ddp_hydra import probe
-from ddp_hydra.book import natural
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.shipped import Shipped
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 log = logging.getLogger(__name__)
 PACKAGES = ["ddp_hydra", "torch", "distributed", "cloudpickle"]
@@ -59,6 +59,8 @@ def ask(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()
     lost = {address: answer for address, answer in answers.items() if isinstance(answer, BaseException)}
     for address, error in lost.items():
         log.debug("worker %s could not be asked what it has: %r", address, error)
+    from ddp_hydra.book import natural
+
     return {address: answers[address] for address in sorted(answers, key=natural) if address not in lost}
 
 
@@ -77,6 +79,8 @@ def check(found: Found) -> None:
     if any(version["ddp_hydra"] != here["ddp_hydra"] for version in versions.values()):
         wrong.append(f"ddp_hydra {here['ddp_hydra']}, as here: pip install ddp-hydra=={here['ddp_hydra']}")
     if len(torch) > 1 or any(version["torch"] is None for version in versions.values()):
+        from ddp_hydra.book import natural
+
         newest = max(torch, key=natural, default=_installed("torch"))
         wrong.append(f"torch, the same everywhere: pip install torch{f'=={_public(newest)}' if newest else ''}")
     if wrong:

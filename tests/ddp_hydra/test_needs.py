@@ -199,3 +199,10 @@ def test_other_choices_in_the_environment_of_the_workers_are_told(caplog):
     (record,) = caplog.records
     assert record.message.startswith("GLOO_SOCKET_IFNAME of the workers' environment")
     assert "  tcp://a:1: eth1\n  tcp://b:1: not set" in record.message
+
+
+def test_asking_for_requirements_brings_no_dask_in():
+    """Which sets up its loggers when it is imported, and takes as long as torch takes to be there."""
+    look = "import sys; from ddp_hydra import job, needs; needs.check_requirements(['a>=1']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
+    assert "distributed" not in done.stdout.split()
