@@ -9,7 +9,7 @@ from ddp_hydra import pulse
 
 
 class Phases:
-    """Counts seconds and visits of each phase of this rank, from now on until the next `pulse.connect`.
+    """Counts the seconds of each phase of this rank, from now on until the next `pulse.connect`.
 
     On a GPU it is the time until the work was given to it, not until that was done.
 
