@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,8 +71,6 @@ class NonFinite:
             raise NonFiniteLoss(self._say(step, bad_rank, rank, loss, samples), consequence=rank != bad_rank)
         for kept, buffer in zip(self.kept_buffers, self.buffers, strict=True):
             buffer.copy_(kept)
-        # The schedule goes on without the optimizer, which torch takes for a mistake where it is the first step.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         if self.policy == "skip" or again:
             return False
         assert self.kept is not None

@@ -115,6 +115,7 @@ def fit(
     watch, data_report = Stopwatch(position.samples), DataReport(loader, device)
     stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
     profile = Profile(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
+    profile.check(total_steps - position.step)
     while (position.step < total_steps or state.pending) and not (stop or early_stop.wanted):
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)
@@ -179,7 +180,7 @@ def fit(
             if save:
                 state.pending = boundary
                 pulse.at("save", step)
-                model.settle()
+                update.settle()
                 nonfinite.keep()
                 if rank == 0:
                     saver.save(state, metrics, best=False)
@@ -196,7 +197,7 @@ def fit(
         if epoch_over(sampler, position):
             position.end_epoch()
         last = position.step >= total_steps
-        model.settle()
+        update.settle()
         judged = validation is None
         if validation is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
             pulse.at("validate", position.step)

@@ -50,13 +50,14 @@ def count(model: nn.Module, sample: torch.Tensor) -> Cost:
         model: the bare one; it is left as it was.
         sample: a batch of one.
     """
-    was_training = model.training
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with FlopCounterMode(display=False) as counter:
             model(sample)
     finally:
-        model.train(was_training)
+        for module in in_training:  # some may be frozen
+            module.training = True
     by_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     root = type(model).__name__
     parts = {

@@ -22,6 +22,10 @@ class Phases:
         self._phase, self._since = "", time.perf_counter()
         pulse.on_phase(self._enter)
 
+    def close(self) -> None:
+        """Count the phase under way up to now, and none after it."""
+        self._enter("", 0)
+
     def _enter(self, phase: str, step: int) -> None:
         now = time.perf_counter()
         if self._phase:

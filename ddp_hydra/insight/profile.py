@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 from ddp_hydra import pulse, results
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.insight import flops, memory
 from ddp_hydra.insight.phases import Phases
 
@@ -49,6 +50,19 @@ class Profile:
         self.profiler: Any = None
         self.span: Any = None
 
+    def check(self, steps_left: int) -> None:
+        """Make sure that the run is long enough.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        wanted = WARM_UP + self.steps
+        if self.steps and steps_left < wanted:
+            raise ConfigError(
+                f"trainer.profile_steps={self.steps} takes {wanted} steps, for {WARM_UP} come before, and this run has "
+                f"{steps_left}: give trainer.max_steps={wanted} or more, or less to trainer.profile_steps"
+            )
+
     def note_batch(self, x: torch.Tensor) -> None:
         """Look at the first batch, to know what a sample costs, and count the samples."""
         if self.steps and self.cost is None:
@@ -83,6 +97,7 @@ class Profile:
     def _end(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self.phases.close()
         profiler, self.profiler = self.profiler, None
         self._enter("", 0)
         profiler.stop()

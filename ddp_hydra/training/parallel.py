@@ -5,9 +5,8 @@ The config chooses with `parallel=ddp`, `dp` or `none`.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -59,8 +58,8 @@ class Parallel:
     def after_step(self) -> None:
         """Called after each optimizer step."""
 
-    def settle(self) -> None:
-        """Make the model the same on all ranks, where it is not; before it is judged or saved. A collective."""
+    def settle(self, *averages: nn.Module) -> None:
+        """Make the model, and averages of it, the same on all ranks; before they are judged or saved. A collective."""
 
 
 class DDP(Parallel):
@@ -69,8 +68,7 @@ class DDP(Parallel):
     def __init__(self, model: nn.Module, wrapped: DistributedDataParallel, batchnorm: str) -> None:
         super().__init__(model, wrapped)
         self.averager: Any = None
-        shared = batchnorm != "average" or dist.get_world_size() == 1
-        self.own = [] if shared else [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+        self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
 
     def exchange(self, wanted: bool) -> AbstractContextManager[Any]:
         """As the model; without, gradients are only added up."""
@@ -82,12 +80,20 @@ class DDP(Parallel):
             self.averager.average_parameters(self.model.parameters())
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self, *averages: nn.Module) -> None:
         """Average what the ranks have each for themselves."""
-        if self.averager is not None:
-            average(self.model.parameters())
-        statistics = (buffer for layer in self.own for buffer in (layer.running_mean, layer.running_var))
-        average(buffer for buffer in statistics if buffer is not None)
+        for model in (self.model, *averages):
+            if self.averager is not None:
+                average(model.parameters())
+            if self.own_statistics:
+                average(statistics(model))
+
+
+def statistics(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What BatchNorm has seen of its inputs: means and variances."""
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            yield from (buffer for buffer in (layer.running_mean, layer.running_var) if buffer is not None)
 
 
 def average(tensors: Iterable[torch.Tensor]) -> None:
@@ -148,20 +154,15 @@ def ddp(
         static_graph=static_graph,
         gradient_as_bucket_view=gradient_as_bucket_view,
         find_unused_parameters=find_unused_parameters,
-        **(_own_buffers() if batchnorm == "average" else {}),
     )
+    if batchnorm == "average":
+        wrapped.broadcast_buffers = False  # only now: all begin with rank 0's
     if not static_graph and not find_unused_parameters:
         settle_buckets(wrapped)
     parallel = DDP(model, wrapped, batchnorm)
     if dist.get_world_size() > 1:
         _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)
     return parallel
-
-
-def _own_buffers() -> dict[str, Any]:
-    """What has DDP leave buffers alone; the argument has another name from torch 2.15 on."""
-    names = inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
 
 
 def _hook(

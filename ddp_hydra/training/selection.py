@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -86,8 +88,23 @@ def recompute(model: nn.Module, classes: Iterable[str]) -> None:
             known = sorted({type(module).__name__ for module in model.modules()})
             raise ConfigError(f"trainer.recompute has {name!r}, and the model is made of {', '.join(known)}")
         for part in parts:
-            part.forward = _twice(part.forward)
+            part.forward = partial(_twice, part.forward)
 
 
-def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False)
+def _twice(forward: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute, and compute again in the backward pass."""
+    if torch.compiler.is_compiling():  # it computes numbers again, and no statistics
+        return checkpoint(forward, *inputs, use_reentrant=False)
+    part = forward.__self__  # type: ignore[attr-defined]
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _counted(part)))
+
+
+@contextmanager
+def _counted(part: nn.Module) -> Iterator[None]:
+    """Leave buffers as they are: BatchNorm has counted this batch already."""
+    kept = [(buffer, buffer.clone()) for buffer in part.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class Update:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
         self.grad_norm: torch.Tensor | None = None
+        # The schedule goes on where a step was left out, which torch takes for a mistake where it is the first.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
@@ -62,6 +65,10 @@ class Update:
     def advance(self) -> None:
         """On with the schedule, also where the step was left out."""
         self.scheduler.step()
+
+    def settle(self) -> None:
+        """Make the weights, and their average, the same on all ranks; before they are judged or saved. A collective."""
+        self.model.settle(*([self.ema.model] if self.ema is not None else []))
 
     def metrics(self) -> dict[str, float]:
         """What is logged: the learning rate, and what else there is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.bound import describe
+from ddp_hydra.bound import describe, describe_slowest
 from ddp_hydra.data_report import Bad, DataReport, bad_of_all_ranks, count_bad
 from ddp_hydra.errors import DataError
 from ddp_hydra.loader import Loader
@@ -89,3 +89,12 @@ def test_the_line_at_the_end_has_all_figures():
     }
     said = describe({"wait_s": 0.0, "wait": 0.0, **counts}, 10.0)
     assert said.endswith("5.0 MB read, 0.5 MB/s, 25% from the cache, 1,234 retries, 2 bad samples")
+
+
+def test_a_rank_is_named_that_is_notably_slower_than_the_median():
+    assert describe_slowest({}) is None
+    assert describe_slowest({"rank": 1.0, "times": None}) is None
+    assert describe_slowest({"rank": 1.0, "times": 1.14}) is None
+    assert describe_slowest({"rank": 3.0, "times": 2.5}).startswith(
+        "slow: rank 3 took 2.50 times as long as the median"
+    )

@@ -99,7 +99,7 @@ def train(group, tmp_path):
     """Run the loop; `stop_at` is the place where it is asked to finish."""
     runs = 0
 
-    def run(resume=None, stop_at=None, fault=(), val=5, parts=None, start=None, **trainer: Any) -> Run:
+    def run(resume=None, stop_at=None, fault=(), val=5, parts=None, start=None, data=Numbers, **trainer: Any) -> Run:
         nonlocal runs
         runs += 1
         made = Run(tmp_path / str(runs))
@@ -114,7 +114,7 @@ def train(group, tmp_path):
         cfg = OmegaConf.merge(config(**trainer), parts or {})
         finish = Finish(cfg.trainer.time_limit_s)
         given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}
-        made.value = fit(cfg, Numbers(9), Numbers(val) if val else None, given, armed, finish)
+        made.value = fit(cfg, data(9), data(val) if val else None, given, armed, finish)
         return made
 
     return run
@@ -309,6 +309,11 @@ OPTIONS = {
     "fp16": {"precision": "fp16", "clip_norm": 1.0},
     "one cycle": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.one_cycle"}}},
     "by epoch": {"parts": {"scheduler": {"by": "epoch", "warmup_epochs": 0.5}}},
+    "linear": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.linear", "min_factor": 0.1}}},
+    "step": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.step", "milestones": [0.25, 0.5]}}},
+    "warm-up": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.constant", "warmup_steps": 5}}},
+    "torch's one cycle": {"parts": {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.2}}},
+    "all": {"ema_decay": 0.9, "clip_norm": 0.05, "accumulate": 2, "precision": "bf16"},
     "groups": {"decay_all": False, "parts": {"optimizer": {"weight_decay": 0.1}}},
     "alone": {"parts": {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}},
     "smooth": {"parts": {"loss": {"label_smoothing": 0.1}}},
@@ -345,6 +350,10 @@ def test_the_moving_average_is_what_is_validated_and_saved(train):
     ema = read(averaged.last)["ema"]
     assert ema["steps"] == 8
     assert ema["model"].keys() == read(averaged.last)["model"].keys()
+    judged = Numbers(5)
+    logits = judged.x @ ema["model"]["weight"].T + ema["model"]["bias"]
+    by_hand = torch.nn.functional.cross_entropy(logits, judged.y).item()
+    assert averaged.metrics("val/loss")[-1] == (8, pytest.approx(by_hand))
 
 
 def test_frozen_parameters_stay_as_they_were(train):

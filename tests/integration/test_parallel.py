@@ -15,17 +15,21 @@ STEPS = 12
 
 
 def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
-    """On each rank: train a small network on this rank's half of the samples; its weights and statistics."""
+    """On each rank: train a small network on this rank's half of the samples; its weights and statistics.
+
+    They are told as this rank has them, and settled, as is their average ("ema").
+    """
     import torch.distributed as dist
     from torch import nn
 
     from ddp_hydra.training import parallel
+    from ddp_hydra.training.ema import Ema
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16)] if options.pop("norm", False) else [nn.Linear(8, 16)]
     model = parallel.ddp(nn.Sequential(*layers, nn.Tanh(), nn.Linear(16, 8)), **options)
-    optimizer = torch.optim.SGD(model.model.parameters(), lr=0.2)
+    optimizer, ema = torch.optim.SGD(model.model.parameters(), lr=0.2), Ema(model.model, 0.5)
     x = torch.randn(64, 8)
     y = x @ torch.randn(8, 8)
     losses = []
@@ -37,10 +41,14 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
             loss.backward()
         optimizer.step()
         model.after_step()
+        ema.update(model.model)
         losses.append(loss.item())
-    own = {name: value.clone() for name, value in model.model.state_dict().items()}
-    model.settle()
-    return {"losses": losses, "own": own, "settled": dict(model.model.state_dict())}
+    found = {"losses": losses}
+    for kept in ("own", "settled"):
+        for name, part in (("", model.model), ("_ema", ema.model)):
+            found[f"{kept}{name}"] = {key: value.clone() for key, value in part.state_dict().items()}
+        model.settle(ema.model)
+    return found
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -90,6 +98,8 @@ def test_ranks_on_two_hosts_keep_their_own_weights_for_a_while_and_meet_again(cl
     apart = gang(client2, backend="gloo").run(on_two_hosts, dict(options), 6)
     assert distance(apart[0]["own"], apart[1]["own"]) > 1e-4
     assert distance(apart[0]["settled"], apart[1]["settled"]) == 0
+    assert distance(apart[0]["own_ema"], apart[1]["own_ema"]) > 1e-4
+    assert distance(apart[0]["settled_ema"], apart[1]["settled_ema"]) == 0
     together = gang(client2, backend="gloo").run(on_two_hosts, dict(options), 4)
     assert distance(together[0]["own"], together[1]["own"]) < 1e-6
 
@@ -99,22 +109,45 @@ def test_statistics_of_batchnorm_are_rank_0s_or_the_mean_of_all(client2, gang):
     averaged = gang(client2, backend="gloo").run(descend, {"norm": True, "batchnorm": "average"}, 1)
     for ranks in (shared, averaged):
         assert not torch.equal(*(rank["own"]["1.running_mean"] for rank in ranks))  # until the next forward pass
-    assert torch.equal(*(rank["settled"]["1.running_mean"] for rank in averaged))
-    mean = sum(rank["own"]["1.running_mean"] for rank in averaged) / 2
-    assert torch.allclose(averaged[0]["settled"]["1.running_mean"], mean)
+    for of in ("", "_ema"):
+        for name in ("1.running_mean", "1.running_var"):
+            assert torch.equal(*(rank[f"settled{of}"][name] for rank in averaged))
+            mean = sum(rank[f"own{of}"][name] for rank in averaged) / 2
+            assert torch.allclose(averaged[0][f"settled{of}"][name], mean)
+
+
+@pytest.mark.parametrize("batchnorm", ["broadcast", "average"])
+def test_all_begin_with_the_statistics_of_rank_0(client2, gang, batchnorm):
+    def first_statistics() -> list[float]:
+        import torch.distributed as dist
+
+        from ddp_hydra.training import parallel
+
+        norm = torch.nn.BatchNorm1d(2)
+        norm.running_mean.fill_(5.0 + dist.get_rank())  # as of weights that only rank 0 has read
+        parallel.ddp(norm, batchnorm=batchnorm)
+        return norm.running_mean.tolist()
+
+    assert gang(client2, backend="gloo").run(first_statistics) == [[5.0, 5.0]] * 2
+
+
+COMMON = ("trainer.epochs=3", "trainer.clip_norm=0.5", "trainer.ema_decay=0.9", "scheduler.warmup_steps=2")
 
 
 def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
     runs = [
-        train(client2, "none", "parallel=none", "data.batch_size=24", ranks=1),
-        train(client2, "dp", "parallel=dp", "data.batch_size=24", ranks=1),
-        train(client2, "ddp", "parallel=ddp", "data.batch_size=12", ranks=2),
-        train(client2, "parts", "parallel=ddp", "data.batch_size=4", "trainer.accumulate=3", ranks=2),
+        train(client2, "none", *COMMON, "parallel=none", "data.batch_size=24", ranks=1),
+        train(client2, "dp", *COMMON, "parallel=dp", "data.batch_size=24", ranks=1),
+        train(client2, "ddp", *COMMON, "parallel=ddp", "data.batch_size=12", ranks=2),
+        train(client2, "parts", *COMMON, "parallel=ddp", "data.batch_size=4", "trainer.accumulate=3", ranks=2),
+        train(client2, "hook", *COMMON, "parallel.comm_hook=fp16", "data.batch_size=12", ranks=2),
     ]
-    for run in runs[1:]:
-        assert len(run.metrics()) == len(runs[0].metrics())
-        for line, expected in zip(run.metrics(), runs[0].metrics(), strict=True):
-            assert line == pytest.approx(expected, rel=1e-4)
+    reference = runs[0].metrics()
+    assert max(line.get("grad_norm", 0) for line in reference) > 0.5  # some are clipped
+    for run, tolerance in zip(runs[1:], (1e-4, 1e-4, 1e-4, 1e-2), strict=True):
+        assert len(run.metrics()) == len(reference)
+        for line, expected in zip(run.metrics(), reference, strict=True):
+            assert line == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize(

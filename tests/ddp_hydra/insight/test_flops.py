@@ -17,9 +17,11 @@ def test_operations_by_hand():
 
 def test_a_model_is_left_as_it_was():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    model[1].eval()  # it is frozen
     before = {name: part.clone() for name, part in model.state_dict().items()}
     assert flops.count(model, torch.randn(1, 3, 8, 8)).forward == 2 * 36 * 4 * 27
     assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
+    assert [part.training for part in model.modules()] == [True, True, False]
 
 
 @pytest.mark.parametrize(

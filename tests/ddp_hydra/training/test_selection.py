@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -78,3 +80,35 @@ def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
         gradients.append([part.grad for part in model.parameters()])
     assert saved[1] < saved[0]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batchnorm_counts_once_what_is_computed_twice(compiled):
+    x, found = torch.randn(8, 4), []
+    for classes in ([], ["Sequential"]):
+        torch.manual_seed(0)
+        model = nn.Sequential()
+        model.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        model.frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        selection.recompute(model, classes)
+        model.frozen[1].eval()
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        call(x).square().mean().backward()
+        assert all(norm.track_running_stats for norm in (model.body[1], model.frozen[1]))
+        found.append((model.state_dict(), [part.grad for part in model.parameters()]))
+    (plain, gradients), (twice, gradients_twice) = found
+    assert plain["body.1.num_batches_tracked"] == 1
+    for name, value in plain.items():
+        torch.testing.assert_close(twice[name], value)
+    torch.testing.assert_close(gradients_twice, gradients)
+
+
+def test_a_copy_of_what_is_recomputed_computes_with_its_own_weights():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    selection.recompute(model, ["Linear"])
+    copied, x = deepcopy(model), torch.randn(2, 4)
+    before = copied(x)
+    with torch.no_grad():
+        model[0][0].weight.zero_()
+    assert torch.equal(copied(x), before)
+    assert not torch.equal(model(x), before)

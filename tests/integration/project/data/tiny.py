@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -18,17 +19,18 @@ class Points(Dataset):
         n: samples.
         seed: of the points.
         delay_s: time that reading one sample takes.
+        slow_rank: the only rank for which it does; None: for all.
     """
 
     classes = ("north", "east", "south", "west")
 
-    def __init__(self, n: int, seed: int, delay_s: float = 0.0) -> None:
+    def __init__(self, n: int, seed: int, delay_s: float = 0.0, slow_rank: int | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.y = torch.arange(n) % 4
         centres = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(0))
         self.x = centres[self.y] + 0.5 * torch.randn(n, FEATURES, generator=generator)
         self.x[:, 0] = torch.arange(n) / 1024  # exact in float32
-        self.delay_s = delay_s
+        self.delay_s = delay_s if slow_rank is None or os.environ["RANK"] == str(slow_rank) else 0.0
 
     def __len__(self) -> int:
         return len(self.y)

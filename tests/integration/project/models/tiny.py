@@ -1,4 +1,4 @@
-"""A model that is quick, has no BatchNorm, and can tell which samples it is trained on."""
+"""A model that is quick, has no BatchNorm unless asked for it, and can tell which samples it is trained on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ class Tiny(nn.Module):
     Args:
         num_classes: what comes out.
         dropout: between the layers, 0..1.
+        norm: with a BatchNorm.
         tell: send a text record with the samples of each training batch.
     """
 
-    def __init__(self, num_classes: int, dropout: float = 0.0, tell: bool = False) -> None:
+    def __init__(self, num_classes: int, dropout: float = 0.0, norm: bool = False, tell: bool = False) -> None:
         super().__init__()
         self.tell = tell
-        self.layers = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, num_classes))
+        norms = [nn.BatchNorm1d(32)] if norm else []
+        self.layers = nn.Sequential(
+            nn.Linear(6, 32), *norms, nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, num_classes)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict the class of each point."""

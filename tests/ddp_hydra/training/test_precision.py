@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_hydra.checkpoint import read
+from ddp_hydra.losses import CrossEntropy
+from ddp_hydra.training import precision
+from tests.ddp_hydra.test_train import group as group
+from tests.ddp_hydra.test_train import train as train
+from tests.ddp_hydra.test_train import weights
+
+
+@pytest.fixture
+def settings_restored() -> Iterator[None]:
+    yield
+    precision.set_float32("fp32")
+
+
+@pytest.mark.usefixtures("settings_restored")
+def test_only_tf32_lets_float32_be_less():
+    found = []
+    for name in ("tf32", "bf16", "tf32", "fp32"):
+        precision.set_float32(name)
+        found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    assert found == [("high", True), ("highest", False)] * 2
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])
+def test_products_are_of_the_precision_that_was_asked_for(name, dtype):
+    with precision.autocast(name, torch.device("cpu")):
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == (dtype or torch.float32)
+    assert precision.scaler(name, torch.device("cpu")).is_enabled() is (name == "fp16")
+
+
+class Times(CrossEntropy):
+    """A loss so many times as steep."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __call__(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * super().__call__(logits, target)
+
+
+def times(factor: float, lr: float) -> dict[str, Any]:
+    loss = {"_target_": "tests.ddp_hydra.training.test_precision.Times", "factor": factor}
+    return {"loss": loss, "optimizer": {"lr": lr}}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_half_as_many_bits_come_close(name, train):
+    gentle = times(0.01, lr=10)  # all of its gradients fit fp16
+    whole, half = train(parts=gentle), train(precision=name, parts=gentle)
+    assert 0 < (weights(half) - weights(whole)).abs().max() < 0.02
+    assert read(half.last)["model"]["weight"].dtype == torch.float32
+
+
+def test_gradients_that_are_too_large_for_fp16_lower_the_scale_and_leave_the_step_out(train):
+    run = train(precision="fp16", log_every_steps=1, parts=times(30, lr=1e-3))
+    scales = [scale for _, scale in run.metrics("loss_scale")]
+    assert scales[0] == 2**15  # half of what it begins with
+    assert scales == sorted(scales, reverse=True)
+    assert scales[-1] == scales[-2]  # they fit
+    assert weights(run).isfinite().all()
+    first = train(precision="fp16", max_steps=1, parts=times(30, lr=1e-3))
+    start = train(max_steps=1, parts={"optimizer": {"lr": 1e-30}})
+    assert torch.equal(weights(first), weights(start))
+    assert not torch.equal(weights(run), weights(start))

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_hydra.training.scores import Scores
+
+text = pytest.importorskip("torchmetrics.text")
+
+
+def test_perplexity_is_that_of_all_places_whatever_the_batches():
+    torch.manual_seed(0)
+    logits, target = torch.randn(7, 5, 4), torch.randint(4, (7, 5))
+    scores = Scores({"perplexity": text.Perplexity()})
+    for part, goal in zip(logits.split(3), target.split(3), strict=True):
+        scores.add(part, goal)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    assert scores.result("val") == {"val/perplexity": pytest.approx(loss.exp().item())}
+    scores.add(torch.zeros(1, 2, 4), target[:1, :2])  # it begins anew
+    assert scores.result("val") == {"val/perplexity": pytest.approx(4)}
