@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise, tee
 from typing import Any
 
@@ -70,7 +71,7 @@ class Loader:
         if hasattr(self.dataset, "expect"):
             batches = list(batches)
             self.dataset.expect(list(chain.from_iterable(batches)))
-        for batch in self.ahead(batches) if self.look_ahead else map(self.make, batches):
+        for batch in self.ahead(batches) if self.look_ahead else self.on_demand(batches):
             x, y = self.prepare(self.to_device(batch))
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
@@ -93,6 +94,11 @@ class Loader:
             )
         next(loaded, None)  # its end lets go of the threads
 
+    def on_demand(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+        """Make each batch when it is asked for."""
+        for indices in batches:
+            yield self.wait(partial(self.make, indices))
+
     def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Make `look_ahead` batches in the background."""
         with ThreadPoolExecutor(self.look_ahead, thread_name_prefix="loader") as pool:
@@ -102,20 +108,20 @@ class Loader:
                 for indices in batches:
                     pending.append(pool.submit(self.make, indices))
                     if len(pending) > depth:
-                        yield (batch := self.take(pending))
+                        yield (batch := self.wait(pending.popleft().result))
                         depth = self.affordable(batch)
                 while pending:
-                    yield self.take(pending)
+                    yield self.wait(pending.popleft().result)
             finally:
                 for future in pending:
                     future.cancel()
 
-    def take(self, pending: deque[Future[Any]]) -> Any:
-        """The next batch, and how long the loop waited for it."""
+    def wait(self, batch: Callable[[], Any]) -> Any:
+        """The next batch, and how long the loop waits for it."""
         begin = time.perf_counter()
-        batch = pending.popleft().result()
+        made = batch()
         self.waited_s += time.perf_counter() - begin
-        return batch
+        return made
 
     def affordable(self, batch: Any) -> int:
         """How many batches like this one are made ahead."""

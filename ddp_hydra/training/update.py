@@ -24,6 +24,7 @@ class Update:
         ema: the moving average of the weights; None for none.
 
     Attributes:
+        lr: learning rate of the last step.
         grad_norm: length of the last gradient before it was clipped, where that is known.
     """
 
@@ -38,6 +39,7 @@ class Update:
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
+        self.lr = 0.0
         self.grad_norm: torch.Tensor | None = None
         # The schedule goes on where a step was left out, which torch takes for a mistake where it is the first.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -64,6 +66,7 @@ class Update:
 
     def advance(self) -> None:
         """On with the schedule, also where the step was left out."""
+        self.lr = self.scheduler.get_last_lr()[0]
         self.scheduler.step()
 
     def settle(self) -> None:
@@ -72,7 +75,7 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         """What is logged: the learning rate, and what else there is."""
-        found = {"lr": float(self.scheduler.get_last_lr()[0])}
+        found = {"lr": float(self.lr)}
         if self.grad_norm is not None:
             found["grad_norm"] = float(self.grad_norm)
         if self.scaler.is_enabled():

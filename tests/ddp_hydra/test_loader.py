@@ -104,8 +104,9 @@ def settle(data: Squares, n: int) -> None:
     time.sleep(0.02)
 
 
-def test_the_time_waited_for_data_is_counted():
-    loader = Loader(Squares(delays=[0.05]), CPU, look_ahead=1)
+@pytest.mark.parametrize("look_ahead", [0, 1])
+def test_the_time_waited_for_data_is_counted(look_ahead):
+    loader = Loader(Squares(delays=[0.05]), CPU, look_ahead=look_ahead)
     next(loaded := loader.load([[0], [1]]))
     assert loader.waited_s >= 0.04
     loaded.close()

@@ -369,6 +369,13 @@ def test_the_rate_grows_with_the_global_batch(train):
     assert {rate for _, rate in run.metrics("lr")} == {0.1 * 2 / 8}
 
 
+def test_the_rate_of_each_step_is_logged(train):
+    parts = {"scheduler": {"_target_": "ddp_hydra.schedules.linear", "warmup_steps": 3}}
+    run = train(max_steps=6, log_every_steps=1, parts=parts)
+    rates = [0.025, 0.05, 0.075, 0.1, 0.1 * 2 / 3, 0.1 / 3]
+    assert run.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in enumerate(rates, start=1)]
+
+
 def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train):
     options = {"stop_after_validations": 2, "stop_min_delta": 5.0, "epochs": 9}
     run = train(**options)

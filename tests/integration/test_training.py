@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,8 +64,8 @@ def test_it_is_evaluated_too_and_a_resume_is_exact(client2, train):
 # -- metrics -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 def test_perplexity_is_that_of_all_characters_of_all_ranks(client2, project, tmp_path):
-    pytest.importorskip("torchmetrics")
     source = tmp_path / "names.json"
     source.write_text(json.dumps([f"{a}{b}{c}" for a in "abcdef" for b in "aeiou" for c in ("", "na", "lo", "mi")]))
     settings = ("experiment=pet_names", "data=pet_names_holdout", "metrics=perplexity", f"data.source={source}")
@@ -99,7 +100,7 @@ def test_all_ranks_stop_where_it_gets_no_better(client2, train):
 
 
 def test_a_rank_that_waits_for_its_data_is_named_at_the_end(chaos, client2, capsys):
-    slow = ("data.slow_rank=1", "data.delay_s=0.01", "trainer.epochs=1")
+    slow = ("data.slow_rank=1", "data.delay_s=0.02", "trainer.epochs=1")
     story = chaos.done(client2, overrides=slow)
     assert story.summary["slowest"] == {"rank": 1.0, "times": pytest.approx(2, abs=0.5)}  # two ranks' median is a mean
     assert "slow: rank 1 took " in capsys.readouterr().out
