@@ -307,6 +307,8 @@ OPTIONS = {
     "parts": {"accumulate": 2},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_norm": 1.0},
+    "fused": {"parts": {"optimizer": {"fused": True}}},
+    "fused fp16": {"precision": "fp16", "parts": {"optimizer": {"fused": True}}},
     "one cycle": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.one_cycle"}}},
     "by epoch": {"parts": {"scheduler": {"by": "epoch", "warmup_epochs": 0.5}}},
     "linear": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.linear", "min_factor": 0.1}}},
@@ -422,23 +424,6 @@ def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monke
     metrics = {"f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3}}
     with pytest.raises(ConfigError, match=r"the metrics f1 need torchmetrics.*pip install 'ddp-hydra\[metrics\]'"):
         train(parts={"metrics": metrics})
-
-
-def test_samples_may_be_mixed(train):
-    mixed = {"mix": {"_target_": "tests.ddp_hydra.test_train.halves"}}
-    run, plain = train(parts=mixed), train()
-    assert weights(run).tolist() != weights(plain).tolist()
-    assert run.metrics("val/loss") != plain.metrics("val/loss")
-
-
-def halves() -> Any:
-    """Mix each batch with itself turned around."""
-
-    def mix(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shares = torch.nn.functional.one_hot(y, 3).float()
-        return (x + x.flip(0)) / 2, (shares + shares.flip(0)) / 2
-
-    return mix
 
 
 def test_a_compiled_model_trains_the_same(train):
