@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from ddp_hydra import trained
+from ddp_hydra.checkpoint import read
+from tests.ddp_hydra.test_train import group as group
+from tests.ddp_hydra.test_train import train as train
+
+DATA = {"data": {"train": {"_target_": "tests.ddp_hydra.test_train.Numbers", "n": 9}}}
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_path, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").touch()
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = train(ema_decay=ema_decay, parts=DATA)
+    content = read(run.last)
+    found = trained.load(run.last)
+    for name, value in (content["ema"] if ema_decay else content)["model"].items():
+        assert torch.equal(found.model.state_dict()[name], value)
+    assert (found.step, found.model.training, len(found.train_set)) == (8, False, 9)
