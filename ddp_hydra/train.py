@@ -115,7 +115,7 @@ def fit(
     watch, data_report = Stopwatch(position.samples), DataReport(loader, device)
     stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
     profile = Profile(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
-    profile.check(total_steps - position.step)
+    profile.check(total_steps)
     while (position.step < total_steps or state.pending) and not (stop or early_stop.wanted):
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)

@@ -50,17 +50,17 @@ class Profile:
         self.profiler: Any = None
         self.span: Any = None
 
-    def check(self, steps_left: int) -> None:
-        """Make sure that the run is long enough.
+    def check(self, steps: int) -> None:
+        """Make sure that a run of so many steps is long enough.
 
         Raises:
             ConfigError: it is not.
         """
         wanted = WARM_UP + self.steps
-        if self.steps and steps_left < wanted:
+        if self.steps and steps < wanted:
             raise ConfigError(
                 f"trainer.profile_steps={self.steps} takes {wanted} steps, for {WARM_UP} come before, and this run has "
-                f"{steps_left}: give trainer.max_steps={wanted} or more, or less to trainer.profile_steps"
+                f"{steps}: give trainer.max_steps={wanted} or more, or less to trainer.profile_steps"
             )
 
     def note_batch(self, x: torch.Tensor) -> None:
