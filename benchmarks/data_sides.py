@@ -28,7 +28,7 @@ PACKAGES = (
 )
 _LIMIT_S = 300
 # Nobody's settings, proxies or roles: boto3 and its likes look for them in many places.
-_ACCOUNT = {
+ACCOUNT = {
     "AWS_ACCESS_KEY_ID": "nobody",
     "AWS_SECRET_ACCESS_KEY": "no-secret",
     "AWS_DEFAULT_REGION": "us-east-1",
@@ -79,7 +79,7 @@ class Sides:
 
 def _hear(command: list[str], variables: Mapping[str, str]) -> Any:
     """Run a command, and read the JSON of its last line."""
-    environment = commands.with_ours({**_ACCOUNT, **commands.ONE_THREAD, **ALLOCATOR, **variables})
+    environment = commands.with_ours({**ACCOUNT, **commands.ONE_THREAD, **ALLOCATOR, **variables})
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S

@@ -52,14 +52,25 @@ def measure(repeats: int) -> Iterator[Figure]:
         yield report.ratio(f"{work.model} x {work.batch_size}, ddp_hydra / by hand", whole, hand, Goal(0.97))
 
 
-def job(work: Work, folder: Path) -> float:
-    """Samples/s of `python -m ddp_hydra`."""
+def in_memory(work: Work) -> tuple[str, ...]:
+    """Overrides that choose the data set."""
+    n_samples = work.steps * work.batch_size * RANKS
+    target = f"benchmarks.workloads.{work.data}"
+    return "data=bench", f"data.train._target_={target}", f"data.train.n_samples={n_samples}"
+
+
+def job(work: Work, folder: Path, data: tuple[str, ...] = ()) -> float:
+    """Samples/s of `python -m ddp_hydra`.
+
+    Args:
+        work: what to train.
+        folder: for the run directory.
+        data: overrides that choose other data than those in memory.
+    """
     commands.ddp_hydra(
         f"cluster.n_workers={RANKS}",
-        "data=bench",
+        *(data or in_memory(work)),
         f"data.batch_size={work.batch_size}",
-        f"data.train._target_=benchmarks.workloads.{work.data}",
-        f"data.train.n_samples={work.steps * work.batch_size * RANKS}",
         f"model={work.model}",
         "optimizer.lr=0.01",
         "optimizer.nesterov=false",

@@ -3,61 +3,98 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import commands, environments, overhead, report
+from benchmarks import commands, data_sides, environments, overhead, report
+from benchmarks.object_store import corpus, server
 from benchmarks.overhead import RANKS, WORK, Work
+from benchmarks.peers.loop_photos import SIDE
 from benchmarks.report import Figure, Goal
+from ddp_hydra.rank_host.warm import ALLOCATOR
 
 PEERS = ("lightning-fabric>=2.5", "ray[train]>=2.50")
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-"""What ranks of ours get, for all sides."""
+RAY = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+PHOTOS = Work("resnet18", "photos", 32, 30, 10)
+
+Side = Callable[[Work, Path], float]
 
 
 def measure(repeats: int) -> Iterator[Figure]:
-    """Train by each side in turn."""
-    python = environments.python("train", *PEERS)
-    sides = {
-        "by hand": lambda work, folder: script(work, folder, "ddp_loop.py"),
-        "ddp_hydra": overhead.job,
-        "Lightning Fabric": lambda work, folder: script(work, folder, "fabric_loop.py", python),
-        "Ray Train": lambda work, folder: ray(work, folder, python),
-    }
+    """Train by each side in turn, with data in memory and from the store."""
+    peers = Peers(environments.python("train", *PEERS))
     for work in WORK:
-        speeds: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range(repeats):
-            for name, side in list(sides.items())[:: -1 if turn % 2 else 1]:
-                with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                    speeds[name].append(side(work, Path(folder)))
-                report.progress(f"{work.model}, {name}: {speeds[name][-1]:,.0f} samples/s")
-        found = {name: report.speeds(f"{work.model} x {work.batch_size}, {name}", one) for name, one in speeds.items()}
-        yield from found.values()
-        for peer in ("by hand", "Lightning Fabric", "Ray Train"):
-            goal = Goal(0.99 if peer == "by hand" else 1.0)
-            yield report.ratio(f"{work.model}: ddp_hydra / {peer}", found["ddp_hydra"], found[peer], goal)
+        yield from compare(work, {"ddp_hydra": overhead.job, **peers.sides()}, repeats)
+    root = corpus.make(corpus.FOLDER)
+    with server.serve(root, corpus.FOLDER / "server-train") as store:
+        url = store.url(server.LATE_MS)
+        yield from compare(PHOTOS, {"ddp_hydra": from_store(url), **peers.sides(f"--endpoint={url}")}, repeats)
 
 
-def script(work: Work, folder: Path, name: str, python: str | None = None) -> float:
-    """Samples/s of one of the scripts under torchrun."""
-    metrics = folder / "metrics.jsonl"
-    command = commands.by_hand(name, *sizes(work), f"--metrics={metrics}", ranks=RANKS)
-    commands.run([python or command[0], *command[1:]], {**commands.ONE_THREAD, **ALLOCATOR})
-    return overhead.speed(metrics, work.skip)
+def compare(work: Work, sides: dict[str, Side], repeats: int) -> Iterator[Figure]:
+    """Measure one work by all sides: the speed of each, and ours over that of each peer."""
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    name = f"{work.model} x {work.batch_size}, {work.data}"
+    for turn in range(repeats):
+        for side, train in list(sides.items())[:: -1 if turn % 2 else 1]:
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                speeds[side].append(train(work, Path(folder)))
+            report.progress(f"{name}, {side}: {speeds[side][-1]:,.1f} samples/s")
+    found = {side: report.speeds(f"{name}, {side}", runs) for side, runs in speeds.items()}
+    yield from found.values()
+    for peer in list(found)[1:]:
+        goal = Goal(0.99 if peer == "by hand" else 1.0)
+        yield report.ratio(f"{name}: ddp_hydra / {peer}", found["ddp_hydra"], found[peer], goal)
 
 
-def ray(work: Work, folder: Path, python: str) -> float:
-    """Samples/s of Ray Train."""
-    metrics = folder / "metrics.jsonl"
-    path = str(commands.ROOT / "benchmarks" / "peers" / "ray_loop.py")
-    quiet = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    commands.run([python, path, *sizes(work), f"--metrics={metrics}"], {**commands.ONE_THREAD, **ALLOCATOR, **quiet})
-    return overhead.speed(metrics, work.skip)
+def from_store(url: str) -> Side:
+    """Our job with the photos of a store."""
+    data = ("data=s3_photos", "data.bucket=photos", "data.val=null", "data.anon=true")
+    sizes = (f"data.endpoint_url={url}", f"data.image_size={SIDE}")
+    return lambda work, folder: overhead.job(work, folder, (*data, *sizes))
 
 
-def sizes(work: Work) -> tuple[str, ...]:
+class Peers:
+    """The loops in `peers/`.
+
+    Args:
+        python: the interpreter that has Fabric and Ray.
+    """
+
+    def __init__(self, python: str) -> None:
+        self.python = python
+
+    def sides(self, *options: str) -> dict[str, Side]:
+        """Each loop, with options of its command line."""
+
+        def torchrun(script: str, python: str | None = None) -> Side:
+            def train(work: Work, folder: Path) -> float:
+                command = commands.by_hand(script, *sizes(work, folder), *options, ranks=RANKS)
+                return run([python or command[0], *command[1:]], work, folder)
+
+            return train
+
+        def ray(work: Work, folder: Path) -> float:
+            script = str(commands.ROOT / "benchmarks" / "peers" / "ray_loop.py")
+            return run([self.python, script, *sizes(work, folder), *options], work, folder)
+
+        return {
+            "by hand": torchrun("ddp_loop.py"),
+            "Lightning Fabric": torchrun("fabric_loop.py", self.python),
+            "Ray Train": ray,
+        }
+
+
+def sizes(work: Work, folder: Path) -> tuple[str, ...]:
     """What all scripts are told."""
-    return f"--model={work.model}", f"--batch-size={work.batch_size}", f"--steps={work.steps}"
+    metrics = f"--metrics={folder / 'metrics.jsonl'}"
+    return f"--model={work.model}", f"--batch-size={work.batch_size}", f"--steps={work.steps}", metrics
+
+
+def run(command: list[str], work: Work, folder: Path) -> float:
+    """Samples/s of a command."""
+    commands.run(command, {**commands.ONE_THREAD, **ALLOCATOR, **RAY, **data_sides.ACCOUNT})
+    return overhead.speed(folder / "metrics.jsonl", work.skip)
 
 
 if __name__ == "__main__":

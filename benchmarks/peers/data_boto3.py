@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import boto3
@@ -17,10 +18,11 @@ class Photos(Dataset):
 
     Args:
         endpoint: URL of the store.
+        decoded: makes pixels of a file.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: str, decoded: Callable[[bytes], Any] = data_loader.decoded) -> None:
+        self.endpoint, self.decoded = endpoint, decoded
         self.clients: dict[int, Any] = {}
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket="photos", Prefix="train/")
         self.keys = [item["Key"] for page in pages for item in page["Contents"]]
@@ -39,7 +41,7 @@ class Photos(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         body = self.client().get_object(Bucket="photos", Key=self.keys[index])["Body"]
-        return data_loader.decoded(body.read()), self.targets[index]
+        return self.decoded(body.read()), self.targets[index]
 
 
 def main() -> None:

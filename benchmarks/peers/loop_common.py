@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.peers import loop_photos
 from benchmarks.workloads import Images, Windows
 
 
@@ -24,6 +25,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--metrics", required=True)
+    parser.add_argument("--endpoint", help="URL of the store with photos; without, data are in memory")
     return parser.parse_args()
 
 
@@ -36,6 +38,7 @@ class Work:
         batch_size: per rank.
         steps: of the run.
         metrics: file that rank 0 writes.
+        endpoint: URL of the store with photos; None for data in memory.
         rank: whose.
         world_size: number of ranks.
     """
@@ -44,11 +47,12 @@ class Work:
     batch_size: int
     steps: int
     metrics: str
+    endpoint: str | None
     rank: int
     world_size: int
 
     def build(self) -> tuple[nn.Module, Any]:
-        """The model, and its data in memory."""
+        """The model and its data."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
         n_samples = self.steps * self.batch_size * self.world_size
@@ -59,16 +63,19 @@ class Work:
             return CharLSTM(data.num_classes), data
         from models.resnet import resnet18
 
-        data = Images(n_samples)
-        return resnet18(data.num_classes).to(memory_format=torch.channels_last), data
+        data = loop_photos.photos(self.endpoint) if self.endpoint else Images(n_samples)
+        return resnet18(loop_photos.CLASSES).to(memory_format=torch.channels_last), data
 
     def batches(self, data: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's batches, in random order."""
         order = torch.randperm(len(data))
-        for step in range(self.steps):
-            start = (step * self.world_size + self.rank) * self.batch_size
-            indices = order[start : start + self.batch_size]
-            x, y = data.prepare((data.x[indices], data.y[indices]))
+        starts = [(step * self.world_size + self.rank) * self.batch_size for step in range(self.steps)]
+        mine = [order[start : start + self.batch_size] for start in starts]
+        if self.endpoint:
+            batches = loop_photos.load(data, [indices.tolist() for indices in mine])
+        else:
+            batches = (data.prepare((data.x[indices], data.y[indices])) for indices in mine)
+        for x, y in batches:
             yield (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x), y
 
 
