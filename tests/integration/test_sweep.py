@@ -21,6 +21,7 @@ import torch
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 TINY = ("data=tiny", "model=tiny", "trainer.epochs=2", "cluster.n_workers=4", "dispatch.ranks=2")
+ALONE = ("cluster.n_workers=1", "dispatch.ranks=1")
 SWEEP = ("-m", *TINY, "hydra.sweep.dir=sweep")
 
 
@@ -179,13 +180,13 @@ def test_a_dry_run_checks_every_job_without_a_cluster(cli, nothing_left):
 
 
 def test_a_folder_with_other_jobs_is_not_written_over(cli):
-    cli.done("-m", *TINY[:3], "cluster=inline", "hydra.sweep.dir=sweep", "seed=1,2")
+    cli.done("-m", *TINY[:3], *ALONE, "hydra.sweep.dir=sweep", "seed=1,2")
     before = hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest()
-    cli.done("-m", *TINY[:3], "cluster=inline", "hydra.sweep.dir=sweep", "seed=3,2,1")
+    cli.done("-m", *TINY[:3], *ALONE, "hydra.sweep.dir=sweep", "seed=3,2,1")
     found = rows(cli.folder / "sweep")
     assert {row["overrides"][-1]: number for number, row in found.items()} == {"seed=1": 0, "seed=2": 1, "seed=3": 2}
     assert hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest() == before
-    cli.done("-m", *TINY[:3], "cluster=inline", "hydra.sweep.dir=sweep", "seed=4")
+    cli.done("-m", *TINY[:3], *ALONE, "hydra.sweep.dir=sweep", "seed=4")
     assert states(cli.folder / "sweep") == ["done"] * 4, "what is not part of it this time stays in the table"
 
 
