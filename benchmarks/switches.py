@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def measure(switches: Sequence[tuple[str, ...]], repeats: int) -> list[Row]:
-    """Run all in turn, to and fro."""
+    """Run all in turn, there and back."""
     runs: dict[tuple[str, ...], list[Run]] = {switch: [] for switch in switches}
     for turn in range(repeats):
         for switch in switches[:: -1 if turn % 2 else 1]:
