@@ -157,6 +157,7 @@ def fit(
                 update.apply()
                 meter.add(*counts)
             else:
+                update.discard()
                 samples = next(iter(sampler.batches(position.epoch, position.offset)))
                 if nonfinite.refuse(verdict.bad_rank, rank, float(sum(losses)), samples):
                     stop = 0  # at the next step, from where there is something to save

@@ -58,6 +58,9 @@ class Parallel:
     def after_step(self) -> None:
         """Called after each optimizer step."""
 
+    def forget(self) -> None:
+        """Called after a step whose gradients were refused: nothing of them may get into the next ones."""
+
     def settle(self, *averages: nn.Module) -> None:
         """Make the model, and averages of it, the same on all ranks; before they are judged or saved. A collective."""
 
@@ -68,6 +71,7 @@ class DDP(Parallel):
     def __init__(self, model: nn.Module, wrapped: DistributedDataParallel, batchnorm: str) -> None:
         super().__init__(model, wrapped)
         self.averager: Any = None
+        self.compression: Any = None
         self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
 
     def exchange(self, wanted: bool) -> AbstractContextManager[Any]:
@@ -78,6 +82,12 @@ class DDP(Parallel):
         """Average the weights, where gradients were not."""
         if self.averager is not None:
             self.averager.average_parameters(self.model.parameters())
+
+    def forget(self) -> None:
+        """Let go of what compression owes from former steps, and of its factors."""
+        if self.compression is not None:
+            for memory in (self.compression.error_dict, self.compression.p_memory_dict, self.compression.q_memory_dict):
+                memory.clear()
 
     @torch.no_grad()
     def settle(self, *averages: nn.Module) -> None:
@@ -176,8 +186,8 @@ def _hook(
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
         # Its error feedback needs two steps to begin with.
-        state = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
-        wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
+        parallel.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
+        wrapped.register_comm_hook(parallel.compression, powersgd.powerSGD_hook)
     elif name == "post_local_sgd":
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager

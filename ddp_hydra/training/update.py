@@ -64,6 +64,10 @@ class Update:
         if self.ema is not None:
             self.ema.update(self.model.model)
 
+    def discard(self) -> None:
+        """Leave the step out."""
+        self.model.forget()
+
     def advance(self) -> None:
         """On with the schedule, also where the step was left out."""
         self.lr = self.scheduler.get_last_lr()[0]

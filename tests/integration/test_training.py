@@ -61,6 +61,19 @@ def test_it_is_evaluated_too_and_a_resume_is_exact(client2, train):
     assert logged == pytest.approx(F.cross_entropy(model(judged.x), judged.y).item())
 
 
+def test_a_refused_gradient_stays_out_of_what_powersgd_owes(chaos, client2):
+    """It adds to each gradient what compression has lost of those before: a NaN would never leave it."""
+    hook = (
+        "parallel.comm_hook=powersgd",
+        "parallel.start_step=2",
+        "trainer.on_nonfinite=skip",
+        "trainer.max_nonfinite=1",
+    )
+    story = chaos.done(client2, "nan,rank=1,step=9", overrides=hook)
+    assert math.isfinite(story.summary["metrics"]["train/loss"])
+    assert all(value.isfinite().all() for value in story.checkpoint()["model"].values())
+
+
 # -- metrics -----------------------------------------------------------------------------------------------
 
 
