@@ -66,7 +66,10 @@ class Child:
             os.close(descriptor)
         if self.output is not None:
             redirect(self.output)
-        theirs.send(work(theirs))
+        said = work(theirs)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # Python tidies up, and shall get to its end
+        theirs.send(said)
 
     @property
     def pid(self) -> int:

