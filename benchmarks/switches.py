@@ -15,8 +15,11 @@ from rich.table import Table
 
 from benchmarks import commands, report
 
-BASE = ("experiment=digits", "trainer.validate_every_epochs=0", "trainer.checkpoint_every_epochs=0")
-"""ResNet-18 on real digits, two ranks, 6 epochs."""
+BASE = (
+    *("data=s3_images", "model=resnet18", "data.batch_size=32", "trainer.epochs=null", "trainer.max_steps=60"),
+    *("trainer.validate_every_epochs=0", "trainer.checkpoint_every_epochs=0"),
+)
+"""ResNet-18 on real digits of 32x32, two ranks; the cosine ends after the last step."""
 BEFORE = 20
 """Steps that are not counted: connections, caches and compilation are new to them."""
 SWITCHES: tuple[tuple[str, ...], ...] = (
@@ -31,7 +34,7 @@ SWITCHES: tuple[tuple[str, ...], ...] = (
     ("trainer.ema_decay=0.98",),
     ("trainer.freeze=['*','!fc.*']",),
     ("trainer.decay_all=false",),
-    ("optimizer.fused=true",),
+    ("+optimizer.fused=true",),
     ("loss.label_smoothing=0.1",),
     ("mix=mixup",),
     ("mix=cutmix",),
@@ -43,8 +46,8 @@ SWITCHES: tuple[tuple[str, ...], ...] = (
     ("parallel.bucket_cap_mb=100",),
     ("parallel.comm_hook=fp16",),
     ("parallel.comm_hook=bf16",),
-    ("parallel.comm_hook=powersgd", "parallel.start_step=20"),
-    ("parallel.comm_hook=post_local_sgd", "parallel.start_step=20"),
+    ("parallel.comm_hook=powersgd", "parallel.start_step=10"),
+    ("parallel.comm_hook=post_local_sgd", "parallel.start_step=10"),
     ("parallel.batchnorm=average",),
     ("parallel=none", "dispatch.ranks=1", "data.batch_size=64"),
 )
