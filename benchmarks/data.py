@@ -164,7 +164,7 @@ def raw_fetch(sides: Sides, endpoints: Sequence[str], repeats: int) -> Iterator[
     runs = list(itertools.product(THREADS, LATENCIES_MS))
     for turn in range(2 * repeats):  # it is quick, and hangs on the moment
         options = ("--endpoints", *endpoints, "--threads", *THREADS, "--passes=2", f"--seed={turn}")
-        both_said = ((OURS, sides.ours("fetch", *options)), (BARE, sides.peer("data_obstore.py", *options)))
+        both_said = ((OURS, sides.own("data_fetch", *options)), (BARE, sides.peer("data_obstore.py", *options)))
         for name, results in both_said:
             for (threads, latency), result in zip(runs, results, strict=True):
                 how = f"{threads} threads"

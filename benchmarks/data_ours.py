@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import torch
 from benchmarks.peers import data_common as common
 from data.images.decode import read_jpeg_header
 from data.s3_image_folder import S3ImageFolder
-from data.stores import Store
 from data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.loader import Loader
 
@@ -38,20 +36,6 @@ def images(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
         order = common.shuffled(arguments.images, arguments.seed)
         common.count(loader.load(common.in_batches(order[:16], 4)))
         yield common.timed(lambda loader=loader, order=order: common.count(loader.load(common.in_batches(order))))
-        dataset.close()
-
-
-def fetch(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """Objects through our client, without decoding."""
-    for threads, endpoint in itertools.product(arguments.threads, arguments.endpoints):
-        dataset = photos(endpoint)
-        keys = sorted(key for key, _ in dataset.samples)
-        chosen = [keys[index] for index in common.shuffled(arguments.images, arguments.seed)] * arguments.passes
-
-        def get(key: str, store: Store = dataset._store) -> int:
-            return len(store.get(key))  # and thrown away, as by the bare client
-
-        yield common.in_threads(get, chosen, threads)
         dataset.close()
 
 
@@ -112,7 +96,6 @@ def read_shards(dataset: Any, order: list[int]) -> int:
 
 PARTS = {
     "images": images,
-    "fetch": fetch,
     "decoding": decoding,
     "listing": listing,
     "shards-random": shards_random,
@@ -129,7 +112,6 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[32])
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--bytes", action="store_true")
-    parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder")
     arguments = parser.parse_args()

@@ -62,7 +62,16 @@ class Sides:
             part: which, see `data_ours`.
             options: of the command.
         """
-        command = [sys.executable, "-m", "benchmarks.data_ours", part, *map(str, options)]
+        return self.own("data_ours", part, *options)
+
+    def own(self, module: str, *options: object) -> list[Result]:
+        """Run a module of ours.
+
+        Args:
+            module: its name in this package.
+            options: of the command.
+        """
+        command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, options)]
         with tempfile.TemporaryDirectory(dir=self.folder) as cache:
             return _hear(command, {"XDG_CACHE_HOME": cache, "TMPDIR": str(self.folder)})
 
