@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+JOBS ?= 2
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
 TOUCHES_HYDRA := tests/test_*.py tests/data/test_conf.py tests/ddp_hydra/sweep \
@@ -14,8 +15,8 @@ TOUCHES_HYDRA := tests/test_*.py tests/data/test_conf.py tests/ddp_hydra/sweep \
 demo: $(READY)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
 
-test: $(READY)  ## all tests
-	$(BIN)/python -m pytest
+test: $(READY)  ## all tests, some files beside others
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-fast: $(READY)  ## the tests that start no processes
 	$(BIN)/python -m pytest -m "not integration"

@@ -187,7 +187,9 @@ def _hook(
 
         # Its error feedback needs two steps to begin with.
         parallel.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
-        wrapped.register_comm_hook(parallel.compression, powersgd.powerSGD_hook)
+        in_order = dist.get_backend() == "nccl"
+        hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook)
+        wrapped.register_comm_hook(parallel.compression, hook)
     elif name == "post_local_sgd":
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -196,6 +198,21 @@ def _hook(
         alike = local_sgd.PostLocalSGDState(None, on_host, start_step)
         wrapped.register_comm_hook(alike, local_sgd.post_localSGD_hook)
         parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
+
+
+def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Run a hook of several exchanges to its end.
+
+    gloo pairs exchanges by the order in which ranks begin them, and with two buckets on their way at once, the second
+    exchange of one and the first of the other begin in any order.
+    """
+
+    def run(state, bucket):  # DDP refuses annotations that are text
+        gradients = hook(state, bucket)
+        gradients.wait()
+        return gradients
+
+    return run
 
 
 def _ranks_per_host() -> int:

@@ -88,6 +88,32 @@ def test_gradients_may_travel_in_other_ways(client2, gang, plain, options, toler
     assert (distance(ranks[0]["settled"], plain[0]["settled"]) > 0) is compresses
 
 
+def descend_with_many_buckets() -> float:
+    """On each rank: train a network whose gradients take eight buckets; the loss at the end."""
+    import torch.distributed as dist
+    from torch import nn
+
+    from ddp_hydra.training import parallel
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.Tanh())]
+    model = parallel.ddp(nn.Sequential(*layers), comm_hook="powersgd", start_step=2, bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(model.model.parameters(), lr=0.1)
+    x = torch.randn(8, 512) + dist.get_rank()
+    for _ in range(40):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_powersgd_exchanges_many_buckets_in_one_order(client2, gang):
+    """With gloo, ranks that begin exchanges in different orders crash."""
+    losses = gang(client2, threads=1).run(descend_with_many_buckets)
+    assert all(0 < loss < 0.1 for loss in losses)
+
+
 def test_ranks_on_two_hosts_keep_their_own_weights_for_a_while_and_meet_again(client2, gang):
     def on_two_hosts(options: dict[str, Any], steps: int) -> dict[str, Any]:
         import os
