@@ -1,4 +1,4 @@
-"""What all ranks must decide alike: whether a step counts, and whether to stop after it."""
+"""What all ranks must decide alike: whether a step counts, and whether to stop after it; and what they must know."""
 
 from __future__ import annotations
 
@@ -68,6 +68,23 @@ class Agreement:
             return Vote(ballot, None, 1)
         work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         return Vote(ballot, work, self.world_size)
+
+    def gather(self, *parts: list[float]) -> list[list[list[float]]]:
+        """Tell each other numbers, all at once: what costs is not how many they are. A collective.
+
+        Args:
+            parts: lists of numbers, each as long on every rank.
+
+        Returns:
+            For each part, that of every rank.
+        """
+        mine = torch.tensor([number for part in parts for number in part], dtype=torch.float64)
+        rows = [mine]
+        if not self.alone:
+            rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(rows, mine, group=self.group)
+        split = [torch.split(row, [len(part) for part in parts]) for row in rows]
+        return [[part.tolist() for part in of_all] for of_all in zip(*split, strict=True)]
 
 
 def has_gloo() -> bool:

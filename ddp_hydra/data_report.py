@@ -6,11 +6,10 @@ here: samples (read), bytes, requests, retries, cache_hits and cache_misses (of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ddp_hydra.errors import DataError
@@ -24,26 +23,35 @@ class DataReport:
 
     Args:
         loader: of the training data.
-        device: for the collectives.
     """
 
-    def __init__(self, loader: Loader, device: torch.device) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self.device = device
         self.before = [0.0] * (2 + len(COUNTS))
         self.spent_s = 0.0
+        self.ranks = 1
 
-    def lap(self, spent_s: float) -> dict[str, float]:
-        """What the time since the last lap was like. A collective: all ranks call it.
+    def mine(self, spent_s: float) -> list[float]:
+        """This rank's part in a lap: what it cost so far.
 
         Args:
             spent_s: length of the lap, without validation, in seconds.
+        """
+        self.spent_s += spent_s
+        stats = self.loader.dataset.stats() if hasattr(self.loader.dataset, "stats") else {}
+        return [self.loader.waited_s, self.spent_s, *(float(stats.get(name, 0)) for name in COUNTS)]
+
+    def lap(self, of_all: Sequence[Sequence[float]]) -> dict[str, float]:
+        """What the time since the last lap was like. All ranks call it, for they may have to agree on bad samples.
+
+        Args:
+            of_all: each rank's part.
 
         Raises:
             DataError: all ranks together found too many bad samples.
         """
-        self.spent_s += spent_s
-        now = self._over_all_ranks()
+        self.ranks = len(of_all)
+        now = [sum(column) for column in zip(*of_all, strict=True)]
         waited, spent, *counts = (a - b for a, b in zip(now, self.before, strict=True))
         new, so_far = (dict(zip(COUNTS, numbers, strict=True)) for numbers in (counts, now[2:]))
         self.before = now
@@ -52,24 +60,15 @@ class DataReport:
             return lap
         if so_far["bad_samples"]:
             self._refuse_too_many()
-        lap["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self._ranks()
+        lap["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self.ranks
         lap["data/cache_hits"] = new["cache_hits"] / max(1, new["cache_hits"] + new["cache_misses"])
         return lap | {f"data/{name}": so_far[name] for name in ("retries", "bad_samples")}
 
     def total(self) -> dict[str, float]:
         """What the run was like as a whole, for its summary; as of the last lap."""
         waited, spent, *counts = self.before
-        total = {"wait_s": waited / self._ranks(), "wait": waited / max(spent, 1e-9)}
+        total = {"wait_s": waited / self.ranks, "wait": waited / max(spent, 1e-9)}
         return total | (dict(zip(COUNTS, counts, strict=True)) if hasattr(self.loader.dataset, "stats") else {})
-
-    def _over_all_ranks(self) -> list[float]:
-        stats = self.loader.dataset.stats() if hasattr(self.loader.dataset, "stats") else {}
-        mine = [self.loader.waited_s, self.spent_s, *(float(stats.get(name, 0)) for name in COUNTS)]
-        if self._ranks() == 1:
-            return mine
-        sums = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
-        return sums.tolist()
 
     def _refuse_too_many(self) -> None:
         """Fail where the ranks together are past what each of them may have."""
@@ -85,9 +84,6 @@ class DataReport:
                 f"{share:g} allows {int(share * len(dataset))}: {some}. Remove them, or type a larger "
                 "data.max_bad_fraction=..."
             )
-
-    def _ranks(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,14 +40,24 @@ class Meter:
         for one in counts:
             self.sums += one
 
+    def take(self) -> list[float]:
+        """Give the sums of this rank since the last time away, and begin anew."""
+        sums = self.sums.tolist()
+        self.clear()
+        return sums
+
     def result(self, prefix: str) -> dict[str, float]:
-        """Mean loss and top-1 accuracy over all ranks since the last call. A collective: all ranks call it."""
+        """Mean loss and top-1 accuracy over all ranks since the last time. A collective: all ranks call it."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self.sums)
-        loss, correct, n = self.sums.tolist()
-        self.clear()
-        return {f"{prefix}/loss": loss / n, f"{prefix}/accuracy": correct / n} if n else {}
+        return means(prefix, [self.take()])
 
     def clear(self) -> None:
         """Forget what was counted."""
         self.sums.zero_()
+
+
+def means(prefix: str, sums: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Mean loss and accuracy of some sums, as of each rank; nothing where none has counted anything."""
+    loss, correct, n = (sum(column) for column in zip(*sums, strict=True))
+    return {f"{prefix}/loss": loss / n, f"{prefix}/accuracy": correct / n} if n else {}

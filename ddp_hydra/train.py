@@ -19,7 +19,7 @@ from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad
 from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
-from ddp_hydra.metrics import Meter, count
+from ddp_hydra.metrics import Meter, count, means
 from ddp_hydra.nonfinite import NonFinite
 from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
@@ -112,7 +112,7 @@ def fit(
             told["lines"].append(f"weights   from a file, all but {', '.join(new) or 'none'}")
         results.emit("start", told, position.step)
 
-    watch, data_report = Stopwatch(position.samples), DataReport(loader, device)
+    watch, data_report = Stopwatch(position.samples), DataReport(loader)
     stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
     profile = Profile(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
     profile.check(total_steps)
@@ -173,9 +173,10 @@ def fit(
             save = bool(stop) or (due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary)
             if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
                 pulse.at("log", step)
-                training = meter.result("train") | update.metrics()
                 lap_s, speed = watch.lap(position.samples)
-                training |= {"samples_per_s": speed} | data_report.lap(lap_s) | stragglers.lap()
+                sums, reading, own = agreement.gather(meter.take(), data_report.mine(lap_s), stragglers.mine())
+                training = means("train", sums) | update.metrics() | {"samples_per_s": speed}
+                training |= data_report.lap(reading) | stragglers.lap(own)
                 metrics |= training
                 log(training, position, rank)
             if save:

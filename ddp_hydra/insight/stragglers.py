@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp_hydra.loader import Loader
@@ -56,26 +56,26 @@ class Stragglers:
         event.record()
         return event
 
-    def lap(self) -> dict[str, float]:
-        """The slowest rank's part since the last lap, as a multiple of the median. A collective."""
+    def mine(self) -> list[float]:
+        """This rank's part in a lap: seconds that it has worked alone since the last one."""
         for begin, end in self.events:  # the device has been waited for
             self.forward_s += begin.elapsed_time(end) / 1000
         own = self.forward_s + self.loader.waited_s - self.waited_s
         self.forward_s, self.waited_s = 0.0, self.loader.waited_s
         self.events.clear()
-        ranks = self._of_all(own)
-        if len(ranks) == 1:
+        return [own]
+
+    def lap(self, of_all: Sequence[Sequence[float]]) -> dict[str, float]:
+        """The slowest rank's part as a multiple of the median.
+
+        Args:
+            of_all: each rank's part.
+        """
+        if len(of_all) == 1:
             return {}
+        ranks = [own for (own,) in of_all]
         self.totals = [total + one for total, one in zip(self.totals or [0.0] * len(ranks), ranks, strict=True)]
         return {"slowest_rank": max(ranks) / max(statistics.median(ranks), 1e-9)}
-
-    def _of_all(self, own: float) -> list[float]:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return [own]
-        mine = torch.tensor([own], dtype=torch.float64, device=self.device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine)
-        return [float(one) for one in every]
 
     def total(self) -> dict[str, float]:
         """Of the whole run: the slowest rank, and its part as a multiple of the median; empty for a single rank."""

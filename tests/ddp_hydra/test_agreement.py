@@ -55,6 +55,10 @@ def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
     assert agreed == Verdict(max(stop for _, stop in votes), bad[0] if bad else None)
 
 
+def test_alone_a_rank_tells_itself():
+    assert Agreement().gather([1.0, 0.1], [], [3.0]) == [[[1.0, 0.1]], [[]], [[3.0]]]
+
+
 # -- a gang ------------------------------------------------------------------------------------------------
 
 

@@ -31,15 +31,15 @@ class Images:
 def test_a_lap_is_what_came_since_the_last_one():
     data = Images(samples=10, bytes=1000, retries=1, cache_hits=0, bad_samples=0)
     loader = Loader(data, CPU)
-    report = DataReport(loader, CPU)
+    report = DataReport(loader)
     loader.waited_s = 1.0
     first = {"data_wait": 0.25, "data/bytes_per_s": 250, "data/retries": 1, "data/cache_hits": 0, "data/bad_samples": 0}
-    assert report.lap(4.0) == first
+    assert report.lap([report.mine(4.0)]) == first
     data.counts = {"samples": 30, "bytes": 3000, "retries": 4, "cache_hits": 5, "cache_misses": 15, "bad_samples": 1}
     data.bad = {"one": "damaged"}
     loader.waited_s = 1.5
     later = {"data_wait": 0.5, "data/bytes_per_s": 2000, "data/retries": 4, "data/cache_hits": 0.25}
-    assert report.lap(1.0) == {**later, "data/bad_samples": 1}
+    assert report.lap([report.mine(1.0)]) == {**later, "data/bad_samples": 1}
     assert report.total() == {
         "wait_s": 1.5, "wait": 0.3, "samples": 30, "bytes": 3000, "requests": 0, "retries": 4, "cache_hits": 5,
         "cache_misses": 15, "bad_samples": 1,
@@ -48,9 +48,9 @@ def test_a_lap_is_what_came_since_the_last_one():
 
 def test_of_a_data_set_that_says_nothing_the_waiting_is_told():
     loader = Loader([1, 2], CPU)
-    report = DataReport(loader, CPU)
+    report = DataReport(loader)
     loader.waited_s = 0.5
-    assert report.lap(2.0) == {"data_wait": 0.25}
+    assert report.lap([report.mine(2.0)]) == {"data_wait": 0.25}
     assert report.total() == {"wait_s": 0.5, "wait": 0.25}
 
 
@@ -58,8 +58,9 @@ def test_too_many_bad_samples_fail_and_some_are_named():
     data = Images(bad_samples=2)
     data.bad = {"b.png": "damaged", "a.png": "empty"}
     words = r"2 bad samples of 100.*allows 1: a\.png \(empty\); b\.png \(damaged\).*data\.max_bad_fraction="
+    report = DataReport(Loader(data, CPU))
     with pytest.raises(DataError, match=words):
-        DataReport(Loader(data, CPU), CPU).lap(1.0)
+        report.lap([report.mine(1.0)])
 
 
 def test_bad_samples_of_all_data_sets_are_gathered():

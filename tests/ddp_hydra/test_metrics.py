@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_hydra.losses import CrossEntropy
-from ddp_hydra.metrics import Meter, count
+from ddp_hydra.metrics import Meter, count, means
 
 cross_entropy = CrossEntropy()
 
@@ -83,3 +83,11 @@ def test_on_a_gpu_the_sums_stay_there():
     meter.add(count(cross_entropy(logits, target), logits, target))
     assert meter.sums.is_cuda
     assert meter.result("x")["x/loss"] == pytest.approx(sum(LOSSES) / 3)
+
+
+def test_means_are_those_of_all_samples_whichever_rank_counted_them():
+    assert means("train", [[4.0, 1.0, 2.0], [2.0, 4.0, 6.0], [0.0, 0.0, 0.0]]) == {
+        "train/loss": 0.75,
+        "train/accuracy": 0.625,
+    }
+    assert means("train", [[0.0, 0.0, 0.0]]) == {}
