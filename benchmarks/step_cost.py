@@ -12,8 +12,8 @@ from pathlib import Path
 from benchmarks import commands, report
 from benchmarks.report import Figure
 
-STEPS = 10_000
-BIG_STEPS = 60
+STEPS = 3_000
+BIG_STEPS = 40
 ALL = ("progress", "tensorboard")
 JOB = (
     *("cluster.n_workers=2", "data=bench", "data.batch_size=4", "scheduler=none", "trainer.threads=1"),
@@ -88,4 +88,4 @@ def step_us(variant: Variant) -> float:
 
 
 if __name__ == "__main__":
-    report.main(__doc__, measure, repeats=5)
+    report.main(__doc__, measure, repeats=3)
