@@ -24,10 +24,11 @@ def python(name: str, *requirements: str) -> str:
     if not ready.is_file() or ready.read_text() != wanted:
         report.progress(f"making {folder.name} with {', '.join(requirements)}")
         _run(sys.executable, "-m", "venv", "--clear", str(folder))
-        _run(str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements)
-        # Ours comes last on the path, and without its own .pth files, so that our launcher is not found there.
+        # Ours comes last on the path, and without its own .pth files, so that our launcher is not found there. It comes
+        # first in time, so that pip does not install another torch.
         theirs = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
         (theirs / "zz_ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        _run(str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements)
         ready.write_text(wanted)
     return str(interpreter)
 
