@@ -169,9 +169,9 @@ def npy(array) -> bytes:
         (".json", b'{"a": [1, 2.5]}', {"a": [1, 2.5]}),
         (".mp", msgpack.packb([1, "a"]), [1, "a"]),
         (".msgpack", msgpack.packb({"a": b"1"}), {"a": b"1"}),
-        (".txt.gz", gzip.compress(b"text"), "text"),
-        (".meta.json.GZ", gzip.compress(b"[1]"), [1]),
-        (".gz", gzip.compress(b"text"), b"text"),
+        (".txt.gz", gzip.compress(b"text", mtime=0), "text"),
+        (".meta.json.GZ", gzip.compress(b"[1]", mtime=0), [1]),
+        (".gz", gzip.compress(b"text", mtime=0), b"text"),
         (".unknown", b"text", b"text"),
         (".a.b.c", b"text", b"text"),
     ],
@@ -194,7 +194,7 @@ def test_arrays_and_images_are_decoded(png):
     ("extension", "content"),
     [
         (".cls", b"cat"), (".txt", b"\xff"), (".json", b"{"), (".json", b"[" * 100_000), (".npy", b"x"), (".npy", b""),
-        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".txt.gz", b"x"), (".txt.gz", gzip.compress(b"text")[:-4]),
+        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".txt.gz", b"x"), (".txt.gz", gzip.compress(b"text", mtime=0)[:-4]),
         (".npy", npy(np.array([{}], dtype=object))),
     ],
 )  # fmt: skip
