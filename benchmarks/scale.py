@@ -24,7 +24,7 @@ RANKS = (2, 32, 256)
 FROM = 32
 """Where the fixed cost of a gang is small enough to see what each rank costs."""
 MANY = 4096
-RECORDS = 50
+RECORDS = 200
 """Records of each rank."""
 PER_PROCESS = 64
 """Workers in one process."""

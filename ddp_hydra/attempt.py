@@ -123,7 +123,7 @@ class Attempt:
     def end_all(self) -> None:
         """Stop what still runs, wait for it, and let go of the tasks."""
         try:
-            if self.roster.running and self.crew.is_reachable:
+            if not self.roster.is_over and self.crew.is_reachable:
                 self.stop()
                 self.drain(until=time.monotonic() + END_S)
         finally:  # also at a second Ctrl-C, and whatever a rank has still to say
@@ -144,7 +144,7 @@ class Attempt:
         Raises:
             RankFailed: at least one did not end well.
         """
-        while self.roster.running:
+        while not self.roster.is_over:
             self.handle_next(timeout_s=CHECK_S)
             if time.monotonic() - self.checked > CHECK_S:
                 self.check()
@@ -176,7 +176,7 @@ class Attempt:
 
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Handle events until all ranks have ended, or `enough`, or the time of `until` has come."""
-        while self.roster.running and not enough() and time.monotonic() < until:
+        while not self.roster.is_over and not enough() and time.monotonic() < until:
             self.handle_next(timeout_s=0.05)
 
     def read_rest(self, failed: RankFailed) -> None:

@@ -28,6 +28,11 @@ class Roster:
         self.failures: list[Failure] = []
 
     @property
+    def is_over(self) -> bool:
+        """Whether all ranks have ended. It is asked at each record, so it does not look at each rank."""
+        return len(self.ended) == len(self.specs)
+
+    @property
     def running(self) -> list[int]:
         """The ranks that have not ended."""
         return [spec.rank for spec in self.specs if spec.rank not in self.ended]
