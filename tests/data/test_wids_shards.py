@@ -194,7 +194,8 @@ def test_arrays_and_images_are_decoded(png):
     ("extension", "content"),
     [
         (".cls", b"cat"), (".txt", b"\xff"), (".json", b"{"), (".json", b"[" * 100_000), (".npy", b"x"), (".npy", b""),
-        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".txt.gz", b"x"), (".txt.gz", gzip.compress(b"text", mtime=0)[:-4]),
+        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".txt.gz", b"x"),
+        (".txt.gz", gzip.compress(b"text", mtime=0)[:-4]),
         (".npy", npy(np.array([{}], dtype=object))),
     ],
 )  # fmt: skip
