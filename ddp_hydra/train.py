@@ -173,8 +173,9 @@ def fit(
             save = bool(stop) or (due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary)
             if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
                 pulse.at("log", step)
+                counted = meter.take()  # waits for the device, whose work belongs to the lap
                 lap_s, speed = watch.lap(position.samples)
-                sums, reading, own = agreement.gather(meter.take(), data_report.mine(lap_s), stragglers.mine())
+                sums, reading, own = agreement.gather(counted, data_report.mine(lap_s), stragglers.mine())
                 training = means("train", sums) | update.metrics() | {"samples_per_s": speed}
                 training |= data_report.lap(reading) | stragglers.lap(own)
                 metrics |= training

@@ -16,7 +16,7 @@ SIDE = 128
 """Of the crops, in pixels."""
 CLASSES = 10
 WORKERS = 1
-"""Processes that read, for each rank: more were slower with two cores."""
+"""Processes that read, for each rank."""
 
 
 def photos(endpoint: str) -> Dataset:
