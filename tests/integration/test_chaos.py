@@ -32,7 +32,7 @@ STOP_S = 2.0
 """How soon after a fault all ranks are gone."""
 HANG_S = 3.0
 """The same of a hang, after its timeout."""
-LOADED = 3
+LOADED = 5
 """How many times as long it may take now and then, on a machine that has other things to do."""
 
 
@@ -374,7 +374,7 @@ def test_a_second_interrupt_ends_at_once(chaos, client2):
 
     patient = ("dispatch.hang_timeout_s=60", "dispatch.first_step_timeout_s=60")
     story = chaos(client2, "hang,rank=1,step=9", on_record=interrupt, overrides=patient)
-    assert time.monotonic() - struck[1] < 5  # of 60 for the hang, and 300 of grace
+    assert time.monotonic() - struck[1] < 20  # of 60 for the hang, and 300 of grace
     assert isinstance(story.error, KeyboardInterrupt)
     assert not isinstance(story.error, Interrupted)
     assert story.summary["status"] == "interrupted"

