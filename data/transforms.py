@@ -103,7 +103,7 @@ class _Transform(ABC):
             part = _shifted(part, *look.shift)
         if look.flip:
             part = cv2.flip(part, 1)
-        made = torch.from_numpy(part).permute(2, 0, 1)
+        made = torch.from_numpy(part.transpose(2, 0, 1))
         if look.shade is not None:
             made = look.shade.of(made)
         if look.erased is not None:

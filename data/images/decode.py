@@ -96,7 +96,7 @@ def decode(data: Any) -> Tensor:
     """
     header = read_jpeg_header(data)
     pixels = decode_jpeg(data, header) if header else _decode_any(data)
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+    return torch.from_numpy(pixels.transpose(2, 0, 1))
 
 
 def _decode_any(data: Any) -> np.ndarray:
