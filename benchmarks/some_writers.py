@@ -1,9 +1,14 @@
-"""A job without TensorBoard or progress, so that they can be priced: `... some_writers tensorboard -- <overrides>`."""
+"""A job without TensorBoard or progress, to price them: `... some_writers FILE tensorboard -- <overrides>`.
+
+FILE gets the CPU time of the command, which is client, writers and scheduler, in seconds.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 from rich.console import Console
@@ -13,13 +18,17 @@ from ddp_hydra.writers import default_writers
 
 
 def main() -> None:
-    """Run the command after `--`; before it is what to leave out."""
+    """Run the command after `--`; before it are the file, and what to leave out."""
     at = sys.argv.index("--")
-    chosen = dict.fromkeys(sys.argv[1:at], False)
+    file, *without = sys.argv[1:at]
     sys.argv[1:] = sys.argv[at + 1 :]
     display = Console(force_terminal=True)  # as a person has it, though nobody looks
-    with mock.patch.object(job, "default_writers", partial(default_writers, **chosen, console=display)):
-        cli.entry()
+    chosen = partial(default_writers, **dict.fromkeys(without, False), console=display)
+    try:
+        with mock.patch.object(job, "default_writers", chosen):
+            cli.entry()
+    finally:
+        Path(file).write_text(repr(time.process_time()))
 
 
 if __name__ == "__main__":
