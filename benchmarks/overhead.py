@@ -49,7 +49,7 @@ def measure(repeats: int) -> Iterator[Figure]:
         hand = report.speeds(f"{work.model} x {work.batch_size}, by hand", theirs)
         whole = report.speeds(f"{work.model} x {work.batch_size}, ddp_hydra", ours)
         yield from (hand, whole)
-        yield report.ratio(f"{work.model} x {work.batch_size}, ddp_hydra / by hand", whole, hand, Goal(0.97))
+        yield report.paired(f"{work.model} x {work.batch_size}, ddp_hydra / by hand", ours, theirs, Goal(0.97))
 
 
 def in_memory(work: Work) -> tuple[str, ...]:

@@ -79,6 +79,12 @@ def ratio(name: str, over: Figure, under: Figure, goal: Goal | None = None) -> F
     return Figure(name, over.median / under.median, over.best / under.best, over.worst / under.worst, "x", goal)
 
 
+def paired(name: str, over: Sequence[float], under: Sequence[float], goal: Goal | None = None) -> Figure:
+    """The ratio of two speeds that were measured side by side in each turn: what drifts meanwhile meets both."""
+    ratios = tuple(a / b for a, b in zip(over, under, strict=True))
+    return Figure(name, statistics.median(ratios), max(ratios), min(ratios), "x", goal, ratios)
+
+
 def main(description: str, measure: Callable[[int], Iterable[Figure]], repeats: int) -> None:
     """Run a benchmark as a command.
 

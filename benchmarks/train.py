@@ -44,7 +44,7 @@ def compare(work: Work, sides: dict[str, Side], repeats: int) -> Iterator[Figure
     yield from found.values()
     for peer in list(found)[1:]:
         goal = Goal(0.99 if peer == "by hand" else 1.0)
-        yield report.ratio(f"{name}: ddp_hydra / {peer}", found["ddp_hydra"], found[peer], goal)
+        yield report.paired(f"{name}: ddp_hydra / {peer}", speeds["ddp_hydra"], speeds[peer], goal)
 
 
 def from_store(url: str) -> Side:

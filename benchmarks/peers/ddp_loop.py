@@ -17,7 +17,7 @@ def main() -> None:
     work = Work(**vars(arguments()), rank=dist.get_rank(), world_size=dist.get_world_size())
     model, data = work.build()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
     log = Log(work)
     for x, y in work.batches(data):
         logits = ddp(x)

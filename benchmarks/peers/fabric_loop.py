@@ -19,7 +19,7 @@ def main() -> None:
     fabric.launch()
     work = Work(**vars(arguments()), rank=fabric.global_rank, world_size=world_size)
     bare, data = work.build()
-    model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9))
+    model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9, fused=True))
     log = Log(work)
     for x, y in work.batches(data):
         logits = model(x)

@@ -24,7 +24,7 @@ def train(options: dict[str, Any]) -> None:
     work = Work(**options, rank=get_context().get_world_rank(), world_size=RANKS)
     bare, data = work.build()
     model = prepare_model(bare, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     log = Log(work)
     for x, y in work.batches(data):
         logits = model(x)
