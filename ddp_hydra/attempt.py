@@ -26,7 +26,7 @@ from ddp_hydra.vitals import Hang, Vitals, waits
 if TYPE_CHECKING:
     from ddp_hydra.dispatch import Gang
 
-CHECK_S = 0.2
+CHECK_S = 0.5
 """How often is looked for what no record tells."""
 SETTLE_S = 0.4
 """How long a mere symptom waits for its cause to be heard."""

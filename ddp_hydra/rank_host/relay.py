@@ -37,6 +37,8 @@ FLUSH_S = 0.05
 WINDOW_BYTES = 4 * 2**20
 """Unacknowledged bytes at which the relay stops reading, so that the rank blocks."""
 TICK_S = 0.1
+CALM_S = 0.5
+"""How often a relay looks up whose rank trains: each look takes time from ranks on the same cores."""
 BEAT_S = 1.0
 """How often the client hears where the rank is."""
 STACK_S = 0.5
@@ -150,7 +152,7 @@ class Relay:
         """Start the rank, relay until it has ended, and return the data of its end record."""
         self.start()
         while self.exit is None or (self.open and not self.abandoned()):
-            for key, _ in self.selector.select(FLUSH_S if self.buffer else TICK_S):
+            for key, _ in self.selector.select(self.pause_s):
                 key.data()
             self.flush()
             self.beat()
@@ -323,6 +325,14 @@ class Relay:
         """Tell the rank something; one that has ended does not hear it."""
         with contextlib.suppress(OSError):
             self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    @property
+    def pause_s(self) -> float:
+        """How long nothing has to be looked at, unless somebody says something."""
+        if self.buffer:
+            return FLUSH_S
+        is_calm = self.ready and self.stopping_since is None and self.stack_until in (None, math.inf)
+        return CALM_S if is_calm else TICK_S
 
     # -- how it is doing -----------------------------------------------------------------------------------
 
