@@ -9,8 +9,9 @@ import itertools
 import statistics
 import sys
 import tempfile
+import time
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +19,28 @@ import torch
 
 from benchmarks import commands, report
 from benchmarks.report import Figure
+from ddp_hydra import checkpoint, results
+from ddp_hydra.checkpoint import Position, State
 from ddp_hydra.metrics import Meter, count
+from ddp_hydra.results import Record
+from ddp_hydra.schedules import constant
+from ddp_hydra.writers.tensorboard import TensorBoardWriter
+from models.resnet import resnet18
 
 STEPS = 3_000
-WARM_STEPS = 200
+LARGE_STEPS, LARGE_EVERY = 300, 20
 DEFAULT_EVERY = 10
-ALL = ("progress", "tensorboard")
+ALL, ONE = ("progress", "tensorboard"), ("tensorboard",)
 JOB = (
     *("cluster.n_workers=2", "data=bench", "data.batch_size=4", "scheduler=none", "trainer.threads=1"),
     *("objective.metric=train/loss", "objective.direction=minimize", "trainer.validate_every_epochs=0"),
     *("optimizer=traced_sgd", "optimizer.step_s=0"),
 )
 MLP = ("model=mlp", f"data.train.n_samples={8 * STEPS}")
-RESNET = ("model=resnet18", "data.train._target_=benchmarks.workloads.Images", f"data.train.n_samples={8 * STEPS}")
+RESNET = (
+    *("model=resnet18", "data.train._target_=benchmarks.workloads.Images"),
+    f"data.train.n_samples={8 * LARGE_STEPS}",
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +55,10 @@ class Ran:
     step_us: list[float]
     client_s: float
 
-    def after(self, every: int, offset: int = 0) -> list[float]:
-        """Times of the steps after each n-th one, without the first steps."""
-        return [us for step, us in enumerate(self.step_us, 1) if step % every == offset and step > WARM_STEPS]
+    def after(self, every: int, offset: int = 0) -> float:
+        """Median time of the steps after each n-th one, without the first tenth."""
+        timed = enumerate(self.step_us, 1)
+        return statistics.median(us for n, us in timed if n % every == offset and n > len(self.step_us) // 10)
 
 
 def measure(repeats: int) -> Iterator[Figure]:
@@ -64,46 +75,36 @@ def measure(repeats: int) -> Iterator[Figure]:
 def once() -> dict[str, float]:
     """All prices, in microseconds."""
     paired, rare = run(ALL, every=2), run(ALL, every=STEPS)
-    step = statistics.median(paired.after(2, 1))
-    record = statistics.median(paired.after(2)) - step
+    step = paired.after(2, 1)
+    record = paired.after(2) - step
     counted = counting()
-    client = {without: run(without, every=1).client_s for without in (ALL, ("tensorboard",), ())}
-    per_record = {without: (spent - rare.client_s) / STEPS * 1e6 for without, spent in client.items()}
+    arrival, progress = ((run(without, every=1).client_s - rare.client_s) / STEPS * 1e6 for without in (ALL, ONE))
+    progress -= arrival
+    events = writing_events()
     saving = run((), DEFAULT_EVERY, "trainer.checkpoint_every_steps=100")
-    large = run((), DEFAULT_EVERY, "trainer.checkpoint_every_steps=50", model=RESNET, steps=500)
+    large = run((), DEFAULT_EVERY, model=RESNET, steps=LARGE_STEPS)
+    large_saving = run(
+        *((), DEFAULT_EVERY, f"trainer.checkpoint_every_steps={LARGE_EVERY}"), model=RESNET, steps=LARGE_STEPS
+    )
     return {
         "a step of the tiny model": step,
         "rank: count loss and accuracy, in each step": counted,
         "rank: a record": record,
         "rank: both, a record every 10 steps, per step": counted + record / DEFAULT_EVERY,
-        "client CPU: a record arrives, metrics.jsonl": per_record[ALL],
-        "client CPU: progress": per_record[("tensorboard",)] - per_record[ALL],
-        "client CPU: TensorBoard": per_record[()] - per_record[("tensorboard",)],
-        "client CPU: all, a record every 10 steps, per step": per_record[()] / DEFAULT_EVERY,
-        "a checkpoint of the tiny model: its step waits": waits(saving, 100),
-        "... all ranks lose until the next one": loses(saving, 100),
+        "client CPU: a record arrives, metrics.jsonl": arrival,
+        "client CPU: progress, a record": progress,
+        "client CPU: TensorBoard, a record": events,
+        "client CPU: all, a record every 10 steps, per step": (arrival + progress + events) / DEFAULT_EVERY,
+        "rank: a checkpoint of the tiny model": saving.after(100) - saving.after(100, 50),
         "a step of ResNet-18": statistics.median(large.step_us),
-        "a checkpoint of it (85 MiB): its step waits": waits(large, 50),
-        "... all ranks lose, on shared cores": loses(large, 50),
+        "rank: a checkpoint of it (85 MiB), while training waits": (
+            large_saving.after(LARGE_EVERY) - large_saving.after(LARGE_EVERY, LARGE_EVERY // 2)
+        ),
+        "rank CPU: beside training, to write it and its sum": storing(),
+        "client CPU: to take it, look at its sum, store it": (
+            (large_saving.client_s - large.client_s) * 1e6 / (LARGE_STEPS // LARGE_EVERY)
+        ),
     }
-
-
-def waits(ran: Ran, every: int) -> float:
-    """How much longer the steps with a checkpoint are than others with a record."""
-    return statistics.median(ran.after(every)) - statistics.median(ran.after(every, every // 2))
-
-
-def loses(ran: Ran, every: int) -> float:
-    """How much longer the first half of the steps after a checkpoint is than the second, in the median."""
-    half = every // 2
-    saved = range(every * (WARM_STEPS // every + 1), len(ran.step_us) - every, every)
-    halves = [(total(ran.step_us, step, half), total(ran.step_us, step + half, half)) for step in saved]
-    return statistics.median(first - second for first, second in halves)
-
-
-def total(step_us: Sequence[float], step: int, n_steps: int) -> float:
-    """Time of some steps."""
-    return sum(step_us[step - 1 : step - 1 + n_steps])
 
 
 def counting() -> float:
@@ -112,6 +113,49 @@ def counting() -> float:
     meter, loss, logits, target = Meter(torch.device("cpu")), torch.rand(()), torch.rand(64, 10), torch.zeros(64).long()
     runs = timeit.repeat(lambda: meter.add(count(loss, logits, target)), number=1_000, repeat=5)
     return statistics.median(runs) * 1_000
+
+
+def writing_events() -> float:
+    """Microseconds that the client's TensorBoard writer takes for a record."""
+    metrics = dict.fromkeys(("train/loss", "train/accuracy", "lr", "samples_per_s", "data_wait", "slowest_rank"), 0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TensorBoardWriter(Path(folder))
+        begin = time.process_time()
+        for step in range(STEPS):
+            writer.write(Record("metrics", {"metrics": metrics, "epoch": 0, "samples": 8 * step}, 0, step))
+        spent = time.process_time() - begin
+        writer.close()
+    return spent / STEPS * 1e6
+
+
+def storing() -> float:
+    """Microseconds of CPU that a thread of rank 0 takes to write a captured state, and its sum."""
+    model = resnet18(num_classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    content = State(model, optimizer, constant(optimizer, 1), Position(), {}).capture()
+    with tempfile.TemporaryDirectory() as folder:
+        results.connect(Here(Path(folder)))
+        begin = time.process_time()
+        results.submit_file("state.pt", lambda path: checkpoint.write(content, path, 0))
+        spent = time.process_time() - begin
+        results.connect(None)
+    return 1e6 * spent
+
+
+@dataclass(frozen=True)
+class Here:
+    """A sender to nobody.
+
+    Args:
+        spool: folder for files.
+    """
+
+    spool: Path
+
+    def send(self, record: Record) -> None:
+        """Drop it."""
 
 
 def run(without: tuple[str, ...], every: int, *overrides: str, model: tuple[str, ...] = MLP, steps: int = STEPS) -> Ran:

@@ -8,6 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,8 @@ BASE = (
     *("trainer.validate_every_epochs=0", "trainer.checkpoint_every_epochs=0"),
 )
 """ResNet-18 on real digits of 32x32, two ranks; the cosine ends after the last step."""
+BETWEEN = 5
+"""Switches from one run of the job as it is to the next."""
 BEFORE = 20
 """Steps that are not counted: connections, caches and compilation are new to them."""
 SWITCHES: tuple[tuple[str, ...], ...] = (
@@ -106,10 +109,13 @@ def main() -> None:
 
 
 def measure(switches: Sequence[tuple[str, ...]], repeats: int) -> list[Row]:
-    """Run all in turn, there and back."""
+    """Run all in turn, there and back, and the job as it is again and again: the machine is not always as fast."""
     runs: dict[tuple[str, ...], list[Run]] = {switch: [] for switch in switches}
+    changed = [switch for switch in switches if switch]
     for turn in range(repeats):
-        for switch in switches[:: -1 if turn % 2 else 1]:
+        turns = enumerate(changed[:: -1 if turn % 2 else 1])
+        pairs = (((), switch) if n % BETWEEN == 0 else (switch,) for n, switch in turns)
+        for switch in chain(*pairs, ((),)):
             runs[switch].append(run(switch))
             report.progress(f"{' '.join(switch) or 'as it is'}: {runs[switch][-1]}")
     plain = median(runs[()])
