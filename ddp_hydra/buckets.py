@@ -31,8 +31,13 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     next step shall sum as it would have without.
     """
     model = ddp.module
-    if dist.get_world_size() > 2 and not any(getattr(part, "sparse", False) for part in model.modules()):
+    if dist.get_world_size() > 2 and not has_sparse(model):
         ddp.module = Touch(model)
         ddp().backward()
         ddp.module = model
         ddp.zero_grad(set_to_none=True)
+
+
+def has_sparse(model: nn.Module) -> bool:
+    """Whether a layer has gradients that name the rows they are of."""
+    return any(getattr(part, "sparse", False) for part in model.modules())

@@ -29,7 +29,7 @@ NAMES = {
     "save": "results: checkpoint",
     "validate": "validation",
 }
-EXCHANGES = ("gloo:", "nccl:", "c10d::")
+EXCHANGES = ("gloo:", "nccl:", "c10d::", "shared:")
 
 
 class Profile:

@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddp_hydra.buckets import settle_buckets
+from ddp_hydra.buckets import has_sparse, settle_buckets
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.shared_gradients import SharedGradients
 
-HOOKS = ("none", "fp16", "bf16", "powersgd", "post_local_sgd")
+HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 
 
 class Parallel:
@@ -120,7 +121,7 @@ def ddp(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
     find_unused_parameters: bool = False,
-    comm_hook: str = "none",
+    comm_hook: str = "auto",
     powersgd_rank: int = 1,
     start_step: int = 1000,
     average_every_steps: int = 4,
@@ -135,9 +136,10 @@ def ddp(
         static_graph: the model uses the same parameters in each step, in the same order.
         gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
         find_unused_parameters: the model does not use all of its parameters in each step.
-        comm_hook: how gradients travel: "none": as they are; "fp16", "bf16": in half as many bytes; "powersgd": as
-            products of thin matrices (Vogels et al., 2019); "post_local_sgd": within each host only, and the weights
-            are averaged over all now and then (Lin et al., 2020).
+        comm_hook: how gradients travel: "none": by the backend, as they are; "shared": through memory that ranks on
+            the CPUs of one host share; "auto": as "shared" where that can be, else as "none"; "fp16", "bf16": in half
+            as many bytes; "powersgd": as products of thin matrices (Vogels et al., 2019); "post_local_sgd": within
+            each host only, and the weights are averaged over all now and then (Lin et al., 2020).
         powersgd_rank: width of those matrices.
         start_step: steps without compression at first, for powersgd; with all ranks, for post_local_sgd.
         average_every_steps: how often post_local_sgd averages the weights.
@@ -178,7 +180,13 @@ def ddp(
 def _hook(
     parallel: DDP, wrapped: DistributedDataParallel, name: str, powersgd_rank: int, start_step: int, every: int
 ) -> None:
-    if name in ("fp16", "bf16"):
+    if name in ("auto", "shared"):
+        if not _share(wrapped) and name == "shared":
+            raise ConfigError(
+                "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, where "
+                "each can open the others' memory, and that is not so here: leave it out"
+            )
+    elif name in ("fp16", "bf16"):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         wrapped.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
@@ -198,6 +206,13 @@ def _hook(
         alike = local_sgd.PostLocalSGDState(None, on_host, start_step)
         wrapped.register_comm_hook(alike, local_sgd.post_localSGD_hook)
         parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
+
+
+def _share(wrapped: DistributedDataParallel) -> bool:
+    """Have gradients averaged in shared memory, where all ranks see it."""
+    model = wrapped.module
+    dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
+    return dense and _ranks_on_host() == dist.get_world_size() and SharedGradients.of(wrapped) is not None
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -221,7 +236,7 @@ def _ranks_per_host() -> int:
     Raises:
         ConfigError: some have more than others.
     """
-    mine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    mine = _ranks_on_host()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     if len(set(every)) > 1:
@@ -230,6 +245,11 @@ def _ranks_per_host() -> int:
             "give dispatch.ranks that divide evenly, or another hook"
         )
     return mine
+
+
+def _ranks_on_host() -> int:
+    """How many ranks this host has, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def dp(model: nn.Module) -> Parallel:

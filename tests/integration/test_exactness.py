@@ -84,9 +84,18 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train,
     assert_equal(resumed.checkpoint("step-000016.pt"), whole.checkpoint("step-000016.pt"))
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_with_more_than_two_ranks_gradients_are_summed_in_the_same_order_after_a_resume(client4, train, ranks):
-    settings = (*DROPOUT, "data.batch_size=4")
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        (3, ["parallel.comm_hook=none"]),
+        (4, ["parallel.comm_hook=none"]),
+        (3, ["parallel.comm_hook=shared"]),
+        (4, ["parallel.comm_hook=shared", "parallel.static_graph=true"]),
+    ],
+    ids=str,
+)
+def test_with_more_than_two_ranks_gradients_are_summed_in_the_same_order_after_a_resume(client4, train, ranks, way):
+    settings = (*DROPOUT, "data.batch_size=4", *way)
     whole = train(client4, "whole", *settings, ranks=ranks)
     first = whole.folder / "checkpoints" / "step-000004.pt"
     resumed = train(client4, "resumed", *settings, ranks=ranks, resume=first)

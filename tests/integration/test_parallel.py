@@ -69,6 +69,7 @@ def plain(client2) -> list[dict[str, Any]]:
         ({"static_graph": True}, 0.0),
         ({"gradient_as_bucket_view": False, "bucket_cap_mb": 0.001}, 1e-6),
         ({"find_unused_parameters": True}, 1e-6),
+        ({"comm_hook": "none"}, 0.0),
         ({"comm_hook": "fp16"}, 2e-3),
         ({"comm_hook": "bf16"}, 2e-2),
         ({"comm_hook": "powersgd", "powersgd_rank": 4, "start_step": 2}, 0.2),
@@ -181,7 +182,7 @@ def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
     ("override", "said"),
     [
         ("parallel=none", r"parallel=none is for one rank, and this job has 2: give dispatch\.ranks=1"),
-        ("parallel.comm_hook=zip", r"parallel\.comm_hook=zip: give one of none, fp16"),
+        ("parallel.comm_hook=zip", r"parallel\.comm_hook=zip: give one of auto, none, shared, fp16"),
         ("parallel.sync_batchnorm=true", r"sync_batchnorm=true works on GPUs only"),
         ("trainer.freeze=['nothing.*']", r"freeze has 'nothing\.\*'.*layers\.0\.weight"),
         ("trainer.freeze=['*']", r"leaves nothing to train"),

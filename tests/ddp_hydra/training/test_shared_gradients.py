@@ -1,0 +1,94 @@
+"""Memory in which ranks of one host average their gradients: where buckets lie, and who finds it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_hydra.training import shared_gradients
+from ddp_hydra.training.shared_gradients import SharedGradients, mapped, mean, new_memory
+
+
+@pytest.fixture
+def shared(monkeypatch) -> SharedGradients:
+    monkeypatch.setattr(shared_gradients.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(shared_gradients.dist, "get_world_size", lambda: 3)
+    return SharedGradients(torch.zeros(2, 3, 1024, dtype=torch.uint8), None)
+
+
+def lies(shared: SharedGradients, place: torch.Tensor) -> tuple[int, int, int]:
+    offset = place.data_ptr() - shared.arena.data_ptr()
+    start = offset % (3 * 1024)
+    return offset // (3 * 1024), start, start + place[0].numel() * place.element_size()
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [[100]] * 4,
+        [[100, 50]] * 4,
+        [[50, 50, 50], [150], [150]],  # DDP lays them out anew after a step
+        [[150], [50, 50, 50], [20, 130]],
+        [[1], [1], [1, 1], [1, 1, 1]],
+    ],
+    ids=str,
+)
+def test_no_bucket_lies_where_the_one_before_is_still_read(shared, steps):
+    before = None
+    for sizes in steps:
+        for index, size in enumerate(sizes):
+            place = shared.place(index, torch.zeros(size))
+            assert place.shape == (3, size)
+            half, start, stop = lies(shared, place)
+            assert start % shared_gradients.ALIGN == 0
+            assert before is None or before[0] != half or stop <= before[1] or before[2] <= start
+            before = half, start, stop
+
+
+def test_one_half_does_for_several_buckets(shared):
+    """The other one is never touched, so no memory is spent on it."""
+    for _ in range(3):
+        for index in range(2):
+            assert lies(shared, shared.place(index, torch.zeros(60)))[0] == 0
+
+
+def test_buckets_of_several_types_lie_beside_each_other(shared):
+    places = [
+        shared.place(index, torch.zeros(size, dtype=dtype))
+        for index, (size, dtype) in enumerate([(3, torch.bfloat16), (5, torch.float64), (7, torch.float32)])
+    ]
+    for value, place in enumerate(places):
+        place.fill_(value + 0.5)
+    assert [place.dtype for place in places] == [torch.bfloat16, torch.float64, torch.float32]
+    assert [place.unique().tolist() for place in places] == [[0.5], [1.5], [2.5]]
+
+
+def test_the_mean_is_summed_in_order_of_rank():
+    parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 3.0)]
+    assert mean(parts, out=torch.empty(1)).item() == 0.75  # 1e8 + 1 is 1e8
+    assert mean(parts, out=parts[0]).item() == 0.75
+
+
+def test_memory_is_found_by_its_name_alone_and_for_a_while(tmp_path):
+    other = tmp_path / "file"
+    other.write_bytes(bytes(64))
+    with new_memory("right", 64) as path:
+        assert mapped("wrong", path, 64) is None
+        assert mapped("right", str(other), 64) is None
+        assert mapped("right", "", 64) is None
+        memory = mapped("right", path, 64)
+        assert memory is not None
+        memory[:5] = b"hello"
+        assert Path(path).read_bytes()[:5] == b"hello"
+    assert mapped("right", path, 64) is None
+    assert memory[:5] == b"hello"
+    memory.close()
+
+
+def test_a_system_without_such_memory_has_none(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with new_memory("name", 64) as path:
+        assert path == ""
