@@ -47,6 +47,7 @@ SWITCHES: tuple[tuple[str, ...], ...] = (
     ("parallel.find_unused_parameters=true",),
     ("parallel.bucket_cap_mb=5",),
     ("parallel.bucket_cap_mb=100",),
+    ("parallel.comm_hook=none",),
     ("parallel.comm_hook=fp16",),
     ("parallel.comm_hook=bf16",),
     ("parallel.comm_hook=powersgd", "parallel.start_step=10"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -128,3 +129,21 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     ages = [record.data["age_s"] for record in worker.said if record.kind == "beat"]
     assert ages == [0.0, 10.0, 0.0, 0.0, 10.0, 20.0]
     assert all(record.data["first"] for record in worker.said)
+
+
+def test_a_relay_looks_up_seldom_while_its_rank_trains_and_often_otherwise(worker):
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b""), stack)
+        assert one.pause_s == relay.TICK_S  # it starts
+        one.ready = True
+        assert one.pause_s == relay.CALM_S
+        one.buffer.append(b"a record")
+        assert one.pause_s == relay.FLUSH_S
+        one.buffer.clear()
+        for until in (5.0, math.inf):  # while stacks are printed, and when that is over
+            one.stack_until = until
+            assert one.pause_s == (relay.CALM_S if until == math.inf else relay.TICK_S)
+        one.stopping_since = 1.0
+        assert one.pause_s == relay.TICK_S
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()

@@ -1,0 +1,53 @@
+"""A loop by hand whose gradients go through gloo's sockets in one step and through shared memory in the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_hydra.training import parallel
+from models.resnet import resnet18
+
+BATCH = 32
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet-18": lambda: resnet18(10).to(memory_format=torch.channels_last),
+    "wide": lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 300), nn.ReLU(), nn.Linear(300, 10)),
+    "narrow": lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 20), nn.ReLU(), nn.Linear(20, 10)),
+}
+
+
+def main(model: str, steps: int, result: str) -> None:
+    """Do so many steps each way; rank 0 writes their seconds to the file `result`, as {comm_hook: [s, ...]}."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    sides = {}
+    for hook in ("none", "shared"):
+        torch.manual_seed(0)
+        wrapped = parallel.ddp(MODELS[model](), comm_hook=hook)
+        sides[hook] = wrapped, torch.optim.SGD(wrapped.model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    took: dict[str, list[float]] = {hook: [] for hook in sides}
+    for _ in range(steps):
+        x, y = torch.randn(BATCH, 3, 32, 32).to(memory_format=torch.channels_last), torch.randint(10, (BATCH,))
+        for hook, (wrapped, optimizer) in sides.items():
+            begin = time.perf_counter()
+            F.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            took[hook].append(time.perf_counter() - begin)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(took))
+    dist.barrier()
+    os._exit(0)  # a thread of torch's aborts some regular exits, after all is done
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
