@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,21 @@ class Vote:
         return Verdict(stop, self.world_size - bad if bad else None)
 
 
+class LateVote:
+    """One vote that is cast when its result is asked for.
+
+    Args:
+        cast: begins it.
+    """
+
+    def __init__(self, cast: Callable[[], Vote]) -> None:
+        self.cast = functools.cache(cast)
+
+    def result(self) -> Verdict:
+        """Cast it, and wait for the others. A collective."""
+        return self.cast().result()
+
+
 class Agreement:
     """Votes of a gang: 16 bytes that travel while the gradients do, so nobody waits for them.
 
@@ -56,13 +73,19 @@ class Agreement:
         self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
-    def vote(self, good: bool = True, stop: int = 0) -> Vote:
+    def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0) -> Vote | LateVote:
         """Say what this rank thinks. A collective.
 
         Args:
-            good: this rank's step may count.
+            good: this rank's step may count. Where that has to be waited for, a function, called when the result is
+                asked for: there is other work to do until then.
             stop: number of the reason to stop after it; 0 for none.
         """
+        if callable(good):
+            return LateVote(lambda: self._cast(good(), stop))
+        return self._cast(good, stop)
+
+    def _cast(self, good: bool, stop: int) -> Vote:
         ballot = torch.tensor([stop, 0 if good else self.world_size - self.rank])
         if self.alone:
             return Vote(ballot, None, 1)

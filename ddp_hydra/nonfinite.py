@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,3 +96,21 @@ def tell(step: int, bad_rank: int, rank: int, loss: float, samples: Sequence[int
         results.text("nonfinite", json.dumps(found), step=step)
     elif rank == 0:
         print(f"loss not finite on rank {bad_rank} in step {step}")  # noqa: T201
+
+
+def are_finite(losses: Sequence[torch.Tensor]) -> bool | Callable[[], bool]:
+    """Whether all parts of a step have a loss that is a number.
+
+    Of losses on a GPU a function tells: the backward pass can be given to the GPU before the forward pass is done.
+    """
+    good = torch.stack(list(losses)).isfinite().all()
+    if not good.is_cuda:
+        return bool(good)
+    arrives, done = good.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record()
+
+    def look() -> bool:
+        done.synchronize()
+        return bool(arrives)
+
+    return look

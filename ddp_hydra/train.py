@@ -20,7 +20,7 @@ from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
 from ddp_hydra.metrics import Meter, count, means
-from ddp_hydra.nonfinite import NonFinite
+from ddp_hydra.nonfinite import NonFinite, are_finite
 from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
 from ddp_hydra.training import precision, selection, weights
@@ -144,7 +144,7 @@ def fit(
                     losses.append(shared.detach())
                     if part.last:
                         # It travels with the gradients.
-                        vote = agreement.vote(good=is_finite(losses), stop=finish.wanted())
+                        vote = agreement.vote(good=are_finite(losses), stop=finish.wanted())
 
                     pulse.at("backward", step)
                     update.backward(shared)
@@ -226,11 +226,6 @@ def fit(
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}
     ended |= {"slowest": stragglers.total(), "peak_memory": memory.peak_of_all_ranks(device)}
     return ended | total | {"interrupted": pulse.REASONS[stop]}
-
-
-def is_finite(losses: list[torch.Tensor]) -> bool:
-    """Whether all parts of a step have a loss that is a number."""
-    return all(bool(loss.isfinite()) for loss in losses)
 
 
 def epoch_over(sampler: Any, position: Position) -> bool:

@@ -39,6 +39,14 @@ def test_a_vote_may_be_asked_twice():
     assert vote.result() == vote.result() == Verdict(2, 0)
 
 
+def test_what_has_to_be_waited_for_is_looked_at_with_the_result_and_once():
+    looked = []
+    vote = Agreement().vote(good=lambda: bool(looked.append("now")), stop=1)
+    assert not looked
+    assert vote.result() == vote.result() == Verdict(1, 0)
+    assert looked == ["now"]
+
+
 # -- the arithmetic ----------------------------------------------------------------------------------------
 
 

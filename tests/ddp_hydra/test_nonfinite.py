@@ -10,7 +10,7 @@ from torch import nn
 from ddp_hydra import nonfinite, schedules
 from ddp_hydra.checkpoint import Position, State
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.nonfinite import SHOWN, NonFinite
+from ddp_hydra.nonfinite import SHOWN, NonFinite, are_finite
 
 NAN = float("nan")
 
@@ -198,3 +198,18 @@ def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
 def test_ranks_whose_loss_was_good_record_nothing_and_rank_0_says_whose_it_was(rank, said, sent, capsys):
     nonfinite.tell(5, bad_rank=2, rank=rank, loss=0.5, samples=[1])
     assert (sent, capsys.readouterr().out) == ([], said)
+
+
+PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
+
+
+@pytest.mark.parametrize(("losses", "finite"), PARTS)
+def test_a_step_is_good_whose_parts_all_have_numbers(losses, finite):
+    assert are_finite([torch.tensor(loss) for loss in losses]) is finite
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("losses", "finite"), PARTS)
+def test_on_a_gpu_it_is_known_later(losses, finite):
+    look = are_finite([torch.tensor(loss, device="cuda") for loss in losses])
+    assert look() is finite
