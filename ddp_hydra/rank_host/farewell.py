@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from distributed import Worker, WorkerPlugin
 
@@ -59,11 +61,18 @@ async def _prepare(worker: Worker) -> None:
     if NAME in worker.plugins:
         return
     await worker.plugin_add(plugin=Farewell(), name=NAME)
+    if urlsplit(worker.scheduler.address).hostname in ("127.0.0.1", "::1"):
+        logging.getLogger("distributed.worker").addFilter(is_news)
     # Under a nanny, SIGTERM would end the worker where it stands. Handlers of others are left alone.
     if worker.nanny and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not the main thread
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGTERM, lambda: loop.create_task(_die_slowly(worker)))
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a worker shall say it: not that a heartbeat got lost, for its scheduler ends with the command."""
+    return "Failed to communicate with scheduler during heartbeat" not in str(record.msg)
 
 
 async def _die_slowly(worker: Worker) -> None:

@@ -345,3 +345,25 @@ def test_many_jobs_leave_no_task_record_file_or_descriptor_behind(client2, gang,
     wait_for(lambda: left_on_scheduler(client2) == ([], [], []), 5, "no task, topic or reservation left")
     wait_for(lambda: descriptors() <= before, 5, "no more open descriptors on the workers than before")
     assert threading.active_count() <= threads
+
+
+def what_workers_say() -> list[str]:
+    """On a worker: of three things that Dask may say, those that get through."""
+    import io
+    import logging
+
+    stream = io.StringIO()
+    logger, handler = logging.getLogger("distributed.worker"), logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    logger.propagate = False
+    for word in ("Failed to communicate with scheduler during heartbeat.", "Memory is short", "Closing"):
+        logger.error(word)
+    logger.propagate = True
+    logger.removeHandler(handler)
+    return stream.getvalue().splitlines()
+
+
+def test_a_local_worker_does_not_complain_that_its_command_ends(client2, gang):
+    gang(client2).run(os.getpid)
+    for said in client2.run(what_workers_say).values():
+        assert said == ["Memory is short", "Closing"]
