@@ -29,7 +29,8 @@ def listens(endpoint_url: str) -> bool:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "data.digits_s3" in child.cmdline()]
+    alive = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+    return [child for child in alive if "data.digits_s3" in child.cmdline()]
 
 
 def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
