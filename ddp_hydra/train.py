@@ -143,7 +143,7 @@ def fit(
                     shared = loss if part.share == 1 else loss * part.share
                     losses.append(shared.detach())
                     if part.last:
-                        # It travels with the gradients.
+                        # It travels with the gradients; from a GPU, after them.
                         vote = agreement.vote(good=are_finite(losses), stop=finish.wanted())
 
                     pulse.at("backward", step)
