@@ -113,6 +113,11 @@ def test_saturn_wants_its_credentials(monkeypatch):
     assert "SATURN_BASE_URL and SATURN_TOKEN are not set in the environment" in refused("saturn")
 
 
+def test_slurm_wants_its_commands(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # there may be a SLURM on this machine
+    assert "cluster=slurm: there is no sbatch here: type it on a login node" in refused("slurm")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

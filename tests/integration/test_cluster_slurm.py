@@ -97,11 +97,6 @@ def test_batch_jobs_that_end_at_once(cli, queue):
     assert re.search(r"0 of 2 workers .*squeue says: 10\d is no more in the queue.*logs of these jobs", ended.stderr)
 
 
-def test_no_slurm_here(cli):
-    ended = cli.run(*TINY)
-    assert "cluster=slurm: there is no sbatch here: type it on a login node" in ended.stderr
-
-
 def test_its_scheduler_can_not_be_kept(cli, queue):
     ended = cli.run(*TINY, "cluster.keep=true", **queue.variables)
     assert "cluster.keep=true: the scheduler of a SLURMCluster ends with the process that started it" in ended.stderr
