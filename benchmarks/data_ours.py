@@ -41,7 +41,7 @@ def images(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 def decoding(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
     """JPEGs in memory to crops, in threads."""
-    transform, rng = EvalTransform(common.SIDE, resize=256, smooth=False), random.Random(0)
+    transform, rng = EvalTransform(common.SIDE, center_crop=0.875, smooth=False), random.Random(0)
     files = sorted(Path(arguments.folder).rglob("*.jpg"))[:: common.IMAGES // arguments.images]
     jpegs = [file.read_bytes() for file in files]
     torch.set_num_threads(1)

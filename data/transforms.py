@@ -114,31 +114,31 @@ class _Transform(ABC):
 
 
 class EvalTransform(_Transform):
-    """Resizes the shorter side and cuts out the centre; nothing is random.
+    """Cuts out the centre and resizes it; nothing is random.
 
     Args:
         size: side of the square that comes out, pixels.
-        resize: length of the shorter side before the cut, pixels; None: `size`, which keeps the most.
-            For photos of ImageNet 256 with a size of 224 is usual.
+        center_crop: share of the shorter side that is kept, above 0, up to 1. It says nothing of pixels, so that
+            validation sees what training sees at any `size`. For photos of ImageNet 0.875 is usual: 224 of 256.
         smooth: decode and resize as exactly as Pillow and torchvision; otherwise a quarter faster, see `resize`.
 
     Raises:
-        ValueError: a size is not positive, or `resize` is smaller than `size`.
+        ValueError: `size` is not positive, or `center_crop` is no such share.
     """
 
-    def __init__(self, size: int, resize: int | None = None, smooth: bool = True) -> None:
+    def __init__(self, size: int, center_crop: float = 1.0, smooth: bool = True) -> None:
         self.smooth = smooth
         self.size = _positive("image_size", size)
-        self.resize = size if resize is None else _positive("resize", resize)
-        if self.resize < self.size:
+        if not 0 < center_crop <= 1:
             raise ValueError(
-                f"resize is {self.resize} and image_size {self.size}: an image can't be cut to more than "
-                f"it was resized to; type data.resize={self.size} or more"
+                f"center_crop is {center_crop}, and is a share of the image's shorter side, above 0 and up to 1: type "
+                "data.center_crop=0.875"
             )
+        self.center_crop = center_crop
 
     def draw(self, height: int, width: int, rng: random.Random) -> Look:
         """Choose the centre; `rng` is not used."""
-        side = max(1, round(min(height, width) * self.size / self.resize))
+        side = max(1, round(min(height, width) * self.center_crop))
         return Look(round((height - side) / 2), round((width - side) / 2), side, side)
 
 

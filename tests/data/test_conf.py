@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_s3_images_reads_a_bucket_of_photos(s3, png):
         "data.train_prefix=photos/a",
         "data.val_prefix=photos/b",
         "data.image_size=224",
-        "data.resize=256",
+        "data.center_crop=0.875",
         "data.crop_scale=[0.08,1.0]",
         "data.flip=0.5",
         "data.threads=3",
@@ -61,7 +62,7 @@ def test_s3_images_reads_a_bucket_of_photos(s3, png):
         assert (dataset.threads, dataset.max_bad_fraction, dataset.cache_mb) == (3, 0.5, 0)
         dataset.close()
     assert instantiate(data.train.transform).scale == (0.08, 1.0)
-    assert instantiate(data.val.transform).resize == 256
+    assert instantiate(data.val.transform).center_crop == 0.875
 
 
 def test_pet_names_has_no_validation_set(names_file):
@@ -102,4 +103,11 @@ def test_photos_are_cut_as_imagenet_is(name, png, tmp_path):
         assert (dataset[0][0].shape, dataset.threads, dataset.seed) == ((3, 224, 224), 3, 5)
         dataset.close()
     assert instantiate(data.train.transform).jitter.hue == 0.1
-    assert instantiate(data.val.transform).resize == 256
+    assert instantiate(data.val.transform).center_crop == 0.875
+
+
+@pytest.mark.parametrize("size", [224, 32])
+def test_validation_sees_as_much_of_a_photo_at_any_size(size):
+    data = read("data/s3_photos", "data.bucket=file:///photos", f"data.image_size={size}").data
+    look = instantiate(data.val.transform).draw(256, 300, random.Random(0))
+    assert (look.top, look.left, look.height, look.width) == (16, 38, 224, 224)

@@ -23,7 +23,7 @@ SIZES = [(32, 32), (8, 8), (50, 31), (31, 50), (1, 1), (1, 200), (200, 1), (240,
 TRAIN = [TrainTransform(32), TrainTransform(32, pad_crop=4), TrainTransform(32, (0.8, 1.0), (0.9, 1.1), 0.0)]
 
 
-@pytest.mark.parametrize("transform", [EvalTransform(32), EvalTransform(32, resize=40), *TRAIN])
+@pytest.mark.parametrize("transform", [EvalTransform(32), EvalTransform(32, center_crop=0.8), *TRAIN])
 @pytest.mark.parametrize("size", SIZES)
 def test_any_image_becomes_a_square_of_bytes(transform, size):
     image = picture(*size)
@@ -59,7 +59,7 @@ def test_eval_leaves_an_image_of_the_right_size_as_it_is():
 def test_eval_cuts_out_the_centre():
     image = torch.zeros(3, 40, 80, dtype=torch.uint8)
     image[:, :, 30:50] = 200
-    assert torch.all(EvalTransform(20, resize=40)(image, random.Random(0)) == 200)
+    assert torch.all(EvalTransform(20, center_crop=0.5)(image, random.Random(0)) == 200)
 
 
 def test_flip_mirrors_always_at_one_and_never_at_zero():
@@ -103,9 +103,10 @@ def test_train_refuses_a_value_out_of_range_and_says_what_to_type(arguments, typ
         TrainTransform(**arguments)
 
 
-def test_eval_refuses_to_cut_out_more_than_there_is():
-    with pytest.raises(ValueError, match=r"resize is 20 and image_size 32.*data\.resize=32"):
-        EvalTransform(32, resize=20)
+@pytest.mark.parametrize("share", [0.0, 1.2, -1.0])
+def test_eval_refuses_to_cut_out_more_than_there_is_or_nothing(share):
+    with pytest.raises(ValueError, match=rf"center_crop is {share}.*data\.center_crop=0\.875"):
+        EvalTransform(32, center_crop=share)
 
 
 def smooth(height: int, width: int) -> torch.Tensor:
@@ -120,11 +121,11 @@ def test_eval_is_what_torchvision_makes_of_it():
 
     image = smooth(375, 500)
     theirs = F.center_crop(F.resize(image, [256], antialias=True), [224, 224])
-    ours = EvalTransform(224, resize=256)(image, random.Random(0))
+    ours = EvalTransform(224, center_crop=0.875)(image, random.Random(0))
     assert (ours.int() - theirs.int()).abs().float().mean() < 1
 
 
-@pytest.mark.parametrize("transform", [EvalTransform(64, resize=72), TrainTransform(64, (0.3, 1.0))])
+@pytest.mark.parametrize("transform", [EvalTransform(64, center_crop=0.875), TrainTransform(64, (0.3, 1.0))])
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(transform):
     data = jpeg(smooth(900, 1200))
     header = read_jpeg_header(data)

@@ -20,7 +20,7 @@ from tests.integration.training import Trained
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
 IMAGES = (
-    "data=s3_photos", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.resize=null",
+    "data=s3_photos", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.center_crop=1.0",
     "data.bucket=photos", "data.anon=true", "data.timeout_s=0.5", "data.cache_mb=0",
     "trainer.log_every_steps=1", "trainer.epochs=2", "results.keep_checkpoints=null",
 )  # fmt: skip
@@ -148,7 +148,7 @@ def shards(store, tmp_path) -> tuple[str, ...]:
     where = {"index": f"{store.url}/shards/train/index.json", "val_index": f"{store.url}/shards/val/index.json"}
     return (
         "data=wids", "model=pixels", "optimizer.lr=0.1", "sampler=chunked", "sampler.lanes=3", "data.image_size=16",
-        "data.resize=null", f"data.index={where['index']}", f"data.val_index={where['val_index']}",
+        "data.center_crop=1.0", f"data.index={where['index']}", f"data.val_index={where['val_index']}",
         f"data.cache_dir={tmp_path / 'cache'}", "trainer.log_every_steps=1", "trainer.epochs=2",
         "results.keep_checkpoints=null", "trainer.checkpoint_every_steps=1",
     )  # fmt: skip

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
 SMALL = (
     "data.batch_size=4",
     "data.image_size=32",
-    "data.resize=32",
     "trainer.max_steps=2",
     "trainer.log_every_steps=1",
 )
