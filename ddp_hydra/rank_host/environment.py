@@ -47,6 +47,14 @@ def of_rank(
     return variables
 
 
+def cores() -> list[int]:
+    """Return the cores that this worker is bound to, as dask-cuda does to those beside its GPU; [] on other systems.
+
+    A worker is bound after its start, so threads that were there before are not: its main thread counts.
+    """
+    return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else []
+
+
 def own_gpu_first(variables: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """The variable that has each local rank see its own GPU first; a negative number undoes it."""
     if not (gpus := visible_gpus(variables)):

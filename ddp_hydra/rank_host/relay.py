@@ -191,6 +191,7 @@ class Relay:
             ),
             "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
+            "affinity": environment.cores(),
             "order": str(self.write_order()),
         }
         socket.send_fds(self.server, [json.dumps(request).encode() + b"\n"], fds)

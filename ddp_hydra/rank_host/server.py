@@ -123,7 +123,7 @@ class Server:
         self.tell(caller, {"pid": pid})
 
     def become_rank(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Turn this fork into a rank: own session, own output, own environment; then run it."""
+        """Turn this fork into a rank: own session, output, cores and environment; then run it."""
         code = 1
         try:
             server_pid = os.getppid()
@@ -144,6 +144,9 @@ class Server:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
+            if request["affinity"]:
+                with contextlib.suppress(OSError):  # the administrator has taken those cores away meanwhile
+                    os.sched_setaffinity(0, request["affinity"])
             os.environ.clear()
             os.environ.update(request["environment"])
             os.chdir(request["cwd"])

@@ -1,7 +1,7 @@
 """Find this host's warm server, or start it.
 
-All workers of one user and one Python environment on a host share a server, reached through a socket in a
-private folder. Whoever asks first starts it; it ends with its last connection. The socket is bound before the
+All workers of one user, one Python environment and one batch job on a host share a server, reached through a socket
+in a private folder. Whoever asks first starts it; it ends with its last connection. The socket is bound before the
 server imports anything, so the first callers queue up in its backlog instead of polling.
 """
 
@@ -65,8 +65,9 @@ def release() -> None:
 
 
 def socket_path() -> Path:
-    """Where the server of this user and this Python environment listens."""
-    identity = "\0".join([sys.executable, sys.prefix, *ddp_hydra.__path__, *_versions(), *_import_time_variables()])
+    """Where the server of this user, this Python environment and this batch job listens."""
+    environment = [sys.executable, sys.prefix, *ddp_hydra.__path__, *_versions(), *_import_time_variables()]
+    identity = "\0".join([*environment, *_batch_job(), *_confinement()])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return runtime_folder() / f"{name}.sock"
 
@@ -90,6 +91,31 @@ def _import_time_variables() -> list[str]:
     """Variables read when torch is imported, so that they cannot be set per rank later."""
     names = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
     return [f"{name}={os.environ.get(name, '')}" for name in names]
+
+
+BATCH_JOB = (
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "OAR_JOB_ID", "FLUX_JOB_ID",
+)  # fmt: skip
+"""Variables by which SLURM, PBS, LSF, Grid Engine, OAR and Flux name the batch job that a process belongs to."""
+
+
+def _batch_job() -> list[str]:
+    """The batch job of this process: its ranks count as that job's, and end with it."""
+    return [f"{name}={os.environ[name]}" for name in BATCH_JOB if name in os.environ]
+
+
+def _confinement() -> list[str]:
+    """The cgroup and the namespaces of this process: a fork has its server's, whoever asked for it."""
+    found = []
+    for read in (
+        lambda: Path("/proc/self/cgroup").read_text(),
+        lambda: str(Path("/proc/self/ns/cgroup").readlink()),  # two containers may have cgroups of the same name
+        lambda: str(Path("/proc/self/ns/net").readlink()),
+        lambda: str(Path("/proc/self/ns/pid").readlink()),
+    ):
+        with contextlib.suppress(OSError):  # not on this system
+            found.append(read())
+    return found
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from benchmarks import scale
-from ddp_hydra import dispatch, results
+from ddp_hydra import dispatch, placement, results
 from ddp_hydra.errors import ClusterError, RankFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -73,6 +73,23 @@ def test_every_rank_finds_the_environment_that_everyone_expects(client2):
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     assert first == {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port, **shared}
     assert second == {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": port, **shared}
+
+
+def test_ranks_run_on_the_cores_of_their_worker_and_not_of_whoever_started_the_server(client2):
+    def bind(cores, dask_worker):
+        os.sched_setaffinity(os.getpid(), {cores[dask_worker.address]})
+
+    def unbind(everywhere):
+        os.sched_setaffinity(os.getpid(), everywhere)
+
+    everywhere = os.sched_getaffinity(0)
+    wanted = [min(everywhere), max(everywhere)]
+    workers = placement.plan(dict.fromkeys(client2.scheduler_info(n_workers=-1)["workers"], "here"))
+    try:
+        client2.run(bind, {spec.worker: core for spec, core in zip(workers, wanted, strict=True)})
+        assert dispatch.run(client2, lambda: sorted(os.sched_getaffinity(0))) == [[core] for core in wanted]
+    finally:
+        client2.run(unbind, everywhere)
 
 
 def sum_of_ranks() -> float:
@@ -259,7 +276,7 @@ def test_more_ranks_than_workers_are_refused_with_what_to_give(client2, gang):
 HOLDER = """
 import sys, time
 from distributed import Client
-from ddp_hydra import dispatch, results
+from ddp_hydra import dispatch, placement, results
 
 def hold():
     import os, time

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from ddp_hydra.errors import ClusterError
@@ -66,6 +71,36 @@ def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypa
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert warm.socket_path() != before
     assert warm.socket_path().parent == before.parent
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"])
+def test_each_batch_job_has_a_server_of_its_own(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    first = warm.socket_path()
+    assert first == warm.socket_path()
+    monkeypatch.setenv(name, "2")
+    assert warm.socket_path() != first
+
+
+def test_each_cgroup_has_a_server_of_its_own():
+    """Really put into a cgroup where this user may make one; version 1 and 2 both have a folder for each."""
+    roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+    root = next((root for root in roots if (root / "cgroup.procs").exists() and os.access(root, os.W_OK)), None)
+    if root is None:
+        pytest.skip("needs the right to make a cgroup")
+    group = root / f"ddp_hydra-test-{os.getpid()}"
+    program = (
+        "import sys; from pathlib import Path; from ddp_hydra.rank_host import warm\n"
+        "print(warm.socket_path()); Path(sys.argv[1]).write_text('0'); print(warm.socket_path())"
+    )
+    group.mkdir()
+    try:
+        command = [sys.executable, "-c", program, str(group / "cgroup.procs")]
+        before, inside = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    finally:
+        group.rmdir()
+    assert before != inside
+    assert Path(before).parent == Path(inside).parent
 
 
 def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
