@@ -182,7 +182,7 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
 
 
 def submit(path: str, data: bytes | str) -> None:
-    """Put a file into the run directory, from any rank.
+    """Put a file into a folder of the run directory, from any rank.
 
     Args:
         path: relative to the run directory, e.g. "samples/epoch-3.txt".
@@ -234,7 +234,9 @@ def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}
 
 
-RESERVED = ("metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "logs")
+RESERVED = ("tensorboard", "checkpoints", "logs")
+"""Folders of a run directory that belong to the run. A submitted file goes into another folder, never beside them: the
+files there end a run, or say where it is and how it ended."""
 
 
 def check_path(path: str) -> PurePosixPath:

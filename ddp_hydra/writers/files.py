@@ -33,10 +33,11 @@ class FileWriter:
             return
         path = check_path(record.data["path"])
         # Some file systems take Checkpoints and checkpoints for one name.
-        if not path.parts or path.parts[0].casefold() in RESERVED:
+        if len(path.parts) < 2 or path.parts[0].casefold() in RESERVED:
             raise RecordError(
-                f"rank {record.rank} submitted {record.data['path']!r}; {', '.join(RESERVED)} belong to "
-                "the run: choose another name, for example 'samples/epoch-3.txt'"
+                f"rank {record.rank} submitted {record.data['path']!r}; a submitted file goes into a folder of its "
+                f"own, for example 'samples/epoch-3.txt': {', '.join(RESERVED)} and what lies beside them belong to "
+                "the run"
             )
         self._incoming.receive(record, place(self._run_dir, path))
 

@@ -116,14 +116,14 @@ def test_files_of_every_rank_arrive_whole_whether_small_or_large(client2, run_in
     def submit():
         results.submit(f"notes/from-{rank()}.txt", f"hello from {rank()}")
         results.submit(f"large/{rank()}.bin", content(rank(), 20_000_000))
-        results.submit("same.txt", "first")
+        results.submit("notes/same.txt", "first")
         dist.barrier()
 
     run_into(client2, submit)
     files = files_under(tmp_path / "run")
     assert [files.pop(f"notes/from-{number}.txt") for number in (0, 1)] == [b"hello from 0", b"hello from 1"]
     assert [files.pop(f"large/{number}.bin") for number in (0, 1)] == [content(0, 20_000_000), content(1, 20_000_000)]
-    assert files.pop("same.txt") == b"first"
+    assert files.pop("notes/same.txt") == b"first"
     assert sorted(files) == ["logs/rank-0.log", "logs/rank-1.log"]
 
 
@@ -155,7 +155,18 @@ def test_files_come_in_pieces_where_the_client_does_not_see_the_spool(client2, g
 
 @pytest.mark.parametrize(
     "path",
-    ["../evil", "/tmp/evil", "a/../../evil", ".hidden", "", "a=b", "a\\b", "summary.json", "checkpoints/last.pt"],
+    [
+        "../evil",
+        "/tmp/evil",
+        "a/../../evil",
+        ".hidden",
+        "",
+        "a=b",
+        "a\\b",
+        "summary.json",
+        "stop",
+        "checkpoints/last.pt",
+    ],
 )
 def test_a_path_out_of_the_run_directory_or_into_its_own_files_is_refused(client2, run_into, tmp_path, path):
     with pytest.raises((RankFailed, RecordError), match=r"(?i)path|belong to the run"):

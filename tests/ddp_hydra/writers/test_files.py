@@ -16,13 +16,13 @@ def test_inline_and_fetched_files_arrive(tmp_path, file_record, tree):
 
     writer = FileWriter(tmp_path, fetch)
     writer.write(file_record("samples/epoch-3.txt", b"near"))
-    writer.write(file_record("big.bin", b"from far away", inline=None, source="spool/1"))
+    writer.write(file_record("big/one.bin", b"from far away", inline=None, source="spool/1"))
     assert (tmp_path / "samples/epoch-3.txt").read_bytes() == b"near"
-    assert (tmp_path / "big.bin").read_bytes() == b"from far away"
+    assert (tmp_path / "big/one.bin").read_bytes() == b"from far away"
     assert asked == ["spool/1"]
-    writer.write(file_record("big.bin", b"newer"))
-    assert (tmp_path / "big.bin").read_bytes() == b"newer"
-    assert tree(tmp_path) == {"big.bin", "samples/epoch-3.txt"}
+    writer.write(file_record("big/one.bin", b"newer"))
+    assert (tmp_path / "big/one.bin").read_bytes() == b"newer"
+    assert tree(tmp_path) == {"big/one.bin", "samples/epoch-3.txt"}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,11 @@ def test_inline_and_fetched_files_arrive(tmp_path, file_record, tree):
         "logs/rank-0.log",
         "./metrics.jsonl",
         "summary.json",
+        "stop",
+        "status.json",
+        "results.url",
+        "manifest.json",
+        "any-name-that-may-mean-something-one-day",
         ".hydra/config.yaml",
         "a/.hidden",
         "a\0b",
@@ -61,13 +66,14 @@ def test_links_inside_the_run_directory_lead_nowhere(tmp_path, file_record):
     (outside / "kept").write_text("mine")
     (run_dir / "folder").symlink_to(outside)
     (run_dir / "dangling").symlink_to(outside / "new")
-    (run_dir / "link.txt").symlink_to(outside / "kept")
+    (run_dir / "mine").mkdir()
+    (run_dir / "mine" / "link.txt").symlink_to(outside / "kept")
     writer = FileWriter(run_dir)
     for path in ("folder/kept", "folder/deeper/x", "dangling/x"):
         with pytest.raises(RecordError, match="symbolic link"):
             writer.write(file_record(path))
-    writer.write(file_record("link.txt", b"replaces the link"))
-    assert not (run_dir / "link.txt").is_symlink()
+    writer.write(file_record("mine/link.txt", b"replaces the link"))
+    assert not (run_dir / "mine" / "link.txt").is_symlink()
     assert (outside / "kept").read_text() == "mine"
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
@@ -86,13 +92,13 @@ def test_links_inside_the_run_directory_lead_nowhere(tmp_path, file_record):
 )
 def test_a_file_that_is_not_what_was_announced_leaves_the_old_one(tmp_path, file_record, changes, sentence, tree):
     writer = FileWriter(tmp_path)
-    writer.write(file_record("a.txt", b"old"))
+    writer.write(file_record("a/b.txt", b"old"))
     with pytest.raises(RecordError, match=sentence) as caught:
-        writer.write(file_record("a.txt", b"newer", **changes))
+        writer.write(file_record("a/b.txt", b"newer", **changes))
     assert "\x1b" not in str(caught.value)
-    assert "'a.txt' of rank 2" in str(caught.value)
-    assert (tmp_path / "a.txt").read_bytes() == b"old"
-    assert tree(tmp_path) == {"a.txt"}
+    assert "'a/b.txt' of rank 2" in str(caught.value)
+    assert (tmp_path / "a/b.txt").read_bytes() == b"old"
+    assert tree(tmp_path) == {"a/b.txt"}
 
 
 def fetch_nothing(record, target):
@@ -118,17 +124,17 @@ def fetch_folder(record, target):
 )
 def test_a_failing_fetch_leaves_nothing_behind(tmp_path, file_record, fetch, sentence, tree):
     with pytest.raises(RecordError, match=sentence):
-        FileWriter(tmp_path, fetch).write(file_record("a.txt", inline=None, source="s"))
+        FileWriter(tmp_path, fetch).write(file_record("a/b.txt", inline=None, source="s"))
     assert tree(tmp_path) == set()
 
 
 def test_a_path_through_a_file_or_onto_a_folder_is_a_sentence(tmp_path, file_record, tree):
     writer = FileWriter(tmp_path)
-    writer.write(file_record("a/b", b"kept"))
-    for path in ("a/b/c", "a", "n" * 300):
+    writer.write(file_record("a/b/c", b"kept"))
+    for path in ("a/b/c/d", "a/b", "a/" + "n" * 300):
         with pytest.raises(RecordError, match=r"cannot write .*: (File exists|Not a dir|Is a dir|File name too)"):
             writer.write(file_record(path))
-    assert tree(tmp_path) == {"a/b"}
+    assert tree(tmp_path) == {"a/b/c"}
 
 
 def test_other_kinds_are_ignored(tmp_path, checkpoint_record, tree):

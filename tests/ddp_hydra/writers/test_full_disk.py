@@ -251,13 +251,14 @@ def test_whatever_fails_for_a_while_nothing_is_lost_or_doubled(
 
 def test_a_failed_fsync_is_not_believed_when_it_works_later(tmp_path, monkeypatch, spooled, file_record):
     """The kernel forgets what it could not write, so it is written anew."""
-    record, anew = spooled("a.bin", os.urandom(3 * 2**20 + 5)), []
+    record, anew = spooled("a/one.bin", os.urandom(3 * 2**20 + 5)), []
+    (tmp_path / "run/a").mkdir(parents=True)
     with ResultsHandler(writers(tmp_path / "run"), retry_s=60.0) as handler:
         monkeypatch.setattr(os, "fsync", Failing(os.fsync, errno.EIO, 0, times=1))
         monkeypatch.setattr(incoming, "_write_anew", lambda part, real=incoming._write_anew: anew.append(real(part)))
         handler.handle(record)
     assert len(anew) == 1
-    assert hashlib.sha256((tmp_path / "run/a.bin").read_bytes()).hexdigest() == record.data["sha256"]
+    assert hashlib.sha256((tmp_path / "run/a/one.bin").read_bytes()).hexdigest() == record.data["sha256"]
 
 
 def test_half_a_line_that_cannot_even_be_taken_back_is_taken_back_later(tmp_path, monkeypatch, metrics_record):
@@ -283,7 +284,7 @@ def test_half_a_line_that_cannot_even_be_taken_back_is_taken_back_later(tmp_path
 def test_what_does_not_pass_is_not_waited_for(tmp_path, file_record, caplog):
     with ResultsHandler(writers(tmp_path / "run"), retry_s=3600) as handler:
         handler.handle(file_record("a/b"))
-        for record in (file_record("a"), file_record("a.txt", sha256="0" * 64), file_record("../x")):
+        for record in (file_record("a/b/c"), file_record("a/c.txt", sha256="0" * 64), file_record("../x")):
             with pytest.raises(RecordError):
                 handler.handle(record)
     assert not caplog.records
