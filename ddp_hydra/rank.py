@@ -27,6 +27,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
+from torch.distributed import distributed_c10d
 
 from ddp_hydra import faults, pulse, results, values
 from ddp_hydra.errors import DdpHydraError
@@ -178,25 +179,38 @@ def process_group(
         rank: this rank.
         world_size: number of ranks.
         backend: gloo, nccl, or auto: gloo, and nccl for tensors on a GPU where there is one.
-        timeout_s: of collectives.
+        timeout_s: of collectives, also in other groups that are made inside the block.
         init: False leaves it to the code inside the block to make a process group.
     """
-    if init:
-        if backend == "auto":
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # each rank sees its own GPU first
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    store.add("ddp_hydra/joined", 1)
-    yield
-    # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.
-    while store.add("ddp_hydra/joined", 0) < world_size:
-        time.sleep(0.005)  # to those who are still connecting, leaving would look like a crash
-    store.add("ddp_hydra/done", 1)
-    while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
-        time.sleep(0.005)  # rank 0 serves the store, so it leaves last
-    leave_process_group()
+    timeout = timedelta(seconds=timeout_s)
+    with default_timeout(timeout):
+        if init:
+            if backend == "auto":
+                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(0)  # each rank sees its own GPU first
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        store.add("ddp_hydra/joined", 1)
+        yield
+        # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.
+        while store.add("ddp_hydra/joined", 0) < world_size:
+            time.sleep(0.005)  # to those who are still connecting, leaving would look like a crash
+        store.add("ddp_hydra/done", 1)
+        while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
+            time.sleep(0.005)  # rank 0 serves the store, so it leaves last
+        leave_process_group()
+
+
+@contextmanager
+def default_timeout(timeout: timedelta) -> Iterator[None]:
+    """Give each process group that is made inside the block, and says nothing of it, this timeout."""
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    vars(distributed_c10d).update(dict.fromkeys(names, timeout))
+    try:
+        yield
+    finally:
+        vars(distributed_c10d).update(before)
 
 
 def whereabouts(project: str) -> str:

@@ -261,12 +261,12 @@ class Relay:
         self.forward(Record("log", {"text": text}, self.rank, None, time.time(), self.order.attempt).encode())
 
     def on_server(self) -> None:
-        """Hear from the warm server: the rank's pid, then how it ended."""
+        """Hear from the warm server: the rank's pid, then how it ended; or why there is none."""
         data = self.server.recv(65536)
         for line in data.splitlines():
             message = json.loads(line)
             self.pid = message.get("pid", self.pid)
-            if "exit" in message:
+            if "exit" in message or "refused" in message:
                 self.exit = message
         if not data and self.exit is None:
             self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}  # the server died, and its ranks with it
@@ -411,6 +411,12 @@ class Relay:
             return {**where, **self.end, "said": said}
         if self.stopping_since is not None:
             return {**where, "status": "stopped"}
+        if "refused" in self.exit:
+            message = (
+                f"could not be started: its host lets this user start no other process ({self.exit['refused']}); run "
+                "fewer ranks there, or raise the limit (ulimit -u, or a container's pids limit)"
+            )
+            return {**where, "status": "start", "message": message}
         status, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = said.rfind("Fatal Python error")
         return {

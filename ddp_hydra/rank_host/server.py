@@ -5,10 +5,10 @@ has no CUDA context and no threads of Dask, and it never runs a tensor operation
 to lose in a fork.
 
 One connection is one rank. The caller sends a line of JSON with the descriptors that the rank shall have; the
-server answers {"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}. A line {"signal": n} passes a
-signal on to the rank's process group, {"signal": n, "alone": true} to the rank only. When the caller goes away its
-rank is killed; when the server goes away the kernel kills all of them. So no rank outlives its worker, whatever state
-it is in.
+server answers {"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}; or {"refused": why} where the host
+lets it start no process. A line {"signal": n} passes a signal on to the rank's process group, {"signal": n, "alone":
+true} to the rank only. When the caller goes away its rank is killed; when the server goes away the kernel kills all of
+them. So no rank outlives its worker, whatever state it is in. A caller that says something else is hung up on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import selectors
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,17 +37,32 @@ PRELOAD = (
 )  # fmt: skip
 """What nearly every rank imports; what is not installed is left out."""
 
-MAX_REQUEST = 2**20
+MAX_REQUEST = 2**24
+"""Bytes of a request; most of it is the environment."""
+MAX_FDS = 8
+REQUEST_S = 30.0
+"""How long a caller may take from the first byte of a line to its last."""
 LINGER_S = 30.0
 """How long a server waits for its first connection."""
 
 
 @dataclass
 class Caller:
-    """One connection, and its rank once it asked for one."""
+    """One connection, and its rank once it asked for one.
+
+    Attributes:
+        heard: the beginning of a line that has not ended.
+        since: when that began.
+        fds: descriptors for the rank.
+        has_asked: it has asked for its rank.
+    """
 
     connection: socket.socket
     pid: int | None = None
+    heard: bytes = b""
+    since: float = 0.0
+    fds: list[int] = field(default_factory=list)
+    has_asked: bool = False
 
 
 class Server:
@@ -79,7 +95,8 @@ class Server:
                 elif key.fd in self.callers:
                     self.hear(self.callers[key.fd])
             self.reap()
-            timeout_s = None
+            self.drop_slow()
+            timeout_s = REQUEST_S if any(caller.heard for caller in self.callers.values()) else None
             if not self.callers and self.leave():
                 return
 
@@ -89,38 +106,62 @@ class Server:
             connection, _ = self.listener.accept()
         except BlockingIOError:
             return
-        connection.setblocking(True)
+        except OSError:  # no descriptor left: the caller stays in the queue
+            time.sleep(0.05)
+            return
+        connection.setblocking(False)
         self.callers[connection.fileno()] = Caller(connection)
         self.selector.register(connection, selectors.EVENT_READ)
 
     def hear(self, caller: Caller) -> None:
         """Act on what a caller says; the end of its connection is the end of its rank."""
         try:
-            data, fds, _, _ = socket.recv_fds(caller.connection, MAX_REQUEST, 8)
-            while data and not data.endswith(b"\n"):
-                more = caller.connection.recv(MAX_REQUEST)
-                data = data + more if more else b""
+            data, fds, _, _ = socket.recv_fds(caller.connection, 2**18, MAX_FDS)
+        except BlockingIOError:
+            return
         except OSError:
             data, fds = b"", []
-        if not data:
+        caller.fds += fds
+        caller.since = caller.since if caller.heard else time.monotonic()
+        *lines, caller.heard = (caller.heard + data).split(b"\n")
+        try:
+            if not data or len(caller.heard) > MAX_REQUEST or len(caller.fds) > MAX_FDS:
+                raise ValueError
+            for line in lines:
+                self.obey(caller, json.loads(line))
+        except (ValueError, TypeError, KeyError, RecursionError):
             self.drop(caller)
-            return
-        for line in data.splitlines():
-            request = json.loads(line)
-            if "signal" in request:
-                self.kill(caller, request["signal"], bool(request.get("alone")))
-            else:
-                self.spawn(caller, request, fds)
-        for fd in fds:
-            os.close(fd)
 
-    def spawn(self, caller: Caller, request: dict[str, Any], fds: list[int]) -> None:
+    def obey(self, caller: Caller, request: Any) -> None:
+        """Act on one request."""
+        if not isinstance(request, dict):
+            raise TypeError("a request is an object")
+        if "signal" in request:
+            self.kill(caller, request["signal"], bool(request.get("alone")))
+        elif caller.has_asked:
+            raise ValueError("one connection is one rank")
+        else:
+            self.spawn(caller, request)
+
+    def drop_slow(self) -> None:
+        """Hang up on callers that do not come to the end of a line."""
+        for caller in list(self.callers.values()):
+            if caller.heard and time.monotonic() - caller.since > REQUEST_S:
+                self.drop(caller)
+
+    def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         """Fork one rank."""
-        pid = os.fork()
-        if pid == 0:
-            self.become_rank(request, fds)
-        caller.pid = pid
-        self.tell(caller, {"pid": pid})
+        caller.has_asked = True
+        try:
+            pid = os.fork()
+        except OSError as error:  # no room for another process: those that run go on
+            self.tell(caller, {"refused": str(error)})
+        else:
+            if pid == 0:
+                self.become_rank(request, caller.fds)
+            caller.pid = pid
+            self.tell(caller, {"pid": pid})
+        close_all(caller.fds)
 
     def become_rank(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
         """Turn this fork into a rank: own session, output, cores and environment; then run it."""
@@ -183,7 +224,7 @@ class Server:
     def kill(self, caller: Caller, number: int, alone: bool = False) -> None:
         """Send a signal to a caller's rank, and to what it started."""
         if caller.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # it has just ended, or there is no such signal
                 (os.kill if alone else os.killpg)(caller.pid, number)
 
     def drop(self, caller: Caller) -> None:
@@ -192,6 +233,7 @@ class Server:
         self.callers.pop(caller.connection.fileno())
         self.selector.unregister(caller.connection)
         caller.connection.close()
+        close_all(caller.fds)
 
     def tell(self, caller: Caller, message: dict[str, Any]) -> None:
         """Answer; a caller that is gone is dropped at its next event."""
@@ -213,6 +255,12 @@ class Server:
             return True
         finally:
             os.close(folder)
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors, and forget them."""
+    while fds:
+        os.close(fds.pop())
 
 
 def preload() -> None:

@@ -32,13 +32,14 @@ def connect() -> socket.socket:
         A connected socket. While it is open, the server lives.
     """
     address = socket_path()
-    with _locked(address.parent):
+    with _locked(address.parent) as folder:
+        short = _short(address, folder)
         try:
-            return _connect(address)
+            return _connect(short)
         except (FileNotFoundError, ConnectionRefusedError):
             address.unlink(missing_ok=True)
-            _start(address)
-            return _connect(address)
+            _start(address, short)
+            return _connect(short)
 
 
 _lease: socket.socket | None = None
@@ -119,13 +120,19 @@ def _confinement() -> list[str]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the folder, made anew where the last server has just removed it."""
-    while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _locked(folder: Path) -> Iterator[int]:
+    """Hold the lock of the folder, made anew where the last server has just removed it; yields its descriptor.
+
+    Raises:
+        ClusterError: there is something else in its place, or others may write there.
+    """
+    for _ in range(MAX_TRIES):
         try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, FileExistsError):
+            if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                break
             continue
         try:
             status = os.fstat(handle)
@@ -136,26 +143,44 @@ def _locked(folder: Path) -> Iterator[None]:
                 )
             fcntl.flock(handle, fcntl.LOCK_EX)
             if folder.exists() and folder.stat().st_ino == status.st_ino:
-                yield
+                yield handle
                 return
         finally:
             os.close(handle)
+    what = "a symbolic link" if folder.is_symlink() else "something else"
+    raise ClusterError(
+        f"{folder} must be a folder of your own, since ranks are started through it; there is {what} in its place, or "
+        "on the way to it: remove that, or set XDG_RUNTIME_DIR to a folder of your own"
+    )
 
 
-def _connect(address: Path) -> socket.socket:
+MAX_TRIES = 1000
+"""A server that has just removed the folder is a matter of one or two."""
+MAX_SOCKET_PATH = 103
+"""Bytes that each system takes as the name of a socket."""
+
+
+def _short(address: Path, folder: int) -> str:
+    """Name a socket by its open folder where its path is too long for one."""
+    if len(os.fsencode(address)) <= MAX_SOCKET_PATH:
+        return str(address)
+    return f"/proc/self/fd/{folder}/{address.name}"
+
+
+def _connect(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(str(address))
+        connection.connect(address)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _start(address: Path) -> None:
+def _start(address: Path, short: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(str(address))
+        listener.bind(short)
         address.chmod(0o600)
         listener.listen(128)
         command = [sys.executable, "-m", "ddp_hydra.rank_host.server", str(listener.fileno()), str(address)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,29 @@ def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
     (tmp_path / "ddp_hydra").mkdir(mode=0o755)
     with pytest.raises(ClusterError, match="must belong to you and be closed to others"):
         warm.connect()
+
+
+@pytest.mark.parametrize("made", ["a symbolic link", "a dangling link", "a file", "a link on the way"])
+def test_something_else_in_place_of_the_runtime_folder_is_refused(tmp_path, monkeypatch, made):
+    folder = tmp_path / "run" / "ddp_hydra"
+    monkeypatch.setattr(warm, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(warm, "MAX_TRIES", 20)
+    place = folder.parent if made == "a link on the way" else folder
+    place.parent.mkdir(exist_ok=True)
+    if made == "a file":
+        place.touch()
+    else:
+        place.symlink_to(tmp_path if made == "a symbolic link" else tmp_path / "nowhere")
+    with pytest.raises(ClusterError, match=r"ddp_hydra must be a folder of your own.*XDG_RUNTIME_DIR"):
+        warm.connect()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a long path needs /proc")
+def test_a_runtime_folder_may_have_a_long_path(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 30)
+    monkeypatch.setattr(warm, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(warm, "_start", lambda address, short: listener.bind(short) or listener.listen())
+    with socket.socket(socket.AF_UNIX) as listener, warm.connect(), listener.accept()[0]:
+        assert warm.socket_path().is_socket()
+        with warm.connect(), listener.accept()[0]:  # it is there already
+            pass

@@ -1,0 +1,94 @@
+"""The warm server with callers of this process: what they say, and what it does where the host has no room."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.rank_host import server as module
+from ddp_hydra.rank_host.server import Server
+
+NOBODY = b'{"signal": 0}\n'
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Server]:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        listener.setblocking(False)
+        made = Server(listener, tmp_path / "s")
+        yield made
+        for caller in list(made.callers.values()):
+            made.drop(caller)
+        for end in (made.selector, made.wake_r, made.wake_w):
+            end.close()
+
+
+def call(server: Server, said: bytes, fds: tuple[int, ...] = ()) -> socket.socket:
+    """Connect and say something, and have the server hear it."""
+    caller = socket.socket(socket.AF_UNIX)
+    caller.settimeout(5)
+    caller.connect(str(server.address))
+    socket.send_fds(caller, [said], fds)
+    server.accept()
+    server.hear(list(server.callers.values())[-1])
+    return caller
+
+
+def test_half_a_line_blocks_nobody_and_is_not_waited_for_for_ever(server, monkeypatch):
+    with call(server, b'{"signal"') as slow, call(server, NOBODY):
+        assert len(server.callers) == 2
+        slow.sendall(b": 0}")  # the line goes on
+        first = next(iter(server.callers.values()))
+        server.hear(first)
+        server.drop_slow()
+        assert first.heard == b'{"signal": 0}'
+        monkeypatch.setattr(module, "REQUEST_S", 0.0)
+        server.drop_slow()
+        assert len(server.callers) == 1
+        assert slow.recv(10) == b""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"garbage\n", b"\xff\xfe\n", b"[1]\n", b"7\n", b'{"signal": "x"}\n{"signal": \n', b"[" * 50_000 + b"\n"],
+    ids=["a word", "bytes", "a list", "a number", "half an object", "many brackets"],
+)
+def test_garbage_ends_the_connection_it_came_on_and_nothing_else(server, said):
+    with call(server, NOBODY) as other, call(server, said) as caller:
+        if len(server.callers) > 1:  # it was heard in part
+            server.hear(list(server.callers.values())[-1])
+        assert caller.recv(10) == b""
+        assert len(server.callers) == 1
+        other.sendall(NOBODY)
+        server.hear(next(iter(server.callers.values())))
+
+
+def test_a_line_has_a_bound(server, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REQUEST", 100)
+    with call(server, b"x" * 101) as caller:
+        assert caller.recv(10) == b""
+    assert not server.callers
+
+
+def test_where_no_process_can_be_started_only_that_rank_hears_of_it(server, monkeypatch):
+    def refuse():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    with call(server, b'{"title": "rank"}\n', (0, 1)) as caller:
+        assert json.loads(caller.recv(1000)) == {"refused": "[Errno 11] Resource temporarily unavailable"}
+        assert len(server.callers) == 1
+        caller.sendall(b'{"title": "another"}\n')  # one connection is one rank
+        server.hear(next(iter(server.callers.values())))
+        assert caller.recv(10) == b""
+    if before:
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
