@@ -7,7 +7,7 @@ state: the order of samples, their augmentation and the seed of each step are fu
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -75,8 +75,12 @@ class State:
     pending: bool = False
 
     def capture(self) -> dict[str, Any]:
-        """A copy, on the CPU, that later steps don't change."""
-        return to_cpu(
+        """Copy the state to the CPU, where later steps don't change it."""
+        return self.begin_capture()()
+
+    def begin_capture(self) -> Callable[[], dict[str, Any]]:
+        """Begin to copy the state to the CPU, and return a function that waits for the copy; see `begin_copy`."""
+        return begin_copy(
             {
                 "format": FORMAT,
                 "model": self.model.state_dict(),
@@ -169,14 +173,33 @@ def read_on_all_ranks(path: Path) -> dict[str, Any]:
     return box[0]
 
 
-def to_cpu(value: Any) -> Any:
-    """Copy all tensors of a nested state to the CPU."""
+def begin_copy(value: Any) -> Callable[[], Any]:
+    """Copy all tensors of a nested state to the CPU, and return a function that waits for the copy.
+
+    Copies from a GPU go to pinned memory while the loop goes on: what it gives to the GPU later comes after them.
+    """
+    copied = _copy(value)
+    if not torch.cuda.is_initialized():
+        return lambda: copied
+    done = torch.cuda.Event()
+    done.record()
+
+    def arrived() -> Any:
+        done.synchronize()
+        return copied
+
+    return arrived
+
+
+def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        if not value.is_cuda:
+            return value.detach().clone()
+        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
     if isinstance(value, dict):
-        return {key: to_cpu(part) for key, part in value.items()}
+        return {key: _copy(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_cpu(part) for part in value)
+        return type(value)(_copy(part) for part in value)
     return value
 
 
@@ -231,16 +254,16 @@ class Saver:
     def save(self, state: State, metrics: dict[str, float], best: bool) -> None:
         """Copy the state, and write it while training goes on. Waits for the one before."""
         self.wait()
-        content = state.capture()
+        content = state.begin_capture()
         meta = {**asdict(state.position), "metrics": metrics, "best": best}
         self.thread = threading.Thread(target=self._write, args=(content, meta), name="checkpoint")
         self.thread.start()
 
-    def _write(self, content: dict[str, Any], meta: dict[str, Any]) -> None:
+    def _write(self, content: Callable[[], dict[str, Any]], meta: dict[str, Any]) -> None:
         try:
             results.submit_file(
                 f"checkpoints/step-{meta['step']:06d}.pt",
-                lambda path: write(content, path, meta["step"]),
+                lambda path: write(content(), path, meta["step"]),
                 step=meta["step"],
                 checkpoint=meta,
             )

@@ -183,8 +183,13 @@ def follow(cfg: DictConfig, spec: RankSpec) -> None:
 
 def how_here(cfg: DictConfig) -> dict[str, Any]:
     """Settings of a rank in this process."""
-    backend, timeout_s = cfg.dispatch.backend.value, cfg.dispatch.timeout_s
-    return {"threads": cfg.trainer.threads, "backend": backend, "timeout_s": timeout_s}
+    return {"threads": cfg.trainer.threads, "backend": backend(cfg), "timeout_s": cfg.dispatch.timeout_s}
+
+
+def backend(cfg: DictConfig) -> str:
+    """Return the ranks' backend: gloo where they compute on the CPU, so that they leave the GPUs alone."""
+    given: str = cfg.dispatch.backend.value
+    return "gloo" if given == "auto" and cfg.trainer.device is configs.Device.cpu else given
 
 
 class Job:
@@ -257,6 +262,7 @@ class Job:
             settings = OmegaConf.to_container(self.cfg.dispatch, enum_to_str=True)
             assert isinstance(settings, dict)
             ports = settings.pop("port_range")
+            settings["backend"] = backend(self.cfg)
             gang = Gang(
                 client,
                 name="job",

@@ -22,7 +22,8 @@ def count(loss: Tensor, logits: Tensor, target: Tensor) -> Tensor:
         target = target.argmax(-1)
     n = target.numel()
     correct = (logits.argmax(-1) == target).sum()
-    return torch.stack([loss.double() * n, correct.double(), correct.new_tensor(n).double()])
+    # `full` is made on the device: a number that is sent there would wait for all work before it.
+    return torch.stack([loss.double() * n, correct.double(), torch.full_like(correct, n, dtype=torch.float64)])
 
 
 class Meter:

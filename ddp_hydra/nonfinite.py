@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddp_hydra import results
-from ddp_hydra.checkpoint import State, to_cpu
+from ddp_hydra.checkpoint import State, begin_copy
 from ddp_hydra.errors import NonFiniteLoss
 
 SHOWN = 64
@@ -32,13 +32,13 @@ class NonFinite:
         self.seen: list[int] = []
         self.buffers = list(state.model.buffers()) if policy != "abort" else []
         self.kept_buffers = [buffer.clone() for buffer in self.buffers]
-        self.kept: dict[str, Any] | None = None
+        self.kept: Callable[[], dict[str, Any]] | None = None
         self.keep()
 
     def keep(self) -> None:
         """At a checkpoint: this is where a rollback goes."""
         if self.policy == "rollback":
-            self.kept = self.state.capture()
+            self.kept = self.state.begin_capture()
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -74,7 +74,7 @@ class NonFinite:
         if self.policy == "skip" or again:
             return False
         assert self.kept is not None
-        self.state.restore(to_cpu(self.kept))  # a copy: the optimizer goes on with the very tensors it is given
+        self.state.restore(begin_copy(self.kept())())  # a copy: the optimizer goes on with the very tensors it is given
         return True
 
     def _say(self, step: int, bad_rank: int, rank: int, loss: float, samples: Sequence[int]) -> str:

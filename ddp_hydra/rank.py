@@ -187,7 +187,7 @@ def process_group(
         if init:
             if backend == "auto":
                 backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            if torch.cuda.is_available():
+            if "nccl" in backend:
                 torch.cuda.set_device(0)  # each rank sees its own GPU first
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         store.add("ddp_hydra/joined", 1)
@@ -219,12 +219,19 @@ def whereabouts(project: str) -> str:
     Args:
         project: hash of the project space, or "".
     """
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     return (
-        f"host {socket.gethostname()}, pid {os.getpid()}, {device}, {torch.get_num_threads()} threads, "
+        f"host {socket.gethostname()}, pid {os.getpid()}, {device_name()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         f"{f', project {project[:16]}' if project else ''}"
     )
+
+
+def device_name() -> str:
+    """Name what this rank computes on, without touching a GPU that it leaves alone."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        return torch.cuda.get_device_name(0)
+    gpus = 0 if dist.is_initialized() else torch.cuda.device_count()  # a script chooses later
+    return f"{gpus} GPUs" if gpus else "cpu"
 
 
 def leave_process_group() -> None:

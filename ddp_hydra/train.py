@@ -67,6 +67,7 @@ def fit(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
+    memory.begin(device)
     sampler = build.sampler(cfg, train_set, rank, world_size)
     if cfg.trainer.overfit_batches:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches)

@@ -28,6 +28,12 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def begin(device: torch.device) -> None:
+    """Count the most memory from here on: a process may have run another job before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_of_all_ranks(device: torch.device) -> int:
     """The most that any rank has taken, in bytes. A collective."""
     mine = torch.tensor([peak_bytes(device)], device=device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from itertools import chain
+
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
-
-Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
 
 class Ema:
@@ -18,32 +19,43 @@ class Ema:
 
     Attributes:
         model: the average, a model like the first.
+        steps: taken in so far. Not a tensor, as `torch.optim.swa_utils.AveragedModel` has it: to read one from a GPU
+            is to wait for it.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.averaged = AveragedModel(model, multi_avg_fn=self._mix, use_buffers=True)
-        self.model: nn.Module = self.averaged.module
-        self.model.requires_grad_(False)
-
-    def update(self, model: nn.Module) -> None:
-        """Take in the weights after a step."""
-        self.averaged.update_parameters(model)
+        self.model: nn.Module = copy.deepcopy(model).requires_grad_(False)
+        self.steps = 0
 
     @torch.no_grad()
-    def _mix(self, averaged: Tensors, current: Tensors, n_averaged: torch.Tensor | int) -> None:
-        """Take in tensors of one type."""
-        steps = int(n_averaged)
-        if averaged[0].is_floating_point():
-            torch._foreach_lerp_(averaged, current, 1 - min(self.decay, (1 + steps) / (10 + steps)))
-        else:  # a count
-            torch._foreach_copy_(averaged, current)
+    def update(self, model: nn.Module) -> None:
+        """Take in the weights after a step."""
+        weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        for averaged, current in self._by_type(model):
+            if self.steps and averaged[0].is_floating_point():
+                torch._foreach_lerp_(averaged, current, weight)
+            else:  # the first, or counts
+                torch._foreach_copy_(averaged, current)
+        self.steps += 1
+
+    def _by_type(self, model: nn.Module) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Pair the average's tensors with the model's, those of one type together: so they take one kernel."""
+        groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for averaged, current in zip(_tensors(self.model), _tensors(model), strict=True):
+            groups[averaged.dtype][0].append(averaged)
+            groups[averaged.dtype][1].append(current)
+        return list(groups.values())
 
     def state_dict(self) -> dict[str, object]:
         """The average, and over how many steps."""
-        return {"model": self.model.state_dict(), "steps": int(self.averaged.n_averaged)}
+        return {"model": self.model.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Put it back."""
         self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
-        self.averaged.n_averaged.fill_(int(state["steps"]))  # type: ignore[call-overload]
+        self.steps = int(state["steps"])  # type: ignore[call-overload]
+
+
+def _tensors(model: nn.Module) -> chain[torch.Tensor]:
+    return chain(model.parameters(), model.buffers())

@@ -195,7 +195,7 @@ def _hook(
 
         # Its error feedback needs two steps to begin with.
         parallel.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
-        in_order = dist.get_backend() == "nccl"
+        in_order = "nccl" in str(dist.get_backend_config())  # get_backend() has another name for gloo and nccl together
         hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook)
         wrapped.register_comm_hook(parallel.compression, hook)
     elif name == "post_local_sgd":

@@ -8,9 +8,12 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_float32(precision: str) -> None:
-    """Let float32 be what `trainer.precision` says: 24 bits of mantissa, or 11 where the GPU is faster so (tf32)."""
+    """Let matrix products of float32 have 24 bits of mantissa, or 11 where the GPU is faster so (tf32).
+
+    Convolutions stay as torch has them by default, TF32 where the GPU has it. Who wants all of their bits sets
+    `torch.backends.cudnn.allow_tf32 = False` in the model's file.
+    """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:

@@ -57,6 +57,14 @@ def config(**changes: Any) -> DictConfig:
     return cfg
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "wanted"),
+    [("cpu", "auto", "gloo"), ("auto", "auto", "auto"), ("cuda", "auto", "auto"), ("cpu", "nccl", "nccl")],
+)
+def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wanted):
+    assert jobs.backend(config(trainer__device=device, dispatch__backend=given)) == wanted
+
+
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
     made = Job(run_dir, cfg, plain(cfg), files or {}, {"steps_lost": 0})

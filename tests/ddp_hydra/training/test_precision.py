@@ -21,12 +21,12 @@ def settings_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("settings_restored")
-def test_only_tf32_lets_float32_be_less():
+def test_only_tf32_lets_matrix_products_be_less_and_convolutions_stay_as_torch_has_them():
     found = []
     for name in ("tf32", "bf16", "tf32", "fp32"):
         precision.set_float32(name)
         found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-    assert found == [("high", True), ("highest", False)] * 2
+    assert found == [("high", True), ("highest", True)] * 2
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])
