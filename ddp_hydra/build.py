@@ -42,6 +42,7 @@ from hydra.utils import get_class, get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from ddp_hydra import targets
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.evaluate import Evaluation
 from ddp_hydra.loader import Loader
@@ -60,14 +61,10 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise
     except InstantiationException as error:
         if error.__cause__ is None or isinstance(error.__cause__, (ImportError, AttributeError)):
-            raise ConfigError(f"{node.get('_target_')}: {_last_line(error)}") from error
+            raise ConfigError(f"{node.get('_target_')}: {targets.explain(str(node.get('_target_')), error)}") from error
         raise
     except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
         raise ConfigError(f"{node.get('_target_')}: {error}") from error
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def dataset(node: DictConfig | None) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store
+from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store, targets
 from ddp_hydra import config as configs
 from ddp_hydra.errors import (
     CheckpointError,
@@ -80,7 +80,9 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
     """
     if cfg.dry_run:
         check(cfg)
-        _dry_run(configs.plain(cfg))
+        plain = configs.plain(cfg)
+        packed_project(cfg, plain)
+        _dry_run(plain)
         return None
     if cfg.results.handler is configs.Handler.rank0:
         cluster.load()
@@ -96,7 +98,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], plain["model"]["weights"] = weights, None
-        packed = guest.project if guest else project.pack(project.find())
+        packed = guest.project if guest else packed_project(cfg, plain)
         summary["project"] = packed.sha256
         job = Job(run_dir, cfg, plain, files, summary, guest)
         spec = launched.place(cfg.cluster)
@@ -109,6 +111,13 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         summary["status"] = "done"
     print(closing_lines(summary, guest.url if guest else _short(run_dir)))  # noqa: T201
     return value["metrics"].get(cfg.objective.metric)
+
+
+def packed_project(cfg: DictConfig, plain: dict[str, Any]) -> project.Project:
+    """Pack the project space, once the ranks are known to find in it what the config names."""
+    root = project.find()
+    targets.check(plain, root, cluster.is_local(cfg.cluster) or cluster.is_inline(cfg.cluster))
+    return project.pack(root)
 
 
 def check(cfg: DictConfig) -> None:

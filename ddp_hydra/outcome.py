@@ -34,6 +34,8 @@ class Failure:
         step: the step it was in, counted from 1; 0 before the first or where it said nothing of steps.
         phase: what it was doing; see `pulse.PHASES`.
         consequence: it says itself that another rank was the cause.
+        place: where in the user's files it was raised; see `tracebacks.place`.
+        deterministic: code of the project would raise it again.
     """
 
     kind: str
@@ -48,6 +50,8 @@ class Failure:
     step: int = 0
     phase: str = ""
     consequence: bool = False
+    place: str = ""
+    deterministic: bool = False
 
     @property
     def is_symptom(self) -> bool:
@@ -57,7 +61,9 @@ class Failure:
     def as_dict(self) -> dict[str, Any]:
         """What summary.json shows."""
         fields = asdict(self)
-        return {key: fields[key] for key in ("kind", "rank", "host", "attempt", "step", "message", "traceback")}
+        return {
+            key: fields[key] for key in ("kind", "rank", "host", "attempt", "step", "message", "place", "traceback")
+        }
 
     @classmethod
     def from_end(cls, end: Mapping[str, Any], rank: int, host: str, attempt: int) -> Failure | None:
@@ -65,8 +71,8 @@ class Failure:
         status = end.get("status")
         if status in ("ok", "stopped"):
             return None
-        text = {key: str(end.get(key, "")) for key in ("message", "traceback", "said", "phase")}
-        flags = {key: bool(end.get(key)) for key in ("mistake", "consequence")}
+        text = {key: str(end.get(key, "")) for key in ("message", "traceback", "said", "phase", "place")}
+        flags = {key: bool(end.get(key)) for key in ("mistake", "consequence", "deterministic")}
         step = end.get("step")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
             step = 0
@@ -112,12 +118,10 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
 
 def explain(failure: Failure, symptoms: Sequence[Failure] = (), log: str | None = None) -> str:
     """Say what happened, for a person."""
-    where = (
-        f" (in step {failure.step})"
-        if failure.step and not re.search(rf"step {failure.step}\b", failure.message)
-        else ""
-    )
-    lines = [f"rank {failure.rank} on {failure.host}: {failure.message}{where}"]
+    told = bool(re.search(rf"step {failure.step}\b", failure.message))
+    where = [f"in step {failure.step}"] if failure.step and not told else []
+    where += [failure.place] if failure.place and not failure.mistake else []
+    lines = [f"rank {failure.rank} on {failure.host}: {failure.message}" + (f" ({'; '.join(where)})" if where else "")]
     if failure.traceback and not failure.mistake:
         lines += ["", failure.traceback.rstrip()]
     elif failure.said and not failure.mistake:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from hydra.errors import InstantiationException
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import faults, pulse, results, values
+from ddp_hydra import faults, pulse, results, tracebacks, values
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.results import Record
 
@@ -82,6 +82,8 @@ def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: i
         end = {"status": "ok", **pack_value(value)}
     except BaseException as error:
         end = describe(error)
+        if end.get("traceback") and not end["mistake"]:
+            traceback.print_exception(error)
     results.emit("end", {**end, "time_s": time.time()})
     return 0 if end["status"] == "ok" else 1
 
@@ -263,7 +265,9 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {
         "status": "raised",
         "message": str(error) if mistake else text,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": tracebacks.shortened(error),
+        "place": tracebacks.place(error),
         "mistake": mistake,
+        "deterministic": tracebacks.is_deterministic(error),
         "consequence": getattr(error, "consequence", False) is True,
     }

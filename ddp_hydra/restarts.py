@@ -63,6 +63,8 @@ class Restarts:
         self.ended.append(ended)
         if self.most == 0 or ended.failure.mistake:
             return ""
+        if ended.failure.deterministic and not before and not ended.steps_done:
+            return "the project's own code raised this before the first step was done: it was not tried again"
         if before and ended.failure.kind in OWN_FAULT and before.cause() == ended.cause():
             where = f"in step {ended.failure.step}" if ended.failure.step else "before the first step"
             return f"the same failure {where} in two attempts running: it was not tried again"

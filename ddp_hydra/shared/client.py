@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, job, project, redact, store, transfer
+from ddp_hydra import cluster, job, redact, store, transfer
 from ddp_hydra import config as configs
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.interrupts import Interrupts
@@ -111,7 +111,8 @@ def begun(
         DdpHydraError: it could not begin; the message says what to do.
     """
     check(cfg)
-    plain, packed = configs.plain(cfg), project.pack(project.find())
+    plain = configs.plain(cfg)
+    packed = job.packed_project(cfg, plain)
     url = store.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
     with cluster.connect(cfg.cluster) as client:

@@ -196,7 +196,8 @@ def test_a_mistake_of_the_user_is_told_in_its_own_words_only():
 
 
 def test_the_summary_shows_plain_fields():
-    shown = Failure("raised", 1, "h", "m", "t", 5.0, 2, "said", mistake=True, step=7, phase="load").as_dict()
+    more = {"mistake": True, "step": 7, "phase": "load", "place": "models/mine.py, line 3"}
+    shown = Failure("raised", 1, "h", "m", "t", 5.0, 2, "said", **more).as_dict()
     assert json.loads(json.dumps(shown)) == {
         "kind": "raised",
         "rank": 1,
@@ -204,5 +205,6 @@ def test_the_summary_shows_plain_fields():
         "attempt": 2,
         "step": 7,
         "message": "m",
+        "place": "models/mine.py, line 3",
         "traceback": "t",
     }

@@ -14,6 +14,7 @@ from distributed import Client
 from hydra import compose, initialize_config_dir
 
 from ddp_hydra import config, job
+from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.project import pack
 from ddp_hydra.versions import VERSION_BASE
 
@@ -50,6 +51,39 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
     second = train("two")
     assert second == (pack(own_project).sha256, "I am new")
     assert second[0] != first[0]
+
+
+def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp_path, monkeypatch):
+    """Known before a cluster is there where the file is no Python; else raised by a rank, and not tried again."""
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(own_project))
+    monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client2))
+    model = own_project / "models" / "tiny.py"
+    source = model.read_text()
+    config.register()
+    with initialize_config_dir(str(own_project / "conf"), **VERSION_BASE):
+        cfg = compose("config", [*TINY[:-1], "dispatch.max_restarts=3"])
+
+    model.write_text(source.replace("return self.layers(x)", "return self.layers(x[:, 1:])"))
+    line = model.read_text().splitlines().index("        return self.layers(x[:, 1:])") + 1
+    with pytest.raises(RankFailed) as caught:
+        job.run(cfg, tmp_path / "run")
+    where = f"models/tiny.py, line {line}, in forward"
+    assert re.match(rf"rank \d on \S+: RuntimeError: .*mat1 and mat2.* \(in step 1; {where}\)\n", str(caught.value))
+    told = str(caught.value)
+    assert told.count('File "') == 2  # the user's, and the one in torch that raised
+    assert "project-" not in told
+    assert "raised this before the first step was done: it was not tried again" in told
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (len(summary["attempts"]), summary["failure"]["place"]) == (1, where)
+    log = tmp_path / "run" / "logs" / f"rank-{summary['failure']['rank']}.log"
+    assert "torch/nn/modules/container.py" in log.read_text()
+
+    model.write_text(source.replace("def forward(", "def forward(("))
+    monkeypatch.setattr("ddp_hydra.cluster.connect", None)
+    with pytest.raises(
+        ConfigError, match=r"^model\._target_=models\.tiny\.Tiny: models/tiny\.py, line \d+: SyntaxError"
+    ):
+        job.run(cfg, tmp_path / "other")
 
 
 def test_two_jobs_with_different_code_run_at_once_on_one_cluster(client4, gang, tmp_path, wait_for):

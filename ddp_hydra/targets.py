@@ -1,0 +1,239 @@
+"""Look up the project's own `_target_`s in its source files: nothing is imported, so it is known before a cluster is.
+
+A mistake in a file that a rank would import (a syntax error, a missing import, a misspelt class) is told with the file,
+the line and the nearest name there is.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ddp_hydra import tracebacks
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.project import PACKAGES
+
+
+def check(plain: dict[str, Any], root: Path, installed_here: bool) -> None:
+    """Refuse a config whose `_target_`s the ranks could not import.
+
+    Args:
+        plain: the config as plain values.
+        root: the folder with the project space.
+        installed_here: the ranks have the packages of this process, so one that is missing here is missing there.
+
+    Raises:
+        ConfigError: with the key, the file and the line.
+    """
+    sources = Sources(root, installed_here)
+    for key, target in targets(plain):
+        try:
+            sources.check_target(target, installed_here and not key.startswith("cluster."))
+        except ConfigError as error:
+            raise ConfigError(f"{key}={target}: {error}") from None
+
+
+def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each `_target_` of a config with its key, "model._target_"."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        inner = f"{key}.{name}" if key else str(name)
+        if name == "_target_" and isinstance(value, str):
+            yield inner, value
+        else:
+            yield from targets(value, inner)
+
+
+class Sources:
+    """The modules of a project space, read but not imported.
+
+    Args:
+        root: the folder with the project space.
+        installed_here: see `check`.
+    """
+
+    def __init__(self, root: Path, installed_here: bool) -> None:
+        self.root, self.installed_here = root, installed_here
+        self.trees: dict[Path, ast.Module] = {}
+
+    def check_target(self, target: str, installed_here: bool) -> None:
+        """Find what a `_target_` names.
+
+        Raises:
+            ConfigError: there is no such thing.
+        """
+        parts = tuple(target.split("."))
+        if parts[0] not in PACKAGES:
+            if installed_here and not _is_installed(parts[0]):
+                raise ConfigError(
+                    f"there is no package {parts[0]}{_hint(parts[0], PACKAGES)}: install it, or name something in "
+                    f"{' or '.join(f'{name}/' for name in PACKAGES)}"
+                )
+            return
+        size = 0
+        while size < len(parts) and (self.find(".".join(parts[: size + 1])) or self.is_folder(parts[: size + 1])):
+            size += 1
+        module, rest = parts[:size], parts[size:]
+        if not rest:
+            raise ConfigError(f"it is a module: give something in it, {target}.<name>")
+        path = self.find(".".join(module)) if module else None
+        names = self.names(path) if path else set()
+        if names is None or rest[0] in names:
+            return
+        if path is None or (path.name == "__init__.py" and len(rest) > 1):
+            raise self.no_module((*module, rest[0]))
+        raise ConfigError(f"{self.told(path)} has no {rest[0]}{_hint(rest[0], names)}")
+
+    def find(self, module: str) -> Path | None:
+        """Return the file of a module of the project, None where it has none."""
+        base = self.root.joinpath(*module.split("."))
+        return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
+
+    def is_folder(self, parts: Iterable[str]) -> bool:
+        """Whether a module is a folder without `__init__.py`."""
+        return self.root.joinpath(*parts).is_dir()
+
+    def no_module(self, parts: tuple[str, ...]) -> ConfigError:
+        """Say that a module is not there, and which one may be meant."""
+        folder = self.root.joinpath(*parts[:-1])
+        near = difflib.get_close_matches(parts[-1], [path.stem for path in folder.glob("[!_]*") if _is_module(path)], 1)
+        meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.root}"
+        return ConfigError(f"there is no {'/'.join(parts)}.py{meant}")
+
+    def told(self, path: Path) -> str:
+        """Return a path as its user knows it."""
+        return path.relative_to(self.root).as_posix()
+
+    def names(self, path: Path) -> set[str] | None:
+        """Return what a module defines, None where only running it would tell.
+
+        Raises:
+            ConfigError: it, or a module of the project that it imports, can't be imported.
+        """
+        return defined(self.read(path).body)
+
+    def read(self, path: Path) -> ast.Module:
+        """Parse a module, and those of the project that it imports."""
+        if path not in self.trees:
+            source = path.read_bytes()
+            try:
+                with warnings.catch_warnings(action="ignore"):
+                    tree = ast.parse(source, str(path))
+                    compile(tree, str(path), "exec", dont_inherit=True)
+            except (SyntaxError, ValueError) as error:
+                raise ConfigError(describe_syntax(error, self.told(path))) from None
+            self.trees[path] = tree
+            for statement in tree.body:  # one inside a `try` or an `if` may be there to fail
+                self.check_import(path, statement)
+        return self.trees[path]
+
+    def check_import(self, path: Path, statement: ast.stmt) -> None:
+        """Refuse an import of what is not there."""
+        if isinstance(statement, ast.Import):
+            modules = [(alias.name, ()) for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            package = path.parent.relative_to(self.root).parts
+            base = package[: len(package) - statement.level + 1] if statement.level else ()
+            name = ".".join((*base, *filter(None, [statement.module])))
+            modules = [(name, tuple(alias.name for alias in statement.names))]  # type: ignore[list-item]
+        else:
+            return
+        for module, names in modules:
+            try:
+                self.check_module(module, names)
+            except ConfigError as error:
+                told = str(error)
+                where = f"{self.told(path)}, line {statement.lineno}: "
+                raise ConfigError(told if ", line " in told else where + told) from None
+
+    def check_module(self, module: str, names: tuple[str, ...]) -> None:
+        """Refuse a module, or names of it, that are not there."""
+        parts = tuple(module.split("."))
+        if parts[0] not in PACKAGES:
+            if self.installed_here and parts[0] and not _is_installed(parts[0]):
+                raise ConfigError(f"No module named {parts[0]!r}: install it")
+            return
+        path = self.find(module)
+        if path is None and not self.is_folder(parts):
+            raise self.no_module(parts)
+        known = self.names(path) if path else set()
+        for name in names:
+            inner = self.find(f"{module}.{name}")
+            if inner is not None:
+                self.read(inner)
+            elif known is not None and name != "*" and name not in known and not self.is_folder((*parts, name)):
+                if path is None:
+                    raise self.no_module((*parts, name))
+                raise ConfigError(f"{self.told(path)} has no {name}{_hint(name, known)}")
+
+
+def explain(target: str, error: BaseException) -> str:
+    """Say why a rank could not import what a `_target_` names: what its file raised, or the nearest name there is."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, SyntaxError):
+        return describe_syntax(cause, tracebacks.user_path(cause.filename or "") or str(cause.filename))
+    if where := tracebacks.place(cause):
+        return f"{where}: {type(cause).__name__}: {cause}"
+    module, rest = _importable(target)
+    if module is not None and rest:
+        return f"{module.__name__} has no {rest[0]}{_hint(rest[0], vars(module))}"
+    return str(cause)
+
+
+def _importable(target: str) -> tuple[ModuleType | None, list[str]]:
+    """Return the innermost module of what a `_target_` names that is imported, and what follows in it."""
+    parts = target.split(".")
+    found = [n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules]
+    return (sys.modules[".".join(parts[: found[0]])], parts[found[0] :]) if found else (None, parts)
+
+
+def describe_syntax(error: Exception, path: str) -> str:
+    """Say where a file is no Python, and why."""
+    if not isinstance(error, SyntaxError):
+        return f"{path}: {error}"
+    line = f"\n    {error.text.strip()}" if error.text else ""
+    return f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}{line}"
+
+
+def defined(body: Iterable[ast.stmt]) -> set[str] | None:
+    """Return the names that statements of a module define; None where only running them would tell."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        else:
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            inner = defined(part for part in ast.walk(node) if isinstance(part, ast.stmt) and part is not node)
+            names |= {"*"} if inner is None else inner
+    return None if names & {"*", "__getattr__", "globals", "exec", "setattr"} else names
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package can be found, without importing it."""
+    try:
+        return package in sys.modules or importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _is_module(path: Path) -> bool:
+    return path.suffix == ".py" or path.is_dir()
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(set(names)), 1, 0.5)
+    if near:
+        return f": did you mean {near[0]}?"
+    shown = ", ".join(sorted(one for one in names if not one.startswith("_"))[:12])
+    return f"; it has {shown}" if shown else ""

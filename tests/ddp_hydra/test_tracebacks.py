@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from ddp_hydra import tracebacks
+
+MODEL = """
+import json
+from torch import nn
+
+def parse(text):
+    return json.loads(text)
+
+def layer():
+    return nn.Sequential(nn.Linear(2, 2))(None)
+
+def wrapped():
+    try:
+        parse(None)
+    except TypeError as error:
+        raise ValueError("no text") from error
+
+def out():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+
+
+@pytest.fixture
+def raised(tmp_path, monkeypatch):
+    """Raise in a module of a packed project, as a rank imports it."""
+    folder = tmp_path / "project-0123456789abcdef" / "models"
+    folder.mkdir(parents=True)
+    (folder / "told_model.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(str(folder))
+
+    def call(name: str) -> Exception:
+        import told_model
+
+        try:
+            getattr(told_model, name)(*(["{"] if name == "parse" else []))
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    yield call
+    sys.modules.pop("told_model", None)
+
+
+def test_the_users_own_file_is_named_as_they_know_it(raised):
+    error = raised("layer")
+    assert tracebacks.place(error) == "models/told_model.py, line 9, in layer"
+    told = tracebacks.shortened(error)
+    assert 'File "models/told_model.py", line 9, in layer\n    return nn.Sequential(nn.Linear(2, 2))(None)\n' in told
+    assert "project-" not in told
+    assert told.count("torch/") == 1  # where it was raised
+    assert "frames of libraries are left out: they are in the rank's log" in told
+
+
+def test_a_cause_is_shortened_too(raised):
+    told = tracebacks.shortened(raised("wrapped"))
+    assert "project-" not in told
+    assert told.index("TypeError") < told.index("direct cause") < told.index("ValueError: no text")
+
+
+def test_a_library_alone_is_told_in_full():
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this file
+    assert tracebacks.place(caught.value) == ""
+    assert tracebacks.shortened(caught.value).count("File ") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("layer", True), ("wrapped", True), ("parse", False), ("out", False)],
+    ids=["wrong-type", "wrong-value", "what-came-in", "the-device"],
+)
+def test_what_the_code_would_raise_again(raised, name, answer):
+    assert tracebacks.is_deterministic(raised(name)) is answer
+
+
+def test_outside_of_a_project_nothing_is_known_to_come_again():
+    with pytest.raises(TypeError) as caught:
+        len(1)
+    assert not tracebacks.is_deterministic(caught.value)
