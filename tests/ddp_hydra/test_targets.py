@@ -62,7 +62,7 @@ def test_what_is_there_is_found(root, target):
         ("models.god.Net", r"no models/god\.py: did you mean models\.good\?"),
         ("models.blocks.Depe", r"models/blocks/__init__\.py has no Depe: did you mean Deep\?"),
         ("models.good", r"it is a module: give something in it, models\.good\.<name>"),
-        ("modles.good.Net", r"there is no package modles: did you mean models\?"),
+        ("modelz.good.Net", r"there is no package modelz: did you mean models\?"),
     ],
 )
 def test_what_is_not_is_named_with_its_file_and_line(root, target, said):
