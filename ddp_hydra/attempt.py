@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Future
 
+from ddp_hydra.book import SUSPENDED_S
 from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.outcome import explain
@@ -250,7 +251,10 @@ class Attempt:
         running = [(self.specs[rank], self.futures[rank]) for rank in self.roster.running]
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
         if self.client.status == "closed" or any(future.status in ("cancelled", "lost") for _, future in running):
-            raise self.scheduler_lost("is lost, or was restarted")
+            how = "is lost, or was restarted"
+            if self.vitals.away_s > SUSPENDED_S:
+                how = f"has given the workers to others: this program was suspended for {self.vitals.away_s:.0f} s"
+            raise self.scheduler_lost(how)
         for spec, future in running:
             if future.status == "error":
                 reason = future.exception()

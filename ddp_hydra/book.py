@@ -13,10 +13,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.metrics import time as scheduler_time
 
 LATE_S = 2.0
 ABSENT_S = 10.0
 """Who has not asked for so long has left the queue."""
+SUSPENDED_S = 600.0
+"""A client that has sent no heartbeat for so long is taken for suspended: it loses its workers to those who wait."""
+CONFIRM_S = 15.0
+"""How long it is watched before: a scheduler that slept itself has still to read what its clients sent."""
 
 
 def take(
@@ -32,8 +37,9 @@ def take(
     """Take workers where enough are free; what the gang held before counts as free. Runs on the scheduler.
 
     Who finds too few waits in a queue: first the sweeps that have the fewest gangs at work, and among equals
-    who came first. Nobody overtakes, so a gang of many is not kept waiting by gangs of few; but one that is larger
-    than the cluster keeps nobody waiting.
+    who came first. A gang lets later ones of other sweeps pass as often as its own sweep has gangs at work, and no
+    more, so it is not kept waiting for ever. Otherwise nobody overtakes, so a gang of many is not kept waiting by
+    gangs of few; but one that is larger than the cluster keeps nobody waiting.
 
     Args:
         gang: who takes them.
@@ -49,27 +55,60 @@ def take(
     for other, entry in list(book.items()):
         if entry["holder"] not in dask_scheduler.clients:
             give_back(other, dask_scheduler)
-    held = {address for other, entry in book.items() if other != gang for address in entry["workers"]}
     running = {
         address: worker.host
         for address, worker in dask_scheduler.workers.items()
         if worker.status.name == "running" and address not in avoid
     }
-    free = {address: host for address, host in running.items() if address not in held}
     total, now = len(running), time.monotonic()
     wanted = wanted or max(1, total)
     least = min(wanted, least or wanted)
+    free = _free(running, gang, book)
+    if len(free) < least and _dismiss_suspended(gang, dask_scheduler, now):
+        free = _free(running, gang, book)
     if gang not in book:  # one that starts again keeps what it holds, and waits for nobody
-        queue.setdefault(gang, {"since": now, "sweep": sweep})
+        queue.setdefault(gang, {"since": now, "sweep": sweep, "passed": 0})
         queue[gang] |= {"asked": now, "holder": holder, "least": least}
     ahead = _ahead(gang, dask_scheduler, total, now)
     if ahead or len(free) < least:
         return {"wanted": wanted, "free": len(free), "total": total, "ahead": ahead}
-    queue.pop(gang, None)
+    if gang in queue:
+        _note_turn(queue.pop(gang), queue)
     chosen = choose(free, min(wanted, len(free)))
     _forget_topic(book.get(gang, {}).get("topic"), dask_scheduler)
     book[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
     return {"workers": chosen}
+
+
+def _free(running: Mapping[str, str], gang: str, book: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the running workers that no other gang holds."""
+    held = {address for other, entry in book.items() if other != gang for address in entry["workers"]}
+    return {address: host for address, host in running.items() if address not in held}
+
+
+def _dismiss_suspended(gang: str, scheduler: Any, now: float) -> bool:
+    """Disconnect clients that hold workers and are suspended (SIGSTOP, a laptop that sleeps); say whether there were.
+
+    Dask's clients send heartbeats, so nothing else has to be renewed. To its ranks it is as if the client had died.
+    """
+    silent_s = scheduler_time() - SUSPENDED_S
+    holders = {entry["holder"] for other, entry in _book(scheduler).items() if other != gang}
+    late = {holder for holder in holders if scheduler.clients[holder].last_seen < silent_s}
+    watched = scheduler._ddp_hydra_watched = {
+        holder: scheduler._ddp_hydra_watched.get(holder, now) for holder in sorted(late)
+    }
+    dismissed = [holder for holder, since in watched.items() if now - since > CONFIRM_S]
+    for holder in dismissed:
+        scheduler.remove_client(holder)  # the tasks of its ranks are released, and the guard takes back its workers
+        scheduler.client_comms[holder].abort()
+    return bool(dismissed)
+
+
+def _note_turn(winner: Mapping[str, Any], queue: Mapping[str, Any]) -> None:
+    """Note, with those who came before, that a gang of another sweep has had its turn first."""
+    for entry in queue.values():
+        if entry["since"] < winner["since"] and entry["sweep"] != winner["sweep"]:
+            entry["passed"] += 1
 
 
 def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
@@ -81,7 +120,12 @@ def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
     if gang not in queue:
         return 0
     holding = Counter(entry["sweep"] for entry in _book(scheduler).values())
-    order = sorted(queue, key=lambda name: (holding[queue[name]["sweep"]], queue[name]["since"]))
+
+    def turn(name: str) -> tuple[int, float]:
+        entry = queue[name]
+        return max(0, holding[entry["sweep"]] - entry["passed"]), entry["since"]
+
+    order = sorted(queue, key=turn)
     return sum(queue[name]["least"] <= total for name in order[: order.index(gang)])
 
 
@@ -131,7 +175,7 @@ class Guard(SchedulerPlugin):
 
 def _book(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_book"):
-        scheduler._ddp_hydra_book, scheduler._ddp_hydra_queue = {}, {}
+        scheduler._ddp_hydra_book, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
         scheduler.add_plugin(Guard(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_book
 

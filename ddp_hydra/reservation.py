@@ -1,8 +1,9 @@
 """Workers held for a gang, so that two jobs never share one.
 
 The book is kept on the scheduler, whose event loop runs one function at a time: checking and taking is one
-step. A holder is a client; the scheduler knows which clients are connected, so a dead one holds nothing. No lease
-has to be renewed and no lock is left behind. The scheduler also tells a gang which of its workers are lost.
+step. A holder is a client; the scheduler knows which clients are connected, so a dead one holds nothing, and by their
+heartbeats which are suspended, so these hold nothing for ever. No lease has to be renewed and no lock is left behind.
+The scheduler also tells a gang which of its workers are lost.
 """
 
 from __future__ import annotations

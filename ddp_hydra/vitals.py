@@ -84,6 +84,9 @@ class Vitals:
         hang_timeout_s: no progress for so long means that the rank hangs.
         first_step_timeout_s: the same where a rank is in a phase for the first time.
         join_timeout_s: the same where it joins the others.
+
+    Attributes:
+        away_s: the longest time that the watcher did not look, because this process was suspended.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Vitals:
         self.heard_s: dict[int, float] = {}
         self.beats: dict[int, Beat] = {}
         self.looked_s: float | None = None
+        self.away_s = 0.0
 
     def hear(self, rank: int, now: float) -> None:
         """Note that a rank's relay has said something."""
@@ -108,6 +112,7 @@ class Vitals:
     def look(self, now: float) -> None:
         """Note that the watcher looks; time that it did not look is nobody's fault."""
         gap_s = now - self.looked_s if self.looked_s is not None else 0.0
+        self.away_s = max(self.away_s, gap_s)
         if gap_s > GAP_S:
             self.heard_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.heard_s.items()}
             self.beats = {rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.beats.items()}

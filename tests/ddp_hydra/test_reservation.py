@@ -21,7 +21,11 @@ class Scheduler:
 
     def __init__(self, *workers: str, clients: tuple[str, ...] = ("me", "you")) -> None:
         self.workers: dict[str, Any] = {}
-        self.clients = dict.fromkeys(clients)
+        self.clients = {client: SimpleNamespace(last_seen=book.scheduler_time()) for client in clients}
+        self.aborted: list[str] = []
+        self.client_comms = {
+            client: SimpleNamespace(abort=lambda client=client: self.aborted.append(client)) for client in clients
+        }
         self.plugins: dict[str, Guard] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.loop = SimpleNamespace(call_later=lambda s, act, *args: self.later.append((s, lambda: act(*args))))
@@ -223,6 +227,54 @@ def test_a_gang_larger_than_the_cluster_keeps_nobody_waiting():
     scheduler = Scheduler("a:1")
     assert "workers" not in scheduler.take("large", 2)
     assert "workers" in scheduler.take("small", 1)
+
+
+def test_a_sweep_that_has_gangs_at_work_lets_as_many_newcomers_pass_and_no_more():
+    scheduler = Scheduler("a:1", "a:2", "a:3")
+    for job in ("a1", "a2"):
+        scheduler.take(job, 1, sweep="a")
+    running = [scheduler.take("newcomer 0", 1) and "newcomer 0"]
+    assert "workers" not in scheduler.take("a3", 1, sweep="a")
+    served = []
+    for number in range(1, 5):  # as soon as one ends, the next has come already
+        newcomer = f"newcomer {number}"
+        assert "workers" not in scheduler.take(newcomer, 1)
+        give_back(running.pop(), scheduler)
+        waiting = ["a3", *(f"newcomer {n}" for n in range(1, number + 1))]
+        for name in waiting:
+            if name not in scheduler.book and "workers" in scheduler.take(name, 1, sweep="a" if name == "a3" else ""):
+                served.append(name)
+        running.append(served[-1])
+    assert served[:3] == ["newcomer 1", "newcomer 2", "a3"]
+
+
+def test_a_suspended_client_loses_its_workers_to_those_who_wait_for_them(monkeypatch):
+    scheduler = Scheduler("a:1", "a:2")
+    now = [0.0]
+    monkeypatch.setattr(book.time, "monotonic", lambda: now[0])
+    scheduler.take("one", 1, holder="you")
+    scheduler.clients["you"].last_seen -= book.SUSPENDED_S + 1
+    assert "workers" in scheduler.take("two", 1)
+    assert scheduler.book.keys() == {"one", "two"}  # nobody waited
+    assert "workers" not in scheduler.take("three", 1)
+    now[0] += book.CONFIRM_S - 1
+    assert "workers" not in scheduler.take("three", 1)
+    now[0] += 2
+    assert scheduler.take("three", 1) == {"workers": {"a:1": "a"}}
+    assert (scheduler.aborted, scheduler.clients.keys()) == (["you"], {"me"})
+
+
+def test_a_client_that_is_heard_again_was_not_suspended(monkeypatch):
+    scheduler = Scheduler("a:1")
+    now = [0.0]
+    monkeypatch.setattr(book.time, "monotonic", lambda: now[0])
+    scheduler.take("one", 1, holder="you")
+    scheduler.clients["you"].last_seen -= book.SUSPENDED_S + 1
+    scheduler.take("two", 1)
+    scheduler.clients["you"].last_seen += book.SUSPENDED_S
+    now[0] += book.CONFIRM_S + 1
+    assert "workers" not in scheduler.take("two", 1)
+    assert scheduler.aborted == []
 
 
 @pytest.mark.parametrize("how", ["gone", "silent"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -292,7 +293,20 @@ if __name__ == "__main__":
 """
 
 
-def test_a_client_that_dies_leaves_its_workers_free_and_nothing_running(client2, tmp_path, wait_for, alive):
+def age(client: Client) -> None:
+    """Have the scheduler believe that its other clients were last heard an hour ago, and watched since."""
+
+    def turn_back(me, dask_scheduler):
+        for name, state in dask_scheduler.clients.items():
+            if name != me:
+                state.last_seen -= 3600
+                dask_scheduler._ddp_hydra_watched[name] = 0.0
+
+    client.run_on_scheduler(turn_back, client.id)
+
+
+@pytest.mark.parametrize("how", ["dies", "is suspended"])
+def test_a_client_that_is_gone_leaves_its_workers_free_and_nothing_running(client2, tmp_path, wait_for, alive, how):
     before = client2.run(os.getpid)
     script = tmp_path / "holder.py"
     script.write_text(HOLDER)
@@ -301,6 +315,12 @@ def test_a_client_that_dies_leaves_its_workers_free_and_nothing_running(client2,
     ) as holder:
         try:
             pids = [int(holder.stdout.readline()) for _ in range(2)]
+            if how == "is suspended":
+                holder.send_signal(signal.SIGSTOP)
+                age(client2)
+                assert dispatch.run(client2, who_am_i) == [0, 1]
+                holder.send_signal(signal.SIGCONT)
+                assert holder.wait(timeout=20) == 1
         finally:
             holder.kill()
     wait_for(lambda: not any(alive(pid) for pid in pids), 2, "the ranks of a dead client are gone")
