@@ -19,8 +19,8 @@ from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.options import parse
 from ddp_hydra.results import Record
 from ddp_hydra.shared import status as statuses
+from ddp_hydra.text import plain
 from ddp_hydra.writers.handler import ResultsHandler
-from ddp_hydra.writers.plain import plain
 
 USAGE = """python -m ddp_hydra.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
 POLL_S = 1.0

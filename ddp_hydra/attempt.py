@@ -22,6 +22,7 @@ from ddp_hydra.rank_host import relay
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
 from ddp_hydra.roster import Roster
+from ddp_hydra.text import MESSAGE_CHARS, plain
 from ddp_hydra.vitals import Hang, Vitals, waits
 
 if TYPE_CHECKING:
@@ -257,8 +258,8 @@ class Attempt:
             raise self.scheduler_lost(how)
         for spec, future in running:
             if future.status == "error":
-                reason = future.exception()
-                message = f"its task ended before it did: {reason!r}; is ddp_hydra installed on worker {spec.worker}?"
+                reason = repr(future.exception())[:MESSAGE_CHARS]
+                message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
                 self.roster.fail(spec, "start", message)
         late = self.roster.late
         if late and time.monotonic() - self.begun > self.gang.start_timeout_s:
@@ -346,7 +347,7 @@ class Attempt:
         elif record.kind == "beat":
             self.vitals.beat(record.rank, record.data, time.monotonic())
         elif record.kind == "stack":
-            self.stacks[record.rank] = str(record.data.get("text", ""))
+            self.stacks[record.rank] = plain(str(record.data.get("text", "")))
         elif record.kind == "preempted":
             self.crew.finish(self.roster.running, "preemption")
         elif record.kind == "end":

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from ddp_hydra import arguments, config, launched, project
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
+from ddp_hydra.text import traceback_of
 from ddp_hydra.versions import VERSION_BASE
 
 INTERRUPTED = 130
@@ -94,7 +95,7 @@ def sentence(error: Exception) -> str:
             f"the run directory can't be made ({error.strerror}: {error.filename}): give another with "
             "hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         )
-    return "".join(traceback.format_exception(error))
+    return traceback_of(error)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from ddp_hydra.reservation import Reservation
 from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
 from ddp_hydra.script import Script, script
+from ddp_hydra.text import plain
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
 log = logging.getLogger(__name__)
@@ -63,8 +64,6 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
 def show(record: Record) -> None:
     """Print what rank 0 prints."""
     if record.kind == "log" and record.rank == 0:
-        from ddp_hydra.writers.plain import plain  # TensorBoard comes with it
-
         print(plain(record.data["text"]), end="", flush=True)  # noqa: T201
 
 

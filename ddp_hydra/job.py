@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from ddp_hydra.placement import RankSpec
 from ddp_hydra.pulse import REASONS
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.results import Record, finite
+from ddp_hydra.text import message_of, traceback_of
 from ddp_hydra.writers import ResultsHandler, Writer, default_writers
 
 log = logging.getLogger(__name__)
@@ -379,8 +379,8 @@ def summarised(run_dir: Path, cfg: DictConfig) -> Iterator[dict[str, Any]]:
         raise
     except Exception as error:
         nobody = dict.fromkeys(("rank", "host", "attempt", "step"))
-        trace = "" if isinstance(error, DdpHydraError) else "".join(traceback.format_exception(error))
-        summary["failure"] = {"kind": type(error).__name__, **nobody, "message": str(error), "traceback": trace}
+        trace = "" if isinstance(error, DdpHydraError) else traceback_of(error)
+        summary["failure"] = {"kind": type(error).__name__, **nobody, "message": message_of(error), "traceback": trace}
         raise
     finally:
         summary |= {"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}

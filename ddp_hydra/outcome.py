@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ddp_hydra.text import MESSAGE_CHARS, TRACE_CHARS, plain, shorten
+
 SYMPTOMS = re.compile(
     r"connection (was )?(closed|reset)|connection refused|broken pipe|timed out waiting|wait timeout"
     r"|socket (closed|timeout)|failed to (recv|send)|recvvalue failed|sendbytes failed|remote process exited"
@@ -71,7 +73,8 @@ class Failure:
         status = end.get("status")
         if status in ("ok", "stopped"):
             return None
-        text = {key: str(end.get(key, "")) for key in ("message", "traceback", "said", "phase", "place")}
+        text = {key: harmless(end.get(key, ""), TRACE_CHARS) for key in ("traceback", "said", "phase", "place")}
+        text["message"] = harmless(end.get("message", ""), 2 * MESSAGE_CHARS)
         flags = {key: bool(end.get(key)) for key in ("mistake", "consequence", "deterministic")}
         step = end.get("step")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
@@ -80,7 +83,12 @@ class Failure:
         if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not 0 <= time_s < 1e11:
             time_s = 0.0
         more: dict[str, Any] = {**text, **flags, "step": step, "time_s": time_s, "attempt": attempt}
-        return cls(str(status), rank, host, **more)
+        return cls(harmless(status, MESSAGE_CHARS), rank, host, **more)
+
+
+def harmless(value: Any, most: int) -> str:
+    """Make a text of what a rank says, fit for a terminal."""
+    return plain(shorten(str(value), most))
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,6 +31,7 @@ from torch.distributed import distributed_c10d
 from ddp_hydra import faults, pulse, results, tracebacks, values
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.results import Record
+from ddp_hydra.text import TRACE_CHARS, message_of, shorten
 
 MAX_SPOOLED = 4
 """Files that a rank may have on their way; at more it waits for the client to fetch one."""
@@ -256,16 +256,16 @@ def describe(error: BaseException) -> dict[str, Any]:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code == 0:
             return {"status": "exited", "message": "the process exited with code 0 before its work was done"}
-        said = "" if isinstance(error.code, int) else f": {error.code}"
+        said = "" if isinstance(error.code, int) else f": {message_of(error.code)}"
         return {"status": "exited", "message": f"the process exited with code {code} (sys.exit){said}"}
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    message = message_of(error)
     mistake = isinstance(error, DdpHydraError) or bool(getattr(error, "mistake", False))
     return {
         "status": "raised",
-        "message": str(error) if mistake else text,
-        "traceback": tracebacks.shortened(error),
+        "message": message if mistake else ": ".join(filter(None, [type(error).__name__, message])),
+        "traceback": shorten(tracebacks.shortened(error), TRACE_CHARS),
         "place": tracebacks.place(error),
         "mistake": mistake,
         "deterministic": tracebacks.is_deterministic(error),

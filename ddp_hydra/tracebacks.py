@@ -8,6 +8,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from ddp_hydra.text import message_of
+
 _PACKED = re.compile(r".*[/\\]project-[0-9a-f]{16}[/\\](.*)")
 """A file of a packed project space, unpacked on a worker; see `project.Project.unpack`."""
 _LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
@@ -42,7 +44,7 @@ def place(error: BaseException) -> str:
 
 def is_deterministic(error: BaseException) -> bool:
     """Whether code of the project space would raise this again, given the same: not what a disk or a network may."""
-    if type(error) not in _DETERMINISTIC or (type(error) is RuntimeError and _PASSING.search(str(error))):
+    if type(error) not in _DETERMINISTIC or (type(error) is RuntimeError and _PASSING.search(message_of(error))):
         return False
     return any(_PACKED.fullmatch(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
 

@@ -25,8 +25,8 @@ from ddp_hydra.rank_host import spool
 from ddp_hydra.results import Record
 from ddp_hydra.shared import start, voice
 from ddp_hydra.shared.order import Order
+from ddp_hydra.text import plain as harmless
 from ddp_hydra.writers.handler import ResultsHandler
-from ddp_hydra.writers.plain import plain as harmless
 
 START_S = 120.0
 """How long a driver may take to begin."""

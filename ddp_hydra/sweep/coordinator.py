@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import dataclass
 
 from hydra.core.utils import JobReturn, JobStatus, run_job
@@ -13,6 +12,7 @@ from ddp_hydra.cluster import Scheduler
 from ddp_hydra.sweep.plan import Planned
 from ddp_hydra.sweep.returns import first_line, portable, summarised
 from ddp_hydra.sweep.rows import State
+from ddp_hydra.text import traceback_of
 
 
 @dataclass
@@ -66,6 +66,6 @@ def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, sche
     if result.status == JobStatus.COMPLETED:
         return Ended(State.done, result)
     raised = value if isinstance(value, BaseException) else result._return_value
-    trace = "".join(traceback.format_exception(raised))
+    trace = traceback_of(raised)
     print(trace, flush=True)  # noqa: T201, into the job's log
     return Ended(State.failed, result, summarised(raised), trace)

@@ -9,6 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_hydra.errors import DdpHydraError, SweepFailed
 from ddp_hydra.sweep.rows import State
+from ddp_hydra.text import message_of
 
 if TYPE_CHECKING:
     from ddp_hydra.sweep.plan import Planned
@@ -62,7 +63,7 @@ def summarised(error: BaseException) -> str:
     """One line of an error."""
     if isinstance(error, DdpHydraError):
         return first_line(str(error))
-    return first_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return first_line(": ".join(filter(None, [type(error).__name__, message_of(error)])))
 
 
 def first_line(text: str) -> str:

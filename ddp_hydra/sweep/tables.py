@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
-from ddp_hydra.writers.plain import plain
+from ddp_hydra.text import plain
 
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
 _MARKUP = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")

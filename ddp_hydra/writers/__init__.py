@@ -11,8 +11,8 @@
     logs         logs/rank-<r>.log
     progress     the live display
     status       status.json, while the job runs
-    incoming, disk, patience, plain, events    what they share: complete files, careful disk access, waiting for a
-                                               full disk, harmless text, TensorBoard's format
+    incoming, disk, patience, events    what they share: complete files, careful disk access, waiting for a full
+                                        disk, TensorBoard's format
 
 No torch here, and nothing that a rank sent is unpickled. The writers themselves are imported by
 `default_writers` only, so that a reader of checkpoints pays for none of them.

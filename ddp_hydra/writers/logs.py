@@ -6,8 +6,8 @@ from collections import deque
 from pathlib import Path
 
 from ddp_hydra.results import Record
+from ddp_hydra.text import plain
 from ddp_hydra.writers.disk import AppendFile, place
-from ddp_hydra.writers.plain import plain
 
 _LINE_CHARS = 2000
 

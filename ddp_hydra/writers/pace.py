@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from ddp_hydra.results import Record
+from ddp_hydra.text import plain
 from ddp_hydra.writers.checks import metric_values
-from ddp_hydra.writers.plain import plain
 
 
 class Pace:

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from ddp_hydra.results import Record
+from ddp_hydra.text import plain
 from ddp_hydra.writers.pace import Pace
-from ddp_hydra.writers.plain import plain
 
 
 class StdoutConsole(Console):

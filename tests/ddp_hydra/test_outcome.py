@@ -208,3 +208,12 @@ def test_the_summary_shows_plain_fields():
         "place": "models/mine.py, line 3",
         "traceback": "t",
     }
+
+
+def test_what_a_rank_says_of_its_end_reaches_the_terminal_without_escape_sequences_and_within_bounds():
+    red, clear = "\x1b[31m", "\x1b]0;title\x07\x1b[2J\r"
+    end = {"status": red + "raised", "message": f"{clear}ValueError: {red}bad", "traceback": clear + "y" * 10**6}
+    failure = Failure.from_end({**end, "said": clear + "words", "phase": red}, 0, "h", 0)
+    assert (failure.kind, failure.message, failure.said, failure.phase) == ("raised", "ValueError: bad", "words", "")
+    assert len(failure.traceback) < 40_000
+    assert explain(failure).startswith("rank 0 on h: ValueError: bad\n\nyyy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 import torch
@@ -24,3 +25,17 @@ def test_groups_made_beside_the_main_one_have_its_timeout():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert timeout_of(dist.group.WORLD) == timedelta(seconds=77)
     assert distributed_c10d.default_pg_timeout == usual
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no words")
+
+
+def test_what_was_raised_is_told_within_bounds_also_by_an_error_that_cannot_say_what_it_is():
+    end = rank.describe(ValueError("x" * 10_000_000))
+    assert end["message"].startswith("ValueError: xxx")
+    assert len(json.dumps(end)) < 100_000
+    assert len(json.dumps(rank.describe(SystemExit("x" * 10_000_000)))) < 100_000
+    assert rank.describe(Mute())["message"] == "Mute: (its message can't be told: Mute.__str__ raised KeyError)"
+    assert rank.describe(KeyError())["message"] == "KeyError"

@@ -1,0 +1,48 @@
+"""Text of ranks and of errors, made harmless for a terminal: no escape sequences, and never too long."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+MESSAGE_CHARS = 4_000
+TRACE_CHARS = 32_000
+"""What is kept of an error's message, and of its traceback."""
+
+_ESCAPES = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # operating system commands: titles, links, the clipboard
+    r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # colors, cursor moves
+    r"|\x1b[ -/]*[0-~]?"
+)
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Drop escape sequences and control characters, except tabs and newlines."""
+    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+
+
+def shorten(text: str, most: int) -> str:
+    """Keep the head and the tail of a text that is too long, and say how much is left out.
+
+    Args:
+        text: of any length.
+        most: characters to keep.
+    """
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters are left out here …\n{text[-half:]}"
+
+
+def message_of(error: object) -> str:
+    """Return what an error says of itself, also where it fails to."""
+    try:
+        return shorten(str(error), MESSAGE_CHARS)
+    except Exception as failed:
+        return f"(its message can't be told: {type(error).__name__}.__str__ raised {type(failed).__name__})"
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return an error's traceback, with the errors that led to it."""
+    return shorten("".join(traceback.format_exception(error)), TRACE_CHARS)

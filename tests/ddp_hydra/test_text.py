@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hydra.text import MESSAGE_CHARS, TRACE_CHARS, message_of, plain, shorten, traceback_of
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no words")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc", "a\tb\nc"),
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07done\x1b]8;;http://x\x1b\\link", "red donelink"),
+        ("over\r\x1b[2Kwritten\x00\x9b\x7f", "overwritten"),
+        ("\x1b", ""),
+    ],
+)
+def test_escape_sequences_and_control_characters_are_dropped(text, shown):
+    assert plain(text) == shown
+
+
+@given(st.text())
+def test_what_reaches_the_terminal_has_no_control_characters(text):
+    assert not [char for char in plain(text) if (ord(char) < 32 and char not in "\t\n") or 127 <= ord(char) < 160]
+
+
+def test_of_a_long_text_head_and_tail_are_kept_and_the_rest_is_counted():
+    assert shorten("x" * 10, 10) == "x" * 10
+    assert shorten("a" * 5000 + "b" * 5000, 10) == "aaaaa\n… 9,990 characters are left out here …\nbbbbb"
+
+
+def test_an_error_of_ten_megabytes_is_told_in_a_few_lines():
+    error = ValueError("begin" + "x" * 10_000_000 + "end")
+    said, trace = message_of(error), traceback_of(error)
+    assert said.startswith("begin")
+    assert said.endswith("end")
+    assert (len(said) < MESSAGE_CHARS + 100, len(trace) < TRACE_CHARS + 100) == (True, True)
+
+
+def test_an_error_that_cannot_say_what_it_is_has_a_type_and_a_traceback():
+    with pytest.raises(Mute) as caught:
+        raise Mute
+    assert message_of(caught.value) == "(its message can't be told: Mute.__str__ raised KeyError)"
+    assert "raise Mute" in traceback_of(caught.value)
