@@ -2,6 +2,9 @@
 
 All take `total_steps`, the steps of the run, and `epoch_steps`, those of an epoch. The warm-up is a linear rise at the
 beginning, of `warmup_steps` and `warmup_epochs` together; with `by="epoch"` the rate stays the same within an epoch.
+
+Steps are those of the global batch that the run began with, see `training/progress.py`. After a resume with another
+one the run goes on between them, along the same curve.
 """
 
 from __future__ import annotations
@@ -11,13 +14,61 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 Factor = Callable[[float], float]
-"""From the share of the run behind the warm-up that is done, 0..1, to a factor of the rate."""
+"""From how far the run is, to a factor of the rate."""
 
 
-def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> LambdaLR:
+class Curve:
+    """Sets the learning rate as a function of the steps done, which need not be a whole number.
+
+    It has what torch's schedulers have.
+
+    Args:
+        optimizer: whose rate to schedule.
+        factor: from steps done to a factor of the optimizer's own rate.
+
+    Attributes:
+        base_lrs: the optimizer's own rate, of each parameter group.
+        last_epoch: steps done.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Factor) -> None:
+        self.optimizer, self.factor = optimizer, factor
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.last_epoch = 0.0
+        self.go_to(0)
+
+    def go_to(self, done: float) -> None:
+        """Set the rate of the next step.
+
+        Args:
+            done: steps done before it.
+        """
+        self.last_epoch = done
+        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def step(self) -> None:
+        """Go one step further."""
+        self.go_to(self.last_epoch + 1)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rate of each parameter group."""
+        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put it back; the rates are in the optimizer's own state."""
+        self.base_lrs, self.last_epoch = list(state["base_lrs"]), state["last_epoch"]
+
+
+def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> Curve:
     """Stay at the optimizer's rate after the warm-up.
 
     Args:
@@ -31,7 +82,7 @@ def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **opt
 
 def linear(
     optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, min_factor: float = 0.0, **options: Any
-) -> LambdaLR:
+) -> Curve:
     """Fall in a straight line.
 
     Args:
@@ -46,7 +97,7 @@ def linear(
 
 def cosine(
     optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, min_factor: float = 0.0, **options: Any
-) -> LambdaLR:
+) -> Curve:
     """Fall along half a cosine (Loshchilov and Hutter, 2017, without restarts).
 
     Args:
@@ -66,7 +117,7 @@ def step(
     milestones: Sequence[float] = (0.5, 0.75),
     gamma: float = 0.1,
     **options: Any,
-) -> LambdaLR:
+) -> Curve:
     """Multiply by `gamma` at each milestone.
 
     Args:
@@ -90,7 +141,7 @@ def one_cycle(
     rise: float = 0.3,
     first_factor: float = 0.04,
     min_factor: float = 1e-4,
-) -> LambdaLR:
+) -> Curve:
     """Rise along half a cosine, and fall along another (Smith and Topin, 2018; the momentum stays).
 
     Args:
@@ -122,27 +173,31 @@ def _scheduled(
     warmup_steps: int = 0,
     warmup_epochs: float = 0.0,
     by: str = "step",
-) -> LambdaLR:
-    """Schedule by the share of the run behind the warm-up."""
+) -> Curve:
+    """Schedule by the share of the run behind the warm-up that is done, 0..1."""
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
     length = max(1, total_steps - warmup)
-    done: Callable[[int], float] = lambda step: min(1.0, max(0, step - warmup) / length)  # noqa: E731
+    done: Factor = lambda step: min(1.0, max(0, step - warmup) / length)  # noqa: E731
     return _by_step(optimizer, lambda step: factor(done(step)), total_steps, epoch_steps, warmup, by=by)
 
 
 def _by_step(
     optimizer: Optimizer,
-    factor: Callable[[int], float],
+    factor: Factor,
     total_steps: int,
     epoch_steps: int,
     warmup_steps: int = 0,
     warmup_epochs: float = 0.0,
     by: str = "step",
-) -> LambdaLR:
+) -> Curve:
     """Schedule by the step, with a linear rise in front; the first step already moves."""
     if by not in ("step", "epoch"):
         raise ValueError(f"by is {by!r}, and is step or epoch: type scheduler.by=epoch")
-    warmup, stride = warmup_steps + round(warmup_epochs * epoch_steps), epoch_steps if by == "epoch" else 1
-    return LambdaLR(
-        optimizer, lambda step: (step + 1) / (warmup + 1) if step < warmup else factor(step // stride * stride)
-    )
+    warmup = warmup_steps + round(warmup_epochs * epoch_steps)
+
+    def with_warmup(step: float) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return factor(step // epoch_steps * epoch_steps if by == "epoch" else step)
+
+    return Curve(optimizer, with_warmup)

@@ -26,6 +26,7 @@ from ddp_hydra.stopwatch import Stopwatch
 from ddp_hydra.training import precision, selection, weights
 from ddp_hydra.training.early_stop import EarlyStop
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.progress import Progress
 from ddp_hydra.training.update import Update
 
 
@@ -89,16 +90,21 @@ def fit(
 
     # optimizer, and where to begin
     position = Position()
+    progress = Progress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
+    saved = read_on_all_ranks(files["resume"]) if "resume" in files else {}
+    progress.load_state_dict(saved.get("progress") or progress.state_dict())
     optimizer = build.optimizer(cfg, model.model, sampler.global_batch)
-    scheduler = build.schedule(cfg, optimizer, steps_left(cfg.trainer, sampler, position), len(sampler))
+    scheduler = build.schedule(cfg, optimizer, progress.total, progress.epoch_steps)
     scaler = precision.scaler(cfg.trainer.precision, device)
     ema = Ema(model.model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
-    update = Update(model, optimizer, scheduler, scaler, cfg.trainer.clip_norm, ema)
+    update = Update(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
     early_stop = EarlyStop.of(cfg)
-    extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop}
+    extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop, "progress": progress}
     state = State(model.model, optimizer, scheduler, position, plain(cfg), extras)
-    if "resume" in files:
-        state.restore(read_on_all_ranks(files["resume"]))
+    if saved:
+        state.restore(saved)
+        progress.move(scheduler)
+        saved.clear()  # it is as large as the model
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
     loader = build.loader(cfg, train_set, device, channels_last)
@@ -165,8 +171,8 @@ def fit(
                     meter.clear()  # what was counted since is done again
                     watch.lap(position.samples)
                     break
-            update.advance()
             position.advance(sampler.global_batch)
+            progress.move(scheduler)  # also where the step was left out
 
             # log and save; a save is always logged too, so that a resumed run begins with an empty meter
             last = position.step >= total_steps
@@ -200,6 +206,7 @@ def fit(
         # validate and save at the end of an epoch
         if epoch_over(sampler, position):
             position.end_epoch()
+            progress.move(scheduler)
         last = position.step >= total_steps
         update.settle()
         judged = validation is None

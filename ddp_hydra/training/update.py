@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ class Update:
     Args:
         model: whose weights.
         optimizer: its optimizer.
-        scheduler: its learning-rate schedule.
         scaler: of the gradients; disabled but for fp16.
         clip_norm: longest gradient, over all parameters; None for any.
         ema: the moving average of the weights; None for none.
@@ -32,12 +30,11 @@ class Update:
         self,
         model: Parallel,
         optimizer: torch.optim.Optimizer,
-        scheduler: Any,
         scaler: torch.amp.GradScaler,
         clip_norm: float | None = None,
         ema: Ema | None = None,
     ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.model, self.optimizer = model, optimizer
         self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
         self.lr = 0.0
         self.grad_norm: torch.Tensor | None = None
@@ -46,6 +43,7 @@ class Update:
 
     def begin(self) -> None:
         """Forget the last step's gradients."""
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -68,18 +66,13 @@ class Update:
         """Leave the step out."""
         self.model.forget()
 
-    def advance(self) -> None:
-        """On with the schedule, also where the step was left out."""
-        self.lr = self.scheduler.get_last_lr()[0]
-        self.scheduler.step()
-
     def settle(self) -> None:
         """Make the weights, and their average, the same on all ranks; before they are judged or saved. A collective."""
         self.model.settle(*([self.ema.model] if self.ema is not None else []))
 
     def metrics(self) -> dict[str, float]:
         """What is logged: the learning rate, and what else there is."""
-        found = {"lr": float(self.lr)}
+        found = {"lr": self.lr}
         if self.grad_norm is not None:
             found["grad_norm"] = float(self.grad_norm)
         if self.scaler.is_enabled():

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra import schedules
+from ddp_hydra.checkpoint import Position
+from ddp_hydra.samplers import Distributed
+from ddp_hydra.training.progress import Progress
 
 
 def rates(schedule, total_steps, steps=None, **options):
@@ -81,3 +84,150 @@ def test_each_group_keeps_its_own_rate():
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([0.5, 0.05])
+
+
+# -- as long as the global batch stays, nothing is different from counting steps ---------------------------
+
+
+def wave(begin, end, done):
+    return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def cycle(done, rise=0.3, first=0.04, last=1e-4):
+    return wave(first, 1.0, done / rise) if done < rise else wave(1.0, last, (done - rise) / (1 - rise))
+
+
+CURVES = {
+    "constant": (schedules.constant, lambda done: 1.0),
+    "linear": (schedules.linear, lambda done: 1 - (1 - 0.0) * done),
+    "cosine": (schedules.cosine, lambda done: wave(1.0, 0.0, done)),
+    "one_cycle": (schedules.one_cycle, cycle),
+    "step": (schedules.step, None),
+}
+
+
+def by_step(curve, step, total, epoch_steps, warmup_steps=0, warmup_epochs=0.0, by="step"):
+    """The factor of a step, counted from 0, as all versions have it."""
+    warmup, stride = warmup_steps + round(warmup_epochs * epoch_steps), epoch_steps if by == "epoch" else 1
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    step = step // stride * stride
+    if curve is None:
+        return 0.1 ** sum(step >= limit for limit in (0.5 * total, 0.75 * total))
+    return curve(min(1.0, max(0, step - warmup) / max(1, total - warmup)))
+
+
+def advance(progress):
+    """One step, as the loop does it."""
+    position = progress.position
+    position.advance(progress.sampler.global_batch)
+    if progress.sampler.steps(position.offset) == 0:
+        position.end_epoch()
+
+
+LENGTHS = [(3, None), (None, 31), (4, 30), (2, 1000)]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("epochs", "max_steps"), LENGTHS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in CURVES]
+    + [(name, {"warmup_steps": 5}) for name in CURVES if name != "one_cycle"]
+    + [(name, {"warmup_epochs": 0.7, "by": "epoch"}) for name in CURVES if name != "one_cycle"],
+)
+def test_rates_are_to_the_bit_what_they_are_by_step(name, options, epochs, max_steps, drop_last):
+    schedule, curve = CURVES[name]
+    sampler = Distributed(103, 7, world_size=1, drop_last=drop_last)
+    progress = Progress(epochs, max_steps, sampler, Position())
+    total = min(epochs * len(sampler) if epochs else 10**6, max_steps or 10**6)
+    assert progress.total == total
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler = schedule(optimizer, progress.total, epoch_steps=progress.epoch_steps, **options)
+    for step in range(total):
+        progress.move(scheduler)
+        assert optimizer.param_groups[0]["lr"] == 0.3 * by_step(curve, step, total, len(sampler), **options)
+        advance(progress)
+    assert (progress.done, progress.position.step) == (total, total)
+
+
+# -- with another global batch -----------------------------------------------------------------------------
+
+
+def resized(progress, batch_size):
+    """The same run, gone on with another batch size."""
+    sampler, position = Distributed(progress.sampler.n_samples, batch_size), Position(**vars(progress.position))
+    other = Progress(progress.epochs, progress.max_steps, sampler, position)
+    other.load_state_dict(progress.state_dict())
+    return other
+
+
+def begun(steps, batch_size, **length):
+    """A run that has made some steps."""
+    made = Progress(length.get("epochs"), length.get("max_steps"), Distributed(96, batch_size), Position())
+    for _ in range(steps):
+        advance(made)
+    return made
+
+
+def rate_at(progress, **options):
+    """What a cosine of rate 1 is there."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    progress.move(schedules.cosine(optimizer, progress.total, epoch_steps=progress.epoch_steps, **options))
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("options", "warmup"), [({}, 0), ({"warmup_steps": 6}, 6), ({"warmup_epochs": 1.25}, 1.25)])
+@pytest.mark.parametrize("steps", [0, 3, 5, 8])
+@pytest.mark.parametrize(("first", "then"), [(12, 24), (24, 12), (24, 6), (12, 8), (12, 40)])
+def test_with_another_global_batch_the_curve_over_the_samples_is_the_same(first, then, steps, options, warmup):
+    run = begun(steps, first, epochs=4)
+    rise = round(warmup * 96 / first) if "warmup_epochs" in options else warmup
+    now = resized(run, then)
+    assert rate_at(now, **options) == rate_at(run, **options)
+    while now.position.epoch < 4:
+        done = (now.position.epoch * 96 + now.position.offset) / first
+        expected = (done + 1) / (rise + 1) if done < rise else wave(1, 0, (done - rise) / (4 * 96 / first - rise))
+        assert rate_at(now, **options) == pytest.approx(expected, abs=1e-9)
+        advance(now)
+    assert rate_at(now, **options) == pytest.approx(0, abs=1e-9)
+
+
+def test_a_run_of_so_many_steps_goes_by_steps_however_large_they_are():
+    run = begun(5, 12, max_steps=20)
+    now = resized(run, 48)
+    for step in range(5, 20):
+        assert rate_at(now) == wave(1, 0, step / 20)
+        advance(now)
+
+
+def test_where_epochs_and_steps_limit_a_run_the_nearer_end_counts_and_nothing_jumps():
+    """20 steps of at most 32; once they are four times as large, the epochs end first."""
+    now = resized(begun(10, 12, epochs=4, max_steps=20), 48)
+    assert rate_at(now) == wave(1, 0, 0.5)
+    before = 1.0
+    while now.position.epoch < 4:
+        assert rate_at(now) < before
+        before = rate_at(now)
+        advance(now)
+    assert now.position.step < 20
+    assert rate_at(now) == 0
+
+
+def test_a_second_change_still_goes_by_the_first_batch():
+    now = resized(resized(begun(3, 12, epochs=4), 24), 6)
+    assert (now.total, now.done, now.global_batch) == (32, 3, 12)
+
+
+@pytest.mark.parametrize(("then", "taken"), [(24, [6, 8, 10]), (6, [4.5, 5, 5.5])])
+def test_one_of_torchs_takes_a_step_for_each_that_the_run_would_have_taken(then, taken):
+    run, optimizer = begun(4, 12, epochs=4), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=run.total)
+    optimizer.step()
+    run.move(scheduler)
+    assert scheduler.last_epoch == 4
+    now = resized(run, then)
+    for done in taken:
+        advance(now)
+        now.move(scheduler)
+        assert (now.done, scheduler.last_epoch) == (done, int(done))

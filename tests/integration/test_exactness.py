@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -145,3 +146,60 @@ def evaluate_by_hand(run: Trained) -> dict[str, float]:
     logits = hidden @ weights["layers.3.weight"].T + weights["layers.3.bias"]
     loss = torch.nn.functional.cross_entropy(logits, y)
     return {"accuracy": (logits.argmax(1) == y).double().mean().item(), "loss": loss.item()}
+
+
+@pytest.mark.timeout(300)
+def test_a_run_resumed_with_another_global_batch_keeps_to_its_schedule(client4, train):
+    """1 to 2, 2 to 1 and 4 to 2 ranks, and another batch size: learning rate, loss and end, against plain torch."""
+    settings = ("model.tell=true", "trainer.epochs=4", "scheduler=cosine", "scheduler.warmup_steps=5")
+    settings += ("trainer.checkpoint_every_steps=6",)
+    starts = {ranks: train(client4, f"{ranks}", *settings, "data.batch_size=6", ranks=ranks) for ranks in (1, 2, 4)}
+    for run in starts.values():
+        follows(run, run.checkpoint("step-000006.pt"), 6, rates(run, len(run.samples()[0])))
+    for ranks, now, batch_size in ((1, 2, 6), (2, 1, 6), (4, 2, 6), (2, 2, 12), (2, 2, 4)):
+        begun, first = starts[ranks], starts[ranks].folder / "checkpoints" / "step-000006.pt"
+        name, batch = f"{ranks} to {now}, {batch_size}", f"data.batch_size={batch_size}"
+        resumed = train(client4, name, *settings, batch, ranks=now, resume=first)
+        follows(resumed, begun.checkpoint("step-000006.pt"), 0, rates(resumed, 6 * ranks, 6))
+        last = resumed.checkpoint("last.pt")
+        assert last["position"]["epoch"] == 4
+        assert last["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+def rates(run: Trained, first_batch: int, step: int = 0) -> list[float]:
+    """The rate of each step of a cosine over 4 epochs of 96 samples, behind 5 steps of the batch that it began with."""
+    batch, seen, taken = len(run.samples()[0]), step * first_batch, []
+    for _ in run.samples():
+        done, total = seen / first_batch, 4 * 96 / first_batch
+        taken.append(0.1 * ((done + 1) / 6 if done < 5 else (1 + math.cos(math.pi * (done - 5) / (total - 5))) / 2))
+        seen += batch
+        seen += 96 - seen % 96 if 96 - seen % 96 < batch else 0  # what does not fill a batch is left out
+    return taken
+
+
+def follows(run: Trained, start: dict[str, Any], behind: int, rates: list[float]) -> None:
+    """Its steps after the start, in plain torch with these rates, have these losses.
+
+    Args:
+        run: with a record of each step.
+        start: the checkpoint to go on from.
+        behind: steps of the run that are in it.
+        rates: of each step of the run.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Dropout(0), torch.nn.Linear(32, 4))
+    model.load_state_dict({name.removeprefix("layers."): value for name, value in start["model"].items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.load_state_dict(start["optimizer"])
+    y = torch.arange(96) % 4
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))[y]
+    x += 0.5 * torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    x[:, 0] = torch.arange(96) / 1024
+    lines = [line for line in run.metrics() if "train/loss" in line]
+    assert [line["lr"] for line in lines] == pytest.approx(rates, rel=1e-9)
+    for line, batch, rate in list(zip(lines, run.samples(), rates, strict=True))[behind:]:
+        loss = torch.nn.functional.cross_entropy(model(x[batch]), y[batch])
+        assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
