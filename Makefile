@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
+SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
 TOUCHES_HYDRA := tests/test_*.py tests/data/test_conf.py tests/ddp_hydra/sweep \
 	$(addprefix tests/ddp_hydra/test_,arguments.py cli.py config.py job.py train.py versions.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
 
-.PHONY: demo test test-fast test-hydra14 check format clean
+.PHONY: demo test test-fast test-slurm test-hydra14 check format clean
 
 demo: $(READY)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
@@ -20,6 +21,9 @@ test: $(READY)  ## all tests, some files beside others
 
 test-fast: $(READY)  ## the tests that start no processes
 	$(BIN)/python -m pytest -m "not integration"
+
+test-slurm: $(READY)  ## batch jobs on a real SLURM, where there is one; its nodes reach this machine by SLURM_INTERFACE
+	TEST_SLURM=$(SLURM_INTERFACE) $(BIN)/python -m pytest -rs tests/integration/test_real_slurm.py
 
 test-hydra14: $(READY14)  ## the tests that touch Hydra, with its next version
 	$(VENV14)/bin/python -m pytest $(TOUCHES_HYDRA)

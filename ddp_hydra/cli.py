@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -98,6 +100,13 @@ def sentence(error: Exception) -> str:
     return traceback_of(error)
 
 
+def _value_of(result: JobReturn) -> Any:
+    """Return what a job returned, or raise its error; Hydra prints all overrides above that."""
+    if result.status == JobStatus.FAILED:
+        raise result._return_value
+    return result._return_value
+
+
 @contextmanager
 def errors_raised() -> Iterator[bool]:
     """Have Hydra raise errors instead of printing them, so that all of them are told in one way.
@@ -107,9 +116,12 @@ def errors_raised() -> Iterator[bool]:
     """
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    printing: Any = JobReturn.return_value
+    JobReturn.return_value = property(_value_of, printing.fset)  # type: ignore[method-assign, assignment]
     try:
         yield before == "1"
     finally:
+        JobReturn.return_value = printing  # type: ignore[method-assign]
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:
             os.environ["HYDRA_FULL_ERROR"] = before

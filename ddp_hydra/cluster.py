@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import dask
 from omegaconf import DictConfig
 
-from ddp_hydra.clusters.connection import QUIET, Scheduler, load
+from ddp_hydra.clusters.connection import QUIET, Scheduler, load, without_broadcasts
 from ddp_hydra.clusters.gateway import Gateway
 from ddp_hydra.clusters.kubernetes import Kubernetes
 from ddp_hydra.clusters.local import Local, LocalCuda
@@ -58,11 +59,12 @@ def _kind(cfg: DictConfig) -> type[Manager]:
 
 
 @contextmanager
-def connect(cfg: DictConfig) -> Iterator[Any]:
+def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
     """Bring up a cluster, wait for its workers, and take it down at the end; or use the one that is lent.
 
     Args:
         cfg: `_target_` and its arguments; n_workers, wait_timeout_s, keep.
+        logs: folder for what its workers print, where it does not come here.
 
     Yields:
         The `distributed.Client`.
@@ -71,7 +73,7 @@ def connect(cfg: DictConfig) -> Iterator[Any]:
         ClusterError: it cannot be started, or too few workers came in time.
     """
     with ExitStack() as stack:
-        yield start(cfg, stack) if _lent is None else stack.enter_context(_lent.client())
+        yield start(cfg, stack, logs=logs) if _lent is None else stack.enter_context(_lent.client())
 
 
 _lent: Scheduler | None = None
@@ -88,18 +90,19 @@ def sweep() -> str:
     return _lent.sweep if _lent else ""
 
 
-def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.info) -> Any:
+def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.info, logs: Path | None = None) -> Any:
     """Start a cluster whose end is up to `stack`; returns its client.
 
     Args:
         cfg: as of `connect`.
         stack: ends it.
         say: told how to use a cluster again that is left running.
+        logs: as of `connect`.
 
     Raises:
         ClusterError: it cannot be started, or too few workers came in time.
     """
-    manager = _kind(cfg)(cfg)
+    manager = _kind(cfg)(cfg, logs)
     manager.check()
     if is_local(cfg):
         # Importing torch takes longer than starting workers, so it begins first, beside them.
@@ -109,6 +112,7 @@ def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.
         stack.callback(warm.release)
     load()
     stack.enter_context(dask.config.set(QUIET))
+    stack.enter_context(without_broadcasts())
     try:
         cluster = stack.enter_context(manager.open())
         client = stack.enter_context(manager.client(cluster))
@@ -120,7 +124,14 @@ def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.
         while cause.__cause__ is not None:  # Hydra and Dask wrap what has happened
             cause = cause.__cause__
         raise ClusterError(manager.explain(cause)) from error
-    wait_for_workers(client, manager.expected, manager.wait_timeout_s, lambda: manager.ask(cluster), manager.look_at)
+    wait_for_workers(
+        client,
+        manager.expected,
+        manager.wait_timeout_s,
+        lambda: manager.ask(cluster),
+        manager.look_at,
+        lambda: manager.refused(cluster),
+    )
     _arrange_end(manager, cluster, client, stack, say)
     return client
 

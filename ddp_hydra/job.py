@@ -265,7 +265,7 @@ class Job:
         from ddp_hydra import needs
 
         pip = needs.check_requirements(self.cfg.cluster.get("pip") or ())
-        with cluster.connect(self.cfg.cluster) as client:
+        with cluster.connect(self.cfg.cluster, self.run_dir / "logs") as client:
             from ddp_hydra.dispatch import Gang
 
             settings = OmegaConf.to_container(self.cfg.dispatch, enum_to_str=True)

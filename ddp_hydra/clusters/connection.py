@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import ssl
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,21 @@ def load() -> None:
     """Import Dask's distributed, which sets up its loggers at that moment: from warnings on."""
     with dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
         import distributed  # noqa: F401
+
+
+@contextlib.contextmanager
+def without_broadcasts() -> Iterator[None]:
+    """Keep a scheduler of this process from logging each call that a worker did not answer: the caller knows."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("broadcast to ")
+
+    logger = logging.getLogger("distributed.scheduler")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.utils import get_object
@@ -36,6 +37,7 @@ class Manager:
 
     Args:
         cfg: `_target_`, the native arguments of that class, and our own keys.
+        logs: folder for what its workers print, where it does not come here; None where there is no such folder.
 
     Raises:
         ClusterError: a key has no value that needs one.
@@ -48,7 +50,8 @@ class Manager:
     look_at: ClassVar[str] = ""
     """Where to look when it does not come up."""
 
-    def __init__(self, cfg: DictConfig) -> None:
+    def __init__(self, cfg: DictConfig, logs: Path | None = None) -> None:
+        self.logs = logs
         try:
             given = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
         except MissingMandatoryValue as error:
@@ -149,6 +152,10 @@ class Manager:
         """Say why it did not come up."""
         hint = f": {self.look_at}" if self.look_at else ""
         return f"cluster {self.target} could not be started: {str(error) or repr(error)} ({type(error).__name__}){hint}"
+
+    def refused(self, cluster: Any) -> str:
+        """Say why workers will not come, however long one waits; "" where they may."""
+        return ""
 
     def ask(self, cluster: Any) -> str:
         """What it says about workers that don't come; "" for nothing."""

@@ -16,7 +16,12 @@ ANSWER_S = 5.0
 
 
 def wait_for_workers(
-    client: Any, n_workers: int, timeout_s: float, ask: Callable[[], str] = lambda: "", hint: str = ""
+    client: Any,
+    n_workers: int,
+    timeout_s: float,
+    ask: Callable[[], str] = lambda: "",
+    hint: str = "",
+    refused: Callable[[], str] = lambda: "",
 ) -> None:
     """Wait until so many workers are there at the same time.
 
@@ -26,15 +31,18 @@ def wait_for_workers(
         timeout_s: how long to wait.
         ask: what whoever starts the workers says of those that don't come; asked when the time is up.
         hint: where to look; said where nothing else is known.
+        refused: why they will not come, however long one waits; asked all the time.
 
     Raises:
-        ClusterError: saying how many came, why not all, and what to type.
+        ClusterError: saying how many came, why not all, and what to type; or that they were refused.
     """
     begin = time.monotonic()
     while True:
         states = _states(client)
         if states is not None and states["running"] >= n_workers:
             return
+        if refusal := refused():
+            raise ClusterError(refusal)
         if client.status == "closed" or time.monotonic() - begin > timeout_s:
             break
         time.sleep(POLL_S)

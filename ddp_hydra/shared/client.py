@@ -115,7 +115,7 @@ def begun(
     packed = job.packed_project(cfg, plain)
     url = store.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
-    with cluster.connect(cfg.cluster) as client:
+    with cluster.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
         worker = _some_worker(client)

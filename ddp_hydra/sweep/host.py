@@ -40,7 +40,9 @@ class ClusterHost:
 
     def __init__(self, config: str, sweep: str, output: Path, not_its: Sequence[int] = ()) -> None:
         self.config, self.output = config, output
-        self.child = Child(partial(serve, config, sweep, os.getpid()), output, not_its, survives=True)
+        self.child = Child(
+            partial(serve, config, sweep, output.parent / "logs", os.getpid()), output, not_its, survives=True
+        )
         self.scheduler: Scheduler | None = None
         self.workers = 0
         self.is_gone = False
@@ -72,7 +74,7 @@ class ClusterHost:
         self.child.end(CLOSE_S)
 
 
-def serve(config: str, sweep: str, parent: int, pipe: Connection) -> tuple[str, Any]:
+def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) -> tuple[str, Any]:
     """Bring up a cluster and keep it until the sweep's process wants it no more, or is gone."""
     # Dask's workers would import the program's own file anew, and it may not be written for that.
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -84,7 +86,7 @@ def serve(config: str, sweep: str, parent: int, pipe: Connection) -> tuple[str, 
             # takes a process of our own: its environment is theirs, and killed, it would leave a folder behind.
             if cluster.is_local(parsed):
                 stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
-            client = cluster.start(parsed, stack, lambda said: pipe.send(("says", said)))
+            client = cluster.start(parsed, stack, lambda said: pipe.send(("says", said)), logs)
             workers = _workers(client)
             pipe.send(("workers", workers))
             pipe.send(("up", Scheduler(client.scheduler.address, client.security, sweep)))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
 
 from ddp_hydra import cli
@@ -46,3 +47,13 @@ def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeyp
     assert cli.report(raising(ConfigError("no"))) == 1
     assert "Traceback" in capsys.readouterr().err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_hydra_does_not_print_all_overrides_above_a_sentence(capsys):
+    refused = JobReturn(overrides=["a=1"], status=JobStatus.FAILED, _return_value=ConfigError("a=1: give more"))
+    assert cli.report(lambda: refused.return_value) == 1
+    assert capsys.readouterr().err == "ddp_hydra: a=1: give more\n"
+    assert JobReturn(status=JobStatus.COMPLETED, _return_value=3).return_value == 3
+    with pytest.raises(ConfigError):
+        _ = refused.return_value
+    assert "Error executing job" in capsys.readouterr().err, "apps of others are told things as Hydra does"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import subprocess
 import sys
 import types
@@ -14,7 +15,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ddp_hydra import cluster
-from ddp_hydra.clusters import local
+from ddp_hydra.clusters import local, slurm
+from ddp_hydra.clusters.connection import without_broadcasts
 from ddp_hydra.clusters.local import LocalCuda
 from ddp_hydra.clusters.manager import Manager
 from ddp_hydra.config import register
@@ -141,6 +143,42 @@ def test_hosts_say_how_many_workers_there_are():
 
 def test_memory_is_not_watched_by_dask_where_ranks_are_not_counted():
     assert option("local").memory_limit == 0
+
+
+def test_calls_that_a_worker_does_not_answer_are_not_told_by_a_scheduler_of_this_process(caplog):
+    scheduler = logging.getLogger("distributed.scheduler")
+    with without_broadcasts():
+        scheduler.error("broadcast to tcp://127.0.0.1:1 failed: CommClosedError: in <TCP (closed) >")
+        scheduler.error("anything else")
+    scheduler.error("broadcast to nobody")
+    assert caplog.messages == ["anything else", "broadcast to nobody"]
+
+
+def test_what_sbatch_said_is_taken_out_of_the_report():
+    report = "Command exited with non-zero exit code.\nExit code: 1\nCommand:\nsbatch x.sh\nstdout:\n\nstderr:\n"
+    assert slurm.words(report + "sbatch: error: no such thing\nsbatch: error: Batch job submission failed\n\n") == (
+        "no such thing; Batch job submission failed"
+    )
+    assert slurm.words("Could not parse job id\nfrom it") == "Could not parse job id; from it"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ([], True),
+        (["--mail-user=me"], True),
+        (["-o x.log"], False),
+        (["--output=x.log"], False),
+        (["--open-mode=append"], True),
+    ],
+)
+def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(given, ours, tmp_path, monkeypatch):
+    folder = tmp_path / '100% "x"'
+    chosen = slurm.Slurm(option("slurm", f"cluster.job_extra_directives={given}"), folder)
+    monkeypatch.setattr(chosen, "call", lambda target, arguments: arguments["job_extra_directives"])
+    output = f'--output="{tmp_path}/100%% \\"x\\"/slurm-%j.out"'
+    assert chosen.open() == given + [output] * ours
+    assert folder.is_dir() == ours
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------

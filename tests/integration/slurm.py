@@ -1,7 +1,7 @@
 """`sbatch`, `squeue` and `scancel` that run batch jobs as processes of this machine: `python slurm.py sbatch <script>`.
 
 What runs is a file each in $SLURM_STANDIN: <job id> holds the process id. Where there is a file `full`, jobs stay
-pending.
+pending; where there is one called `refuses`, sbatch says what is in it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PENDING = "0"
 
 def sbatch(folder: Path, script: str) -> None:
     """Start a batch job, or put it into the queue."""
+    if (folder / "refuses").exists():
+        sys.exit((folder / "refuses").read_text())
     job = 100 + len(list(folder.glob("*.sh")))
     copy = folder / f"{job}.sh"  # the caller removes his
     copy.write_text(Path(script).read_text())

@@ -59,6 +59,7 @@ def test_the_main_job_on_batch_jobs(cli, queue):
     for line in ("-p short", "-A me", "-t 00:10:00", "--gres=gpu:1", "--cpus-per-task=1"):
         assert f"#SBATCH {line}\n" in scripts[0]
     assert "export SAID=hello" in scripts[0]
+    assert f'#SBATCH --output="{cli.folder}/run/logs/slurm-%j.out"\n' in scripts[0]
 
 
 def test_several_workers_in_one_batch_job(cli, queue):
@@ -71,6 +72,19 @@ def test_a_sweep_on_batch_jobs(cli, queue):
     cli.done("-m", *TINY, "dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", **queue.variables)
     assert [summary_of(cli.folder / "sweep" / number)["status"] for number in "01"] == ["done"] * 2
     assert len(queue.scripts()) == 2
+    assert f'#SBATCH --output="{cli.folder}/sweep/logs/slurm-%j.out"\n' in queue.scripts()[0]
+
+
+def test_a_refusal_of_sbatch_ends_the_wait_at_once_in_its_words(cli, queue):
+    said = "sbatch: error: invalid partition specified: gpu\nsbatch: error: Batch job submission failed: bad name\n"
+    (queue.folder / "refuses").write_text(said)
+    ended = cli.run(*TINY, "cluster.queue=gpu", **queue.variables)  # it would wait for an hour
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "ddp_hydra: sbatch refused 2 batch jobs: invalid partition specified: gpu; Batch job submission failed: bad "
+        "name. Each is asked for with cluster.queue, account, "
+    ), ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 def test_a_client_that_is_killed_leaves_no_batch_job(cli, queue, wait_for):
@@ -93,8 +107,15 @@ def test_a_queue_that_is_full(cli, queue):
 
 
 def test_batch_jobs_that_end_at_once(cli, queue):
-    ended = cli.run(*TINY, "cluster.job_script_prologue=['exit 1']", "cluster.wait_timeout_s=2", **queue.variables)
-    assert re.search(r"0 of 2 workers .*squeue says: 10\d is no more in the queue.*logs of these jobs", ended.stderr)
+    ended = cli.run(
+        *TINY,
+        "cluster.job_script_prologue=['exit 1']",
+        "cluster.wait_timeout_s=2",
+        "hydra.run.dir=run",
+        **queue.variables,
+    )
+    said = r"0 of 2 workers .*squeue says: (10\d) is no more in the queue.*\(see /.*/run/logs/slurm-\1\.out\)"
+    assert re.search(said, ended.stderr), ended.stderr
 
 
 def test_its_scheduler_can_not_be_kept(cli, queue):
