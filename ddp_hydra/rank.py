@@ -100,6 +100,8 @@ def on_sigterm(board: pulse.Board) -> None:
 
 def perform(call: bytes) -> Any:
     """Call what was sent: a function, or the name of one as "module:name"."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # ranks are forks of one process, and would all draw the same; Python's own sees to itself
     target, args, kwargs = cloudpickle.loads(call)
     function: Callable[..., Any] = target
     if isinstance(target, str):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -44,6 +46,7 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
     cfg = OmegaConf.create(dict(config))
     fault, finish = faults.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
     pulse.at("start", 0)
+    seed_others(cfg.seed)  # all ranks split a data set alike
     with build.datasets(cfg) as (train_set, val_set):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             paths = {name: Path(path) for name, path in (files or {}).items()}
@@ -83,9 +86,10 @@ def fit(
     channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(bare))
     if channels_last:
         bare = bare.to(memory_format=torch.channels_last)
-    frozen = selection.freeze(bare, cfg.trainer.freeze)
+    selection.freeze(bare, cfg.trainer.freeze)
     selection.recompute(bare, cfg.trainer.recompute)
     model = build.parallel(cfg, bare)
+    frozen = selection.frozen_norms(model.model)  # only now: sync_batchnorm puts others in their places
     criterion, mix = build.loss(cfg), build.mix(cfg, train_set)
 
     # optimizer, and where to begin
@@ -226,9 +230,10 @@ def fit(
         by_step = due(position.step, cfg.trainer.checkpoint_every_steps)
         if stop or last or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
             pulse.at("save", position.step)
+            best = judged and not stop and is_best(state, metrics, cfg.objective)  # goes by these very weights
             nonfinite.keep()
             if rank == 0:
-                saver.save(state, metrics, best=not stop and is_best(state, metrics, cfg.objective))
+                saver.save(state, metrics, best)
     saver.wait()
     total = watch.total(position.samples)
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}
@@ -260,6 +265,13 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.default_generator.manual_seed(mixed % 2**63)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed % 2**63)
+    seed_others(mixed)
+
+
+def seed_others(seed: int) -> None:
+    """Seed the global generators of numpy and Python: ranks are forks of one process, and would all draw the same."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def log(metrics: Mapping[str, float], position: Position, rank: int) -> None:

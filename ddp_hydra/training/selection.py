@@ -25,15 +25,12 @@ def is_chosen(name: str, patterns: Sequence[str]) -> bool:
     return chosen
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Take parameters out of the training.
 
     Args:
         model: whose.
         patterns: of their names, see `is_chosen`; ["*", "!fc.*"] leaves only the last layer.
-
-    Returns:
-        BatchNorm layers that are frozen: in training, too, they are to stay as in evaluation.
 
     Raises:
         ConfigError: a pattern fits no parameter, or nothing is left.
@@ -48,6 +45,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         parameter.requires_grad_(not is_chosen(name, patterns))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"trainer.freeze={list(patterns)} leaves nothing to train: take something out, as in '!fc.*'")
+
+
+def frozen_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers that are frozen: in training, too, they are to stay as in evaluation."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [norm for norm in norms if norm.affine and not any(part.requires_grad for part in norm.parameters())]
 

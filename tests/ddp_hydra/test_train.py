@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +21,8 @@ from ddp_hydra.config import TrainerConfig
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.results import Record
-from ddp_hydra.train import fit
+from ddp_hydra.train import fit, seed_step
+from ddp_hydra.training.parallel import Parallel
 
 STEPS = 4
 """In an epoch: 9 samples, 2 in a step, one left over."""
@@ -164,6 +168,27 @@ def test_checkpoints_come_when_they_are_due_also_at_the_end_of_an_epoch(by_steps
     assert run.steps_saved == saved
 
 
+def bests(run: Run) -> list[tuple[int, bool]]:
+    return [(record.step, record.data["checkpoint"]["best"]) for record in run.saved]
+
+
+RISING = {"objective": {"metric": "val/loss", "direction": "maximize"}}
+"""An objective that gets better with each validation of so small a set."""
+
+
+def test_only_a_checkpoint_whose_weights_were_just_validated_can_be_the_best(train):
+    run = train(epochs=6, validate_every_epochs=2, checkpoint_every_epochs=3, parts=RISING)
+    assert bests(run) == [(12, False), (24, True)]
+    assert read(run.last)["best"] == dict(run.metrics("val/loss"))[24]
+
+
+def test_a_rollback_remembers_the_best_value_of_its_checkpoint(train):
+    falling = {"objective": {"metric": "val/loss", "direction": "minimize"}}  # so the first stays the best
+    run = train(epochs=3, fault=["nan,step=6"], on_nonfinite="rollback", parts=falling)
+    assert bests(run) == [(4, True), (8, False), (12, False)]
+    assert read(run.last)["best"] == dict(run.metrics("val/loss"))[4]
+
+
 def test_without_validation_data_a_run_trains_and_saves(train):
     run = train(val=0)
     assert (run.steps_saved, run.metrics("val/loss")) == ([4, 8], [])
@@ -278,6 +303,36 @@ def test_too_many_bad_steps_end_the_run(train):
         train(fault=["nan"], on_nonfinite="skip", max_nonfinite=2)
 
 
+# -- randomness --------------------------------------------------------------------------------------------
+
+
+class Noisy(torch.nn.Linear):
+    """Draws from the global generators of torch, numpy and Python, and remembers what."""
+
+    drawn: ClassVar[list[tuple[float, ...]]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drawn.append((torch.rand(()).item(), np.random.rand(), random.random()))
+        return super().forward(x) + sum(self.drawn[-1])
+
+
+def test_a_resumed_run_draws_the_same_from_every_generator(train):
+    parts = {"model": {"_target_": f"{__name__}.Noisy"}}
+    whole = [train(val=0, parts=parts), *Noisy.drawn]
+    Noisy.drawn.clear()
+    train(resume=train(val=0, parts=parts, stop_at=("update", 3)).last, val=0, parts=parts)
+    assert whole[1:] == Noisy.drawn
+    assert len({numbers for drawn in Noisy.drawn for numbers in drawn}) == 3 * 8
+
+
+def test_ranks_draw_different_numbers():
+    drawn = set()
+    for step, rank in product(range(3), range(4)):
+        seed_step(0, step, rank)
+        drawn |= {torch.rand(()).item(), np.random.rand(), random.random()}
+    assert len(drawn) == 3 * 4 * 3
+
+
 # -- what a step may be made of ----------------------------------------------------------------------------
 
 
@@ -364,6 +419,25 @@ def test_frozen_parameters_stay_as_they_were(train):
     before, after = read(start.last)["model"], read(run.last)["model"]
     assert torch.equal(before["bias"], after["bias"])
     assert not torch.equal(before["weight"], after["weight"])
+
+
+def converted(model: torch.nn.Module) -> Parallel:
+    """What sync_batchnorm does, which is for GPUs; in evaluation these layers work here, too."""
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return Parallel(model, model)
+
+
+class Normed(torch.nn.Sequential):
+    """With a BatchNorm in front."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(torch.nn.BatchNorm1d(in_features), torch.nn.Linear(in_features, out_features))
+
+
+def test_frozen_norms_stay_as_they_were_also_where_sync_batchnorm_puts_others_in_their_places(train):
+    parts = {"model": {"_target_": f"{__name__}.Normed"}, "parallel": {"_target_": f"{__name__}.converted"}}
+    content = read(train(freeze=["0.*"], epochs=1, parts=parts).last)["model"]
+    assert (content["0.running_mean"].tolist(), content["0.num_batches_tracked"].item()) == ([0.0] * 4, 0)
 
 
 def test_the_rate_grows_with_the_global_batch(train):

@@ -35,8 +35,10 @@ def test_of_the_patterns_that_fit_the_last_counts(patterns, trained):
 
 def test_norms_whose_weights_are_frozen_are_told():
     model = network()
-    assert selection.freeze(model, ["body.1.weight"]) == []
-    assert selection.freeze(model, ["body.*"]) == [model.body[1]]
+    selection.freeze(model, ["body.1.weight"])
+    assert selection.frozen_norms(model) == []
+    selection.freeze(model, ["body.*"])
+    assert selection.frozen_norms(model) == [model.body[1]]
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_names_that_are_there():
