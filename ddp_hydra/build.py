@@ -42,7 +42,7 @@ from hydra.utils import get_class, get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import targets
+from ddp_hydra import objective, targets
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.evaluate import Evaluation
 from ddp_hydra.loader import Loader
@@ -175,6 +175,7 @@ def evaluation(cfg: DictConfig, data: Any, device: torch.device, channels_last: 
         cfg.data.batch_size,
         precision.autocast(cfg.trainer.precision, device),
         getattr(built, "for_validation", built),
+        objective.class_axis(cfg),
         scores(cfg, data, device),
     )
 

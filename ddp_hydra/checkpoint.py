@@ -59,7 +59,7 @@ class State:
         optimizer: its optimizer.
         scheduler: its learning-rate schedule.
         position: how far it is.
-        config: the resolved config, plain.
+        config: what is kept of the config, see `stored.of`.
         best: the objective's best value so far.
         extras: name -> what else has a state_dict, or None.
         pending: the end of an epoch is reached, and its validation still to come.

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
-from ddp_hydra import versions
+from ddp_hydra import objective, versions
 from ddp_hydra.errors import ConfigError
 
 
@@ -197,12 +197,13 @@ class ObjectiveConfig:
     """What `best` means, and what a sweep compares.
 
     Args:
-        metric: name of a logged metric.
-        direction: maximize or minimize.
+        metric: name of a logged metric; null: val/accuracy for a cross-entropy or a mix, val/loss for other losses,
+            train/loss without a validation set.
+        direction: maximize or minimize; null: as the metric's name says.
     """
 
-    metric: str = "val/accuracy"
-    direction: Direction = Direction.maximize
+    metric: str | None = None
+    direction: Direction | None = None
 
 
 @dataclass
@@ -306,6 +307,7 @@ def check(cfg: DictConfig) -> None:
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
         raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
     _check_results(cfg)
+    objective.of(cfg)
     ports = cfg.dispatch.port_range
     if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
         raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")
@@ -339,7 +341,9 @@ def _check_results(cfg: DictConfig) -> None:
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain dicts and values, enums by name: what travels to ranks and into checkpoints.
+    """The resolved config as plain dicts and values, enums by name: what travels to ranks.
+
+    The objective is spelt out.
 
     Raises:
         ConfigError: a key has no value that must have one.
@@ -352,4 +356,6 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
             key = str(error).partition("value: ")[2].split()[0]
         raise ConfigError(f"{key} is missing: give {key}=...") from None
     assert isinstance(container, dict)
+    if "objective" in cfg:
+        container["objective"] = dict(zip(("metric", "direction"), objective.of(cfg), strict=True))
     return {str(key): value for key, value in container.items()}

@@ -156,7 +156,9 @@ class Driver:
 
         order = self.order
         writers: list[Writer] = [self.status, self.voice] if self.voice else [self.status]
-        guest = job.Guest(order.project, order.plain, order.cwd, order.url, writers, self.uploader.bring_curves)
+        guest = job.Guest(
+            order.project, order.plain, order.cwd, order.url, order.kept, writers, self.uploader.bring_curves
+        )
         try:
             job.run(cfg, self.run_dir, order.overrides, guest)
             return "done", job.closing_lines(self.summary(), order.url)

@@ -34,6 +34,7 @@ class Evaluation:
         batch_size: per rank.
         autocast: the context of the forward pass.
         criterion: the loss, a mean over a batch.
+        class_axis: of the model's output; see `metrics.count`.
         scores: other metrics; None for none.
         prefix: of the metrics' names.
     """
@@ -43,12 +44,15 @@ class Evaluation:
     batch_size: int
     autocast: Any
     criterion: Callable[..., torch.Tensor]
+    class_axis: int | None = -1
     scores: Scores | None = None
     prefix: str = "val"
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any] = lambda: False) -> dict[str, float]:
-        """Return mean loss, accuracy and the other metrics. A collective, though the ranks' shares may differ.
+        """Return mean loss, accuracy where there are classes, and the other metrics.
+
+        A collective, though the ranks' shares may differ.
 
         Args:
             model: not wrapped in DDP.
@@ -65,7 +69,7 @@ class Evaluation:
             with self.autocast:
                 logits = model(x)
                 loss = self.criterion(logits, y)
-            meter.add(count(loss, logits, y))
+            meter.add(count(loss, logits, y, self.class_axis))
             if self.scores is not None:
                 self.scores.add(logits, y)
             pulse.tick()

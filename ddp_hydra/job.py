@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store, targets
+from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store, stored, targets
 from ddp_hydra import config as configs
 from ddp_hydra.errors import (
     CheckpointError,
@@ -50,6 +50,7 @@ class Guest:
         plain: its config as plain values, as it was composed.
         cwd: the folder where it was typed.
         url: what its run directory is called to its user.
+        kept: what its checkpoints keep of the config.
         writers: to get its records, too.
         before_mirror: called before checkpoints are brought to its bucket.
     """
@@ -58,6 +59,7 @@ class Guest:
     plain: dict[str, Any]
     cwd: str
     url: str
+    kept: dict[str, Any]
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
 
@@ -95,12 +97,13 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
 
         stack.enter_context(hparams.session(run_dir, overrides))
         plain = guest.plain if guest else configs.plain(cfg)
+        kept = guest.kept if guest else stored.of(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
-            files["weights"], plain["model"]["weights"] = weights, None
+            files["weights"], plain["model"]["weights"], kept["model"]["weights"] = weights, None, None
         packed = guest.project if guest else packed_project(cfg, plain)
         summary["project"] = packed.sha256
-        job = Job(run_dir, cfg, plain, files, summary, guest)
+        job = Job(run_dir, cfg, plain, files, summary, guest, kept)
         spec = launched.place(cfg.cluster)
         here = spec is not None or cluster.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
@@ -110,7 +113,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
             raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={where}")
         summary["status"] = "done"
     print(closing_lines(summary, guest.url if guest else _short(run_dir)))  # noqa: T201
-    return value["metrics"].get(cfg.objective.metric)
+    return value["metrics"].get(plain["objective"]["metric"])
 
 
 def packed_project(cfg: DictConfig, plain: dict[str, Any]) -> project.Project:
@@ -211,6 +214,7 @@ class Job:
         files: files of the client that rank 0 needs: "resume", a checkpoint; "weights", to begin with.
         summary: filled while it runs.
         guest: where it was typed elsewhere.
+        kept: what checkpoints keep of the config; None: all but the cluster.
     """
 
     def __init__(
@@ -221,9 +225,10 @@ class Job:
         files: dict[str, Path],
         summary: dict[str, Any],
         guest: Guest | None = None,
+        kept: dict[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
-        self.guest = guest
+        self.guest, self.kept = guest, kept
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_world_size = 0
@@ -256,9 +261,8 @@ class Job:
         self.summary["world_size"] = spec.world_size
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
             paths = {name: str(path) for name, path in self.files.items()}
-            return inline.run(
-                TRAIN, self.plain, on_record=handler.handle, spec=spec, files=paths, **how_here(self.cfg)
-            )[0]
+            more = {"files": paths, "kept": self.kept, **how_here(self.cfg)}
+            return inline.run(TRAIN, self.plain, on_record=handler.handle, spec=spec, **more)[0]
 
     def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
         """Run as a gang on a Dask cluster."""
@@ -300,14 +304,14 @@ class Job:
         """What attempt `number` runs on `world_size` ranks: the same job, from its last complete checkpoint."""
         from ddp_hydra.dispatch import Call
 
-        plain = copy.deepcopy(self.plain)
+        plain, kept = copy.deepcopy(self.plain), {"kept": self.kept}
         if plain["trainer"]["time_limit_s"] is not None:
             plain["trainer"]["time_limit_s"] = max(0.0, plain["trainer"]["time_limit_s"] - self.spent_s())
         if number == 0:
             self.first_world_size = world_size
-            return Call(TRAIN, (plain,), files=self.files)
+            return Call(TRAIN, (plain,), kept, files=self.files)
         plain["data"]["batch_size"] = self.batch_size(world_size)
-        return Call(TRAIN, (plain,), files=self.last_files())
+        return Call(TRAIN, (plain,), kept, files=self.last_files())
 
     def last_files(self) -> dict[str, Path]:
         """What to go on from: this job's last whole checkpoint, or else what it began with."""

@@ -13,15 +13,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import build, faults, pulse, results
+from ddp_hydra import build, faults, objective, pulse, results, stored
 from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
-from ddp_hydra.config import plain
 from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad
 from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
-from ddp_hydra.metrics import Meter, count, means
+from ddp_hydra.metrics import Count, Meter, count, means
 from ddp_hydra.nonfinite import NonFinite, are_finite
 from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
@@ -32,12 +31,15 @@ from ddp_hydra.training.progress import Progress
 from ddp_hydra.training.update import Update
 
 
-def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> dict[str, Any]:
+def train(
+    config: Mapping[str, Any], files: Mapping[str, str] | None = None, kept: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Train one job's model.
 
     Args:
         config: the resolved config, plain; see `config.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to go on from; "weights", to begin with.
+        kept: what checkpoints keep of the config, see `stored.of`; None: all but the cluster.
 
     Returns:
         On each rank: steps, samples, train_s, the last metrics by name, what the data cost, and `interrupted`: why it
@@ -50,14 +52,20 @@ def train(config: Mapping[str, Any], files: Mapping[str, str] | None = None) -> 
     with build.datasets(cfg) as (train_set, val_set):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             paths = {name: Path(path) for name, path in (files or {}).items()}
-            value = fit(cfg, train_set, val_set, paths, fault, finish)
+            value = fit(cfg, train_set, val_set, paths, fault, finish, kept)
         for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
             print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
         return value | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
 
 
 def fit(
-    cfg: DictConfig, train_set: Any, val_set: Any, files: Mapping[str, Path], fault: faults.Armed, finish: Finish
+    cfg: DictConfig,
+    train_set: Any,
+    val_set: Any,
+    files: Mapping[str, Path],
+    fault: faults.Armed,
+    finish: Finish,
+    kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train on a data set.
 
@@ -68,6 +76,7 @@ def fit(
         files: "resume", the checkpoint to go on from; "weights", to begin with; only rank 0 reads them.
         fault: what shall go wrong on this rank on purpose.
         finish: whether to stop before the end.
+        kept: what checkpoints keep of the config; None: all but the cluster.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = build.device(cfg)
@@ -90,7 +99,7 @@ def fit(
     selection.recompute(bare, cfg.trainer.recompute)
     model = build.parallel(cfg, bare)
     frozen = selection.frozen_norms(model.model)  # only now: sync_batchnorm puts others in their places
-    criterion, mix = build.loss(cfg), build.mix(cfg, train_set)
+    criterion, mix, class_axis = build.loss(cfg), build.mix(cfg, train_set), objective.class_axis(cfg)
 
     # optimizer, and where to begin
     position = Position()
@@ -104,7 +113,7 @@ def fit(
     update = Update(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
     early_stop = EarlyStop.of(cfg)
     extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop, "progress": progress}
-    state = State(model.model, optimizer, scheduler, position, plain(cfg), extras)
+    state = State(model.model, optimizer, scheduler, position, dict(kept or stored.of(cfg)), extras)
     if saved:
         state.restore(saved)
         progress.move(scheduler)
@@ -139,7 +148,7 @@ def fit(
             nonfinite.before_step()
             update.begin()
             losses: list[torch.Tensor] = []
-            counts: list[torch.Tensor] = []
+            counts: list[Count] = []
 
             for part in parts:  # one, or trainer.accumulate of them
                 pulse.at("forward", step)
@@ -159,7 +168,7 @@ def fit(
 
                     pulse.at("backward", step)
                     update.backward(shared)
-                counts.append(count(loss, logits, y))
+                counts.append(count(loss, logits, y, class_axis))
             verdict = vote.result()
             stop = verdict.stop
 
@@ -225,15 +234,20 @@ def fit(
                 log(found, position, rank)
                 if rank == 0:
                     validation.show(position.step)
-        state.pending = bool(stop)
+        unknown = judged and objective.is_unknown(cfg.objective.metric, metrics)
+        state.pending = bool(stop) or unknown  # so that a resume with another objective validates first
         last |= judged and early_stop.note(metrics)
         by_step = due(position.step, cfg.trainer.checkpoint_every_steps)
-        if stop or last or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
+        if stop or last or unknown or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
             pulse.at("save", position.step)
             best = judged and not stop and is_best(state, metrics, cfg.objective)  # goes by these very weights
             nonfinite.keep()
             if rank == 0:
                 saver.save(state, metrics, best)
+        if unknown:
+            saver.wait()
+            agreement.vote().result()  # no rank ends before it is saved
+            raise objective.unknown(cfg.objective.metric, metrics)
     saver.wait()
     total = watch.total(position.samples)
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}

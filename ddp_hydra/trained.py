@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 from torch import nn
 
-from ddp_hydra import build, mirror, project, store
+from ddp_hydra import build, mirror, project, store, stored
 from ddp_hydra.checkpoint import load_weights, read
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.manifest import find_checkpoint
 
 
@@ -25,7 +23,7 @@ class Trained:
     """What a run has left.
 
     Args:
-        cfg: the run's config, resolved.
+        cfg: the run's config with the changes asked for, resolved.
         model: with the checkpoint's weights, in evaluation mode.
         train_set: the data set it was trained on.
         device: where the model is.
@@ -47,7 +45,7 @@ def load(run: str | Path, which: Literal["last", "best"] = "best", overrides: Se
     Args:
         run: run directory or checkpoint file, or the URL of a run.
         which: the checkpoint to take of a run directory.
-        overrides: "key=value" changes of the run's config, such as data.source=<path>.
+        overrides: "key=value" changes of the run's config, such as data.source=<path>; other keys follow them.
 
     Raises:
         CheckpointError: there is no run, or no whole checkpoint.
@@ -59,12 +57,7 @@ def load(run: str | Path, which: Literal["last", "best"] = "best", overrides: Se
         is_away = store.is_url(place)
         path = mirror.fetch_checkpoint(place, Path(folder), which) if is_away else find_checkpoint(place, which)
         content = read(path)
-    cfg = OmegaConf.create(content["config"])
-    OmegaConf.set_struct(cfg, True)
-    try:
-        cfg.merge_with_dotlist(list(overrides))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+    cfg = stored.composed(content["config"], overrides)
     train_set = build.dataset(cfg.data.train)
     device = build.device(cfg)
     model = build.model(cfg, train_set).to(device)

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, job, redact, store, transfer
+from ddp_hydra import cluster, job, objective, redact, store, stored, transfer
 from ddp_hydra import config as configs
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.interrupts import Interrupts
@@ -82,7 +82,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | Non
         if end.state != "done":
             raise RunFailed(end.said)
     print(end.said)  # noqa: T201
-    return _number(end.summary.get("metrics", {}).get(cfg.objective.metric))
+    return _number(end.summary.get("metrics", {}).get(objective.of(cfg)[0]))
 
 
 def _detach(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> None:
@@ -123,6 +123,7 @@ def begun(
             name,
             url,
             plain,
+            stored.of(cfg),
             tuple(overrides),
             packed,
             redact.hydra_files(run_dir / ".hydra"),

@@ -16,6 +16,7 @@ class Order:
         name: of the driver; also the topic of what it says.
         url: of the results.
         plain: the config as plain values.
+        kept: what checkpoints keep of the config.
         overrides: what it was composed with.
         project: the packed project space.
         hydra: files that Hydra has saved of the job, by name.
@@ -30,6 +31,7 @@ class Order:
     name: str
     url: str
     plain: dict[str, Any]
+    kept: dict[str, Any]
     overrides: tuple[str, ...]
     project: Project
     hydra: dict[str, bytes]

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from ddp_hydra import objective
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import Objective
 
@@ -61,9 +62,10 @@ def objective_of(config: DictConfig) -> Objective:
     Args:
         config: of the sweep. Sweepers say `direction`; where nobody does, less is better, as it is for most sweepers.
     """
-    objective = config.get("objective")
-    if isinstance(objective, DictConfig) and objective.get("metric"):
-        return Objective(str(objective.metric), _maximizes(objective.get("direction", "maximize")))
+    given = config.get("objective")
+    if isinstance(given, DictConfig) and (given.get("metric") or "trainer" in config):
+        metric, direction = objective.of(config)
+        return Objective(str(metric), direction == "maximize")
     return Objective("value", _maximizes(config.hydra.sweeper.get("direction", "minimize")))
 
 

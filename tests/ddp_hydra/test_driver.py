@@ -21,7 +21,7 @@ PLAIN = {"results": {"handler": "rank0", "root": "s3://bucket/runs", "mirror": N
 @pytest.fixture
 def order(tmp_path) -> Order:
     url = f"{tmp_path}/store/a"
-    return Order("driver-abc", url, PLAIN, (), Project("abc", b""), {}, "/", None, "", resume="")
+    return Order("driver-abc", url, PLAIN, {}, (), Project("abc", b""), {}, "/", None, "", resume="")
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):
     file = tmp_path / "elsewhere.pt"
     made = make(tmp_path, files={"resume": file})
     call = made.call(0, 4)
-    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {})
+    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None})
     assert call.args == (made.plain,)
     assert made.first_world_size == 4
 
@@ -264,7 +264,8 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path, capsys):
-    assert jobs.run(config(tags=["a"]), tmp_path / "run") == 0.5
+    cfg = config(tags=["a"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
+    assert jobs.run(cfg, tmp_path / "run") == 0.5
     summary = summary_of(tmp_path / "run")
     assert {name: summary[name] for name in ("status", "steps", "samples", "tags", "failure", "interrupted")} == {
         "status": "done",

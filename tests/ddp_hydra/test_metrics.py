@@ -73,7 +73,7 @@ def test_many_small_losses_do_not_drown():
     meter.sums += 2.0**24
     logits, target = torch.tensor(LOGITS[:1]), torch.tensor(TARGET[:1])
     meter.add(count(torch.tensor(1.0), logits, target))
-    assert meter.sums.tolist() == [2.0**24 + 1] * 3
+    assert meter.sums.tolist() == [2.0**24 + 1] * 2
 
 
 @pytest.mark.gpu
@@ -86,8 +86,43 @@ def test_on_a_gpu_the_sums_stay_there():
 
 
 def test_means_are_those_of_all_samples_whichever_rank_counted_them():
-    assert means("train", [[4.0, 1.0, 2.0], [2.0, 4.0, 6.0], [0.0, 0.0, 0.0]]) == {
+    assert means("train", [[4.0, 1.0, 2.0, 2.0], [2.0, 4.0, 6.0, 6.0], [0.0] * 4]) == {
         "train/loss": 0.75,
         "train/accuracy": 0.625,
     }
-    assert means("train", [[0.0, 0.0, 0.0]]) == {}
+    assert means("train", [[0.0] * 4]) == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "class_axis"),
+    [
+        (torch.rand(3, 1), torch.rand(3, 1), None),  # regression
+        (torch.rand(3), torch.rand(3), None),
+        (torch.rand(3, 4), torch.rand(3, 4), None),  # of several numbers, or labels that do not exclude each other
+        (torch.rand(3, 1), torch.rand(3, 1), -1),  # one class is no choice
+        (torch.rand(3, 1), torch.tensor([0, 1, 0]), None),
+    ],
+    ids=["one number", "no axis", "several numbers", "one class", "one output"],
+)
+def test_without_classes_there_is_a_loss_only(output, target, class_axis):
+    meter = Meter(torch.device("cpu"))
+    meter.add(count(torch.tensor(0.5), output, target, class_axis))
+    assert meter.result("val") == {"val/loss": 0.5}
+
+
+def test_shares_of_classes_count_by_the_largest():
+    shares = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
+    meter = Meter(torch.device("cpu"))
+    meter.add(count(torch.tensor(1.0), torch.tensor(LOGITS), shares))
+    assert meter.result("x") == {"x/loss": 1.0, "x/accuracy": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize(("axis", "class_axis"), [(-1, -1), (1, 1), (1, None)])
+def test_classes_may_be_on_the_axis_of_the_loss(axis, class_axis):
+    """(batch, classes, height, width) is what torch's own losses take."""
+    output = torch.rand(2, 5, 6, 3).movedim(-1, axis)
+    target = output.argmax(axis)
+    target[0, 0, 0] = (target[0, 0, 0] + 1) % 3
+    meter = Meter(torch.device("cpu"))
+    meter.add(count(torch.tensor(1.0), output, target, class_axis))
+    assert meter.result("x")["x/accuracy"] == pytest.approx(1 - 1 / 60)

@@ -103,10 +103,14 @@ def train(group, tmp_path):
     """Run the loop; `stop_at` is the place where it is asked to finish."""
     runs = 0
 
-    def run(resume=None, stop_at=None, fault=(), val=5, parts=None, start=None, data=Numbers, **trainer: Any) -> Run:
+    def run(
+        resume=None, stop_at=None, fault=(), val=5, parts=None, start=None, data=Numbers, into=None, **trainer: Any
+    ) -> Run:
         nonlocal runs
         runs += 1
         made = Run(tmp_path / str(runs))
+        if into is not None:  # also of a run that fails
+            into.append(made)
         made.folder.mkdir()
         pulse.connect(None)
         board = pulse.here()
@@ -190,8 +194,44 @@ def test_a_rollback_remembers_the_best_value_of_its_checkpoint(train):
 
 
 def test_without_validation_data_a_run_trains_and_saves(train):
-    run = train(val=0)
+    run = train(val=0, parts=BY_LOSS)
     assert (run.steps_saved, run.metrics("val/loss")) == ([4, 8], [])
+
+
+BY_LOSS = {"objective": {"metric": "train/loss", "direction": "minimize"}}
+
+
+@pytest.mark.parametrize(("metric", "val"), [("val/acc", 5), ("train/acc", 0)])
+def test_an_unknown_objective_is_said_at_the_first_validation_and_nothing_is_lost(metric, val, train):
+    options = {"val": val, "checkpoint_every_epochs": 0, "stop_after_validations": 9}
+    found = []
+    said = rf"objective.metric={metric}: .*there are train/accuracy, train/loss.*The run is saved.*={metric}uracy"
+    with pytest.raises(ConfigError, match=said):
+        train(parts={"objective": {"metric": metric}}, into=found, **options)
+    assert found[0].steps_saved == [STEPS]
+    again = train(resume=found[0].last, parts={"objective": {"metric": f"{metric}uracy"}}, **options)
+    assert [step for step, _ in again.metrics("val/loss")] == ([4, 8] if val else [])
+    assert again.value["steps"] == 2 * STEPS
+
+
+class Line(Numbers):
+    """What is to be learnt is a number."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.y = self.x.sum(1, keepdim=True) / 9
+
+
+def test_a_regression_has_no_accuracy_and_its_best_is_that_of_the_least_loss(train):
+    parts = {
+        "model": {"out_features": 1}, "loss": {"_target_": "torch.nn.MSELoss"},
+        "objective": {"metric": "val/loss", "direction": "minimize"},
+    }  # fmt: skip
+    run = train(data=Line, parts=parts, epochs=4, stop_after_validations=2)
+    assert not [name for name in run.value["metrics"] if "accuracy" in name]
+    losses = [loss for _, loss in run.metrics("val/loss")]
+    assert losses == sorted(losses, reverse=True)
+    assert [record.data["checkpoint"]["best"] for record in run.saved] == [True] * 4
 
 
 # -- resumed -----------------------------------------------------------------------------------------------
@@ -466,8 +506,7 @@ def test_only_what_was_validated_counts(train):
 
 
 def test_a_run_without_validation_goes_by_its_training(train):
-    loss = {"objective": {"metric": "train/loss", "direction": "minimize"}}
-    run = train(val=0, stop_after_validations=1, stop_min_delta=5.0, epochs=9, parts=loss)
+    run = train(val=0, stop_after_validations=1, stop_min_delta=5.0, epochs=9, parts=BY_LOSS)
     assert run.value["steps"] == 2 * STEPS
 
 
@@ -529,7 +568,7 @@ def test_a_profile_is_a_trace_and_a_table(train):
 
 
 def test_one_batch_can_be_learnt_by_heart(train):
-    run = train(epochs=30, overfit_batches=1, val=0)
+    run = train(epochs=30, overfit_batches=1, val=0, parts=BY_LOSS)
     losses = [loss for _, loss in run.metrics("train/loss")]
     assert losses[-1] < 0.05 < losses[0]
 

@@ -10,7 +10,10 @@ from ddp_hydra.checkpoint import read
 from tests.ddp_hydra.test_train import group as group
 from tests.ddp_hydra.test_train import train as train
 
-DATA = {"data": {"train": {"_target_": "tests.ddp_hydra.test_train.Numbers", "n": 9}}}
+DATA = {
+    "data": {"n": 9, "train": {"_target_": "tests.ddp_hydra.test_train.Numbers", "n": "${data.n}"}},
+    "cluster": {"password": "hunter2"},
+}
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
@@ -21,6 +24,8 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
     monkeypatch.setattr(sys, "path", list(sys.path))
     run = train(ema_decay=ema_decay, parts=DATA)
     content = read(run.last)
+    assert "hunter2" not in str(content["config"])
+    assert len(trained.load(run.last, overrides=["data.n=7"]).train_set) == 7
     found = trained.load(run.last)
     for name, value in (content["ema"] if ema_decay else content)["model"].items():
         assert torch.equal(found.model.state_dict()[name], value)

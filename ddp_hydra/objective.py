@@ -1,0 +1,91 @@
+"""The metric that best.pt, early stopping and sweeps go by, and which way it is better."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ConfigError
+
+_CLASS_LOSS = re.compile(r"^(?!.*(binary|gaussian|poisson)).*(cross_?entropy|nll_?loss)", re.IGNORECASE)
+_LESS_IS_BETTER = re.compile(r"loss|perplexity|error|(^|[/_])(r?mse|mae)", re.IGNORECASE)
+_MORE_IS_BETTER = re.compile(r"acc|top\d|f1|precision|recall|auc|auroc|iou|dice|r2", re.IGNORECASE)
+
+
+def class_axis(cfg: Any) -> int | None:
+    """Return the axis of the model's output that holds the classes; None for a loss that knows none.
+
+    Args:
+        cfg: the config; its loss decides, and a `mix` always mixes classes.
+    """
+    target = str(OmegaConf.select(cfg, "loss._target_"))
+    if _CLASS_LOSS.match(target) or OmegaConf.select(cfg, "mix._target_"):
+        return 1 if target.startswith("torch.nn.") else -1
+    return None
+
+
+def of(cfg: Any) -> tuple[str, str]:
+    """Return the objective's metric and direction; those that are null follow from the rest of the config.
+
+    Args:
+        cfg: the config.
+
+    Raises:
+        ConfigError: the metric can't be there, or nobody knows which way it is better.
+    """
+    metric, direction = cfg.objective.metric, cfg.objective.get("direction")
+    direction = getattr(direction, "name", direction)
+    validates = "data" not in cfg or OmegaConf.select(cfg, "data.val") is not None
+    if metric is None:
+        metric = "train/loss" if not validates else "val/loss" if class_axis(cfg) is None else "val/accuracy"
+    elif metric.startswith("val/") and not validates:
+        raise ConfigError(
+            f"objective.metric={metric}: there is no validation set (data.val is null): give a set, or "
+            "objective.metric=train/loss"
+        )
+    return metric, direction or direction_of(metric)
+
+
+def direction_of(metric: str) -> str:
+    """Return which way a metric is better, by its name.
+
+    Raises:
+        ConfigError: the name doesn't say.
+    """
+    if _LESS_IS_BETTER.search(metric):
+        return "minimize"
+    if _MORE_IS_BETTER.search(metric):
+        return "maximize"
+    raise ConfigError(
+        f"objective.metric={metric}: its name does not say which way it is better: give "
+        "objective.direction=maximize or minimize, too"
+    )
+
+
+def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether an objective is not among the metrics of a run.
+
+    Args:
+        metric: the objective.
+        metrics: those of an epoch and its validation; those of the training are not there where a run was resumed
+            just before a validation.
+    """
+    return metric not in metrics and (metric.startswith("val/") or "train/loss" in metrics)
+
+
+def unknown(metric: str, metrics: Mapping[str, float]) -> ConfigError:
+    """Return the error for an objective that is not among the metrics of a run, which was saved."""
+    judging = sorted(name for name in metrics if name.startswith(("train/", "val/")))
+    return ConfigError(
+        f"objective.metric={metric}: this run has no such metric; there are {', '.join(judging)}. The run is saved: "
+        f"go on with resume=<its run directory> objective.metric={nearest(metric, judging)}"
+    )
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the one of some words that is most like another."""
+    return max(words, key=lambda one: difflib.SequenceMatcher(None, word, one).ratio())

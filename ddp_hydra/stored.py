@@ -1,0 +1,115 @@
+"""The config that a checkpoint keeps: with its interpolations, so that it is composed anew, and without the cluster.
+
+What a cluster is reached with may be secret, and a trained model needs no cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_hydra.config import Config
+from ddp_hydra.errors import ConfigError
+
+_OF_THE_MOMENT = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
+"""In an interpolation: a resolver that only the job has, such as hydra's and now's, or the cluster."""
+_OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
+"""What a command may say anew without changing what is trained."""
+
+
+def of(cfg: DictConfig) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a job's config.
+
+    Args:
+        cfg: the composed config, whose values can all be resolved.
+    """
+    raw = OmegaConf.to_container(cfg, enum_to_str=True)
+    assert isinstance(raw, dict)
+    return _kept({key: value for key, value in raw.items() if key != "cluster"}, cfg)
+
+
+def _kept(raw: Any, node: Any) -> Any:
+    """Resolve the interpolations that would mean nothing later.
+
+    Args:
+        raw: a dict or a list, unresolved.
+        node: the same, which resolves.
+    """
+    if isinstance(raw, dict):
+        return {str(key): _kept_value(value, node, key) for key, value in raw.items()}
+    return [_kept_value(value, node, number) for number, value in enumerate(raw)]
+
+
+def _kept_value(raw: Any, parent: Any, key: Any) -> Any:
+    if isinstance(raw, dict | list):
+        return _kept(raw, parent[key])
+    if not isinstance(raw, str) or "${" not in raw or not _OF_THE_MOMENT.search(raw):
+        return raw
+    value = parent[key]
+    return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+
+
+def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose a stored config with changes, which the keys that interpolate them follow.
+
+    Args:
+        config: from `of`.
+        overrides: "key=value" changes.
+
+    Returns:
+        The resolved config.
+
+    Raises:
+        ConfigError: a change does not fit, or a value can't be had here.
+    """
+    cfg = OmegaConf.create(dict(config))
+    OmegaConf.set_struct(cfg, True)
+    try:
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides)))  # types are right
+        cfg.merge_with_dotlist(list(overrides))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+    try:
+        OmegaConf.to_container(cfg, resolve=True)  # unlike `resolve`, it names the key that can't be had
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        key = error.full_key
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}: give {key}=<value>") from error
+    return cfg
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say what differs between two stored configs: "optimizer.lr 0.1 -> 0.01".
+
+    Args:
+        before: of a checkpoint.
+        now: of the job that goes on from it.
+    """
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND]
+    return [
+        f"{key} {_shown(old, key)} -> {_shown(new, key)}"
+        for key in keys
+        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+    ]
+
+
+_ABSENT = object()
+
+
+def _shown(leaves: Mapping[str, Any], key: str) -> str:
+    if key not in leaves:
+        return "(not there)"
+    return "null" if leaves[key] is None else str(leaves[key])
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra import objective
+from ddp_hydra.errors import ConfigError
+
+
+def config(metric=None, direction=None, loss="ddp_hydra.losses.CrossEntropy", val=True, mix=None):
+    return OmegaConf.create(
+        {
+            "objective": {"metric": metric, "direction": direction},
+            "data": {"val": {"_target_": "x"} if val else None},
+            "loss": {"_target_": loss},
+            "mix": {"_target_": mix} if mix else {},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, ("val/accuracy", "maximize")),
+        ({"loss": "torch.nn.MSELoss"}, ("val/loss", "minimize")),
+        ({"loss": "torch.nn.BCEWithLogitsLoss"}, ("val/loss", "minimize")),
+        ({"loss": "torch.nn.MSELoss", "mix": "torchvision.transforms.v2.CutMix"}, ("val/accuracy", "maximize")),
+        ({"val": False}, ("train/loss", "minimize")),
+        ({"metric": "val/loss"}, ("val/loss", "minimize")),
+        ({"metric": "val/top5"}, ("val/top5", "maximize")),
+        ({"metric": "val/perplexity"}, ("val/perplexity", "minimize")),
+        ({"metric": "val/loss", "direction": "maximize"}, ("val/loss", "maximize")),
+        ({"metric": "val/colour", "direction": "minimize"}, ("val/colour", "minimize")),
+        ({"metric": "train/accuracy", "val": False}, ("train/accuracy", "maximize")),
+    ],
+    ids=str,
+)
+def test_what_is_not_given_follows_from_the_rest(given, found):
+    assert objective.of(config(**given)) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"metric": "val/colour"}, r"objective\.metric=val/colour.*give objective\.direction=maximize or minimize"),
+        ({"metric": "val/loss", "val": False}, r"objective\.metric=val/loss: there is no validation set.*=train/loss"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_an_objective_is_refused_with_what_to_give(given, said):
+    with pytest.raises(ConfigError, match=said):
+        objective.of(config(**given))
+
+
+@pytest.mark.parametrize(
+    ("loss", "axis"),
+    [
+        ("ddp_hydra.losses.CrossEntropy", -1),
+        ("torch.nn.CrossEntropyLoss", 1),
+        ("torch.nn.functional.cross_entropy", 1),
+        ("torch.nn.NLLLoss", 1),
+        ("torch.nn.functional.binary_cross_entropy", None),
+        ("torch.nn.GaussianNLLLoss", None),
+        ("torch.nn.MSELoss", None),
+    ],
+)
+def test_a_loss_tells_where_the_classes_are(loss, axis):
+    assert objective.class_axis(config(loss=loss)) == axis
+
+
+def test_an_unknown_metric_is_told_from_one_that_is_not_there_yet():
+    whole = {"train/loss": 1.0, "val/loss": 1.0}
+    assert objective.is_unknown("val/acc", whole)
+    assert objective.is_unknown("train/acc", whole)
+    assert not objective.is_unknown("val/loss", whole)
+    assert not objective.is_unknown("train/loss", {"val/loss": 1.0})  # resumed before a validation
