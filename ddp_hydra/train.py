@@ -24,7 +24,7 @@ from ddp_hydra.metrics import Count, Meter, count, means
 from ddp_hydra.nonfinite import NonFinite, are_finite
 from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
-from ddp_hydra.training import precision, selection, weights
+from ddp_hydra.training import precision, resumed, selection, weights
 from ddp_hydra.training.early_stop import EarlyStop
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.progress import Progress
@@ -114,8 +114,9 @@ def fit(
     early_stop = EarlyStop.of(cfg)
     extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop, "progress": progress}
     state = State(model.model, optimizer, scheduler, position, dict(kept or stored.of(cfg)), extras)
+    changed = ""
     if saved:
-        state.restore(saved)
+        changed = resumed.restore(state, saved)
         progress.move(scheduler)
         saved.clear()  # it is as large as the model
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
@@ -128,6 +129,8 @@ def fit(
     stop = 0
     if rank == 0:
         told = header(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
+        if changed:
+            told["lines"].append(f"changed   {changed}")
         if "weights" in files:
             told["lines"].append(f"weights   from a file, all but {', '.join(new) or 'none'}")
         results.emit("start", told, position.step)

@@ -250,6 +250,74 @@ def test_a_finished_run_goes_on_when_it_is_given_more_epochs(train):
     assert [step for step, _ in again.metrics("train/loss")] == [9, 12]
 
 
+def changed(run: Run) -> list[str]:
+    return [line.removeprefix("changed   ") for line in run.records[0].data["lines"] if line.startswith("changed")]
+
+
+def groups(run: Run) -> dict[str, Any]:
+    return read(run.last)["optimizer"]["param_groups"][0]
+
+
+def test_what_is_typed_at_a_resume_wins_and_the_header_lists_it(train):
+    options = {"log_every_steps": 1}
+    never = train(**options)
+    first = train(stop_at=("forward", 4), **options)
+    assert changed(train(resume=first.last, **options)) == []
+    parts = {"optimizer": {"lr": 0.05, "weight_decay": 0.3}, "scheduler": {"min_factor": 0.5}}
+    again = train(resume=first.last, clip_norm=7.0, parts=parts, **options)
+    assert changed(again) == [
+        "optimizer.lr 0.1 -> 0.05, trainer.clip_norm null -> 7.0, optimizer.weight_decay (not there) -> 0.3, "
+        "scheduler.min_factor (not there) -> 0.5"
+    ]
+    rates = dict(never.metrics("lr"))
+    assert again.metrics("lr") == [(step, pytest.approx(0.025 + rates[step] / 4)) for step in (5, 6, 7, 8)]
+    assert (groups(again)["weight_decay"], groups(again)["momentum"]) == (0.3, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "rates"),
+    [
+        # torch's own: half, each two steps; then a tenth
+        (
+            {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
+            {"gamma": 0.1},
+            [0.025, 0.025, 0.0025, 0.0025],
+        ),
+        (
+            {"_target_": "ddp_hydra.schedules.constant"},
+            {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
+            [0.025, 0.025, 0.0125, 0.0125],
+        ),
+        (
+            {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
+            {"_target_": "ddp_hydra.schedules.linear"},
+            [0.05, 0.0375, 0.025, 0.0125],
+        ),
+    ],
+    ids=["torch's key", "torch's instead", "ours instead"],
+)
+def test_a_schedule_may_be_another_one_after_a_resume(first, then, rates, train):
+    before = train(stop_at=("forward", 4), log_every_steps=1, parts={"scheduler": first})
+    parts = {"scheduler": then if "_target_" in then else {**first, **then}}
+    again = train(resume=before.last, log_every_steps=1, parts=parts)
+    assert again.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in zip((5, 6, 7, 8), rates, strict=True)]
+
+
+def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
+    options = {"base_batch_size": 8, "parts": {"scheduler": {"_target_": "ddp_hydra.schedules.constant"}}}
+    first = train(stop_at=("forward", 4), **options)
+    options["parts"]["data"] = {"batch_size": 4}
+    assert {rate for _, rate in train(resume=first.last, **options).metrics("lr")} == {0.1 * 4 / 8}
+
+
+def test_another_objective_forgets_the_best_of_the_one_before(train):
+    first = train(stop_at=("forward", 5), parts={"objective": {"metric": "val/accuracy"}})
+    parts = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # it rises
+    again = train(resume=first.last, parts=parts)
+    assert [record.data["checkpoint"]["best"] for record in again.saved] == [True]
+    assert read(again.last)["best"] == again.metrics("val/loss")[-1][1]
+
+
 PLACES = [
     (phase, step)
     for step in (1, STEPS, 2 * STEPS)
