@@ -11,7 +11,7 @@ import numpy as np
 from data import digits_s3
 from data.holdout import check, is_of
 from data.images.decode import IMAGE_EXTENSIONS
-from data.images.listing import list_images_once
+from data.images.listing import kinds_of, known_size, list_images_once
 from data.images.stored import StoredImages
 from data.images.strings import Strings
 from data.stores import Store
@@ -21,7 +21,7 @@ from data.user_cache import user_cache
 class S3ImageFolder(StoredImages):
     """Labelled images of any S3-compatible store, or of a local folder: the class is the folder above the file.
 
-    It is listed once, here. Files that are no images by their extension are skipped.
+    It is listed once, here: whole, or not at all. Files that are no images by their extension are skipped.
 
     Args:
         bucket: its name; or file:///folder; None: an embedded S3 server on this machine, with scikit-learn's
@@ -36,7 +36,7 @@ class S3ImageFolder(StoredImages):
             cache_mb, max_bad_fraction and more).
 
     Attributes:
-        skipped: how many objects under the prefix are no images.
+        skipped: how many objects under the prefix are no images, by extension.
 
     Raises:
         ValueError: an argument out of its range, or images of a class that `classes_from` does not have.
@@ -70,7 +70,7 @@ class S3ImageFolder(StoredImages):
             listing = list_images_once(self._store, self.prefix, listing_max_age_s, user_cache() / "listings")
             if not len(listing.keys):
                 raise FileNotFoundError(self._nothing_found(listing.others))
-            self.skipped = listing.others.total()
+            self.skipped = listing.others
             self._keys, self._sizes = listing.keys, listing.sizes
             self._label(classes_from)
             if holdout:
@@ -119,9 +119,8 @@ class S3ImageFolder(StoredImages):
         where = self.where()
         setting = "data.train_prefix=... or data.val_prefix=..."
         if others:
-            kinds = ", ".join(f"{count} {kind or 'without extension'}" for kind, count in others.most_common(5))
             return (
-                f"no images in class folders under {where}, only: {kinds}. Images are "
+                f"no images in class folders under {where}, only: {kinds_of(others)}. Images are "
                 f"{where}/<class>/<file>.jpg or {', '.join(sorted(IMAGE_EXTENSIONS - {'.jpg'}))}: check "
                 f"{setting}"
             )
@@ -156,7 +155,7 @@ class S3ImageFolder(StoredImages):
     def fetch(self, index: int) -> Any:
         """Return the file of a sample; raises as `ImageSet.fetch`."""
         try:
-            return self._store.get(self._keys[index])
+            return self._store.get(self._keys[index], known_size(self.n_bytes(index)))
         except ConnectionError as error:
             if self._embedded_on not in (None, socket.gethostname()):
                 raise ConnectionError(

@@ -13,6 +13,7 @@ The framework knows no model and no data set; it asks of a data set
     built_once = True                 optional: built on rank 0, pickled to the others
     bad                               optional: {name: reason} of samples that were replaced
     bad_counts                        optional: {name: number} where a name stands for more than one
+    skipped                           optional: {extension: number} of files that it left out
     max_bad_fraction                  optional: share of them that all ranks together may have
     stats() -> {name: number}         optional: what reading cost so far; see `data_report.py`
     close()                           optional: at the end

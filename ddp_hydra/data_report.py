@@ -86,6 +86,16 @@ class DataReport:
             )
 
 
+def skipped_by(dataset: Any) -> str:
+    """Say how many files a data set left out, and of which extensions; "" where it left out none, or does not tell."""
+    skipped: Mapping[str, int] = getattr(dataset, "skipped", None) or {}
+    if not skipped:
+        return ""
+    most = sorted(skipped.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{count:,} {kind or 'without extension'}" for kind, count in most[:5])
+    return f"{sum(skipped.values()):,} files that are no images: {kinds}{', ...' if len(most) > 5 else ''}"
+
+
 @dataclass(frozen=True)
 class Bad:
     """What is wrong with a sample, or with a shard of them.

@@ -16,7 +16,7 @@ from torch import nn
 from ddp_hydra import build, faults, objective, pulse, results, stored
 from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
-from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad
+from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad, skipped_by
 from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
@@ -333,6 +333,7 @@ def header(
         f"batch     {cfg.data.batch_size} x {parts}{world_size} ranks = {sampler.global_batch} effective",
         f"steps     {total_steps:,}, {len(sampler):,} in an epoch",
     ]
+    lines += [f"skipped   {said}" for said in dict.fromkeys(map(skipped_by, (train_set, val_set))) if said]
     if position.step:
         lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch}, sample {position.samples:,}")
     epochs = -(-total_steps // len(sampler))

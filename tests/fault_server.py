@@ -18,6 +18,14 @@ from xml.sax.saxutils import escape
 
 Fault = str | None
 FAULTS = ("503", "500", "reset", "half", "stall", "slow", "404", "403", "expired")
+WRONG_ANSWERS = {
+    "error": b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>try again</Message></Error>",
+    "html": b"<html><body><h1>We will be back soon</h1></body></html>",
+    "blank": b"",
+}
+"""With a clean 200, in place of a page of a listing or of an object."""
+WRONG_PAGES = ("cut", "without token", "hollow")
+"""Pages of a listing: cut off, more without a token, more but nothing in it."""
 
 
 class FaultServer:
@@ -28,10 +36,12 @@ class FaultServer:
         tls: certificate and key in one file, to speak https.
 
     Attributes:
-        fault: called with each request's number and path; returns one of `FAULTS`, or None to serve it.
+        fault: called with each request's number and path; returns one of `FAULTS`, `WRONG_ANSWERS`, `WRONG_PAGES`,
+            "short" (half an object under a clean 200 or 206) or "301" (another region), or None to serve it.
         requests: (method, path, Host header) of all so far.
         access_keys: those that are taken; None: all, and none at all.
         page: keys in a page of a listing.
+        ranges: whether a part of an object can be asked for; otherwise all of it comes, with 200.
         stall_s: how long a stalled body is held.
     """
 
@@ -41,6 +51,7 @@ class FaultServer:
         self.requests: list[tuple[str, str, str]] = []
         self.access_keys: set[str] | None = None
         self.page = 1000
+        self.ranges = True
         self.stall_s = 30.0
         self.closing = threading.Event()
         self._lock = threading.Lock()
@@ -94,6 +105,10 @@ class FaultServer:
             request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             request.close_connection = True
             return request.connection.close()
+        if fault in WRONG_ANSWERS:
+            return self._say(request, 200, WRONG_ANSWERS[fault])
+        if fault == "301":
+            return self._say(request, 301, b"<Error><Code>PermanentRedirect</Code></Error>")
         if fault == "404":
             return self._say(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
         if fault == "403":
@@ -106,15 +121,17 @@ class FaultServer:
                 return self._say(request, 403, b"<Error><Code>InvalidAccessKeyId</Code></Error>")
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
         if "list-type" in query:
-            return self._say(request, 200, self._listing(path.rstrip("/"), query))
+            return self._say(request, 200, self._listing(path.rstrip("/"), query, fault))
         if path not in self.objects:
             return self._say(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
         return self._send(request, self.objects[path], fault)
 
     def _send(self, request: BaseHTTPRequestHandler, content: bytes, fault: Fault) -> None:
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")) if self.ranges else None
         start, end = (int(found[1]), int(found[2] or len(content) - 1) + 1) if found else (0, len(content))
         part = content[start:end]
+        if fault == "short":
+            part = part[: len(part) // 2]
         request.send_response(206 if found else 200)
         if found:
             request.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(content)}")
@@ -139,7 +156,7 @@ class FaultServer:
         else:
             request.wfile.write(part)
 
-    def _listing(self, bucket: str, query: dict[str, str]) -> bytes:
+    def _listing(self, bucket: str, query: dict[str, str], fault: Fault) -> bytes:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         after = query.get("continuation-token") or query.get("start-after") or ""
         keys = sorted(path[len(bucket) + 1 :] for path in self.objects if path.startswith(f"{bucket}/"))
@@ -158,10 +175,16 @@ class FaultServer:
         )
         folded = "".join(f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in folders)
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
-        return (
+        if fault == "without token":
+            token = ""
+        if fault == "hollow":
+            more, contents = True, ""
+            token = f"<NextContinuationToken>{escape(after or '!')}</NextContinuationToken>"
+        document = (
             f"<ListBucketResult><Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
             f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{contents}{folded}</ListBucketResult>"
         ).encode()
+        return document[: len(document) // 2] if fault == "cut" else document
 
     def _say(self, request: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
         request.send_response(status)

@@ -9,16 +9,23 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
 IMAGE_EXTENSIONS = frozenset(
-    (".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+    [".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"]
+    + ([".avif"] if "avif" in features.modules and features.check("avif") else [])  # Pillow has it since 11.3
 )
+MOST_PIXELS = 178_956_970
+"""Pillow refuses to decode larger images, half a gigabyte of memory each, and so do we."""
 
-_EXIF_IN_FIRST = 4096
+_APP1, _PIXELS = 0xE1, 0xDA
+"""Kinds of JPEG segments: of EXIF and XMP, and the last one."""
 _FAST_COLOURS = ("YCbCr", "Gray", "RGB")
 _SHRINKS = (8, 4, 2, 1)
+_EXACT_SHRINKS = {"411": 1, "422": 4, "440": 4}
+"""How far a JPEG may be shrunk as it is decoded, by how its colours are stored: with much less height than width or
+the other way round they get coarser than the pixels that come out, and whole levels off."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,13 @@ class JpegHeader:
         height: in pixels, as the image is to be seen.
         width: in pixels, as the image is to be seen.
         orientation: of EXIF, 1..8; 1: as it is stored.
+        sampling: how its colours are stored, e.g. "420".
     """
 
     height: int
     width: int
     orientation: int = 1
+    sampling: str = ""
 
 
 def read_jpeg_header(data: Any) -> JpegHeader | None:
@@ -45,13 +54,15 @@ def read_jpeg_header(data: Any) -> JpegHeader | None:
     if bytes(data[:2]) != b"\xff\xd8":
         return None
     try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        height, width, colours, sampling = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
     if colours not in _FAST_COLOURS:
         return None
-    orientation = _orientation(data) if b"Exif\0\0" in bytes(data[:_EXIF_IN_FIRST]) else 1
-    return JpegHeader(width, height, orientation) if orientation >= 5 else JpegHeader(height, width, orientation)
+    orientation = _orientation(data) if _may_be_turned(data) else 1
+    if orientation >= 5:
+        height, width = width, height
+    return JpegHeader(height, width, orientation, sampling)
 
 
 def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: bool = True) -> np.ndarray:
@@ -67,10 +78,16 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: boo
         uint8 (height, width, 3), RGB.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or too large.
     """
-    shrink = next(shrink for shrink in _SHRINKS if shrink == 1 or at_least * shrink <= 1)
+    most = _EXACT_SHRINKS.get(header.sampling, 8) if exact else 8
+    shrink = next(shrink for shrink in _SHRINKS if shrink == 1 or (at_least * shrink <= 1 and shrink <= most))
     height, width = (header.width, header.height) if header.orientation >= 5 else (header.height, header.width)
+    if height * width > MOST_PIXELS * shrink**2:
+        raise ValueError(
+            f"too large an image: {width:,} x {height:,} pixels, and at most {MOST_PIXELS:,} are decoded at a time: "
+            "make it smaller, or give a transform that says its size, so that no more is decoded than it needs"
+        )
     least = {} if shrink == 1 else {"min_height": -(-height // shrink), "min_width": -(-width // shrink)}
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=not exact, fastupsample=not exact, **least)
@@ -85,6 +102,10 @@ def decode(data: Any) -> Tensor:
     Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped, and of an animation the first
     frame is taken. A photo of which EXIF says that it is turned is turned upright.
 
+    Of whole numbers of 16 or 32 bits the values 0 to 65535 become 0 to 255, by their upper 8 bits: cut off at 255, as
+    Pillow's convert() does, nearly all would be white. So it is with 32 bits, too, as instruments and Pillow store 16
+    in them; what is above is white. Fractions have no range that all agree on, and are taken as 0 to 255.
+
     Args:
         data: the file, with the buffer protocol.
 
@@ -92,7 +113,7 @@ def decode(data: Any) -> Tensor:
         uint8 (3, height, width), RGB; in memory the three values of a pixel lie side by side.
 
     Raises:
-        ValueError: it is no image, or a damaged one.
+        ValueError: it is no image, a damaged one, or one too large.
     """
     header = read_jpeg_header(data)
     pixels = decode_jpeg(data, header) if header else _decode_any(data)
@@ -109,6 +130,25 @@ def _decode_any(data: Any) -> np.ndarray:
         raise ValueError(f"not an image: the file {f'starts with {start!r}' if start else 'is empty'}") from None
     except Exception as error:  # the readers of the many formats raise almost anything on damaged files
         raise ValueError(f"damaged image: {error}") from None
+
+
+def _may_be_turned(data: Any) -> bool:
+    """Whether any of the segments before the pixels of a JPEG may say how it is turned, in EXIF or XMP."""
+    view, at = memoryview(data), 2
+    while at + 4 <= len(view) and view[at] == 0xFF:
+        kind = view[at + 1]
+        if kind == _PIXELS:
+            return False
+        if kind == 0xFF:  # a byte that fills
+            at += 1
+            continue
+        end = at + 2 + (view[at + 2] << 8 | view[at + 3])
+        if kind == _APP1:
+            segment = bytes(view[at + 4 : end])
+            if segment.startswith(b"Exif\0\0") or b"tiff:Orientation" in segment:
+                return True
+        at = end
+    return True  # an odd file, of which Pillow may know
 
 
 def _orientation(data: Any) -> int:
@@ -134,7 +174,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _sixteen_to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale grey of 16 bits a pixel, which convert() would cut off at 255; leave other images as they are."""
+    """Scale grey of 16 or 32 bits a pixel as `decode` says; leave other images as they are."""
     if not image.mode.startswith("I"):
         return image
     return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")

@@ -17,6 +17,8 @@ from data.images.decode import IMAGE_EXTENSIONS
 from data.images.strings import Strings
 from data.stores import Store
 
+_LARGEST = 2**32 - 1
+
 
 @dataclass
 class Listing:
@@ -24,13 +26,24 @@ class Listing:
 
     Args:
         keys: of the images in class folders, sorted.
-        sizes: bytes of each, uint32; larger ones count as 4 GiB.
+        sizes: bytes of each, uint32; larger ones count as 4 GiB, see `known_size`.
         others: how many objects there are besides, by extension.
     """
 
     keys: Strings
     sizes: np.ndarray
     others: Counter[str] = field(default_factory=Counter)
+
+
+def known_size(size: int) -> int | None:
+    """Return a size of a listing; None of one that was cut off there."""
+    return size if size < _LARGEST else None
+
+
+def kinds_of(others: Counter[str]) -> str:
+    """Name the extensions of objects that are no images, the most frequent first."""
+    kinds = [f"{count:,} {kind or 'without extension'}" for kind, count in others.most_common(5)]
+    return ", ".join(kinds) + (", ..." if len(others) > len(kinds) else "")
 
 
 def list_images(store: Store, prefix: str) -> Listing:
@@ -46,7 +59,7 @@ def list_images(store: Store, prefix: str) -> Listing:
             extension = PurePosixPath(key).suffix.lower()
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
     found.sort()
-    sizes = np.fromiter((min(size, 2**32 - 1) for _, size in found), np.uint32, len(found))
+    sizes = np.fromiter((min(size, _LARGEST) for _, size in found), np.uint32, len(found))
     return Listing(Strings(key for key, _ in found), sizes, others)
 
 

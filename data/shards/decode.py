@@ -5,23 +5,26 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from data.images.decode import IMAGE_EXTENSIONS, decode
 
-_PICKLES = (".pickle", ".pkl", ".pt", ".pth", ".pyd")
+_PICKLES = (".pickle", ".pkl", ".pyd")
+_TAKE_BYTES = "take the bytes, WidsShards(..., decode=False)"
 
 
 def decode_field(extension: str, content: memoryview) -> Any:
     """Decode one field.
 
     Images become uint8 (3, height, width); .cls, .cls2, .id, .index and .inx whole numbers; .txt, .text and
-    .transcript text; .json, .npy, .mp and .msgpack what they hold. A last .gz is taken off first. What has another
-    extension stays bytes.
+    .transcript text; .json, .npy, .mp and .msgpack what they hold; .pt and .pth what `torch.load` takes with
+    weights_only; .safetensors a dict of tensors. A last .gz is taken off first. What has another extension stays bytes.
 
     Args:
         extension: of the field, e.g. ".jpg", ".seg.png" or ".txt.gz".
@@ -39,7 +42,7 @@ def decode_field(extension: str, content: memoryview) -> Any:
     if kind in _PICKLES:
         raise ValueError(
             f"{extension} holds pickled objects, and reading them could run any program: store numbers as .npy or "
-            ".json, or take the bytes, data.decode=false"
+            f".json, or {_TAKE_BYTES}"
         )
     decoder = _image if kind in IMAGE_EXTENSIONS else _DECODERS.get(kind)
     try:
@@ -81,10 +84,36 @@ def _msgpack(content: Any) -> Any:
         raise ValueError(str(error) or type(error).__name__) from None
 
 
+def _tensors(content: Any) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "it holds more than tensors, numbers, texts and lists or dicts of them, and reading that could run any "
+            f"program ({str(error).splitlines()[0]}): save such, or {_TAKE_BYTES}"
+        ) from None
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+
+
+def _safetensors(content: Any) -> dict[str, Any]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+    except ImportError:
+        raise ModuleNotFoundError(".safetensors needs safetensors: type `pip install safetensors`") from None
+    try:
+        return load(bytes(content))
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys((".cls", ".cls2", ".id", ".index", ".inx"), _number),
     **dict.fromkeys((".text", ".transcript", ".txt"), _text),
     **dict.fromkeys((".mp", ".msgpack"), _msgpack),
+    **dict.fromkeys((".pt", ".pth"), _tensors),
+    ".safetensors": _safetensors,
     ".json": _json,
     ".npy": _array,
 }

@@ -1,8 +1,9 @@
-"""The download of one shard into a file: in pieces, several at a time, unpacked where it is compressed, verified."""
+"""Download one shard into a file: in pieces, several at a time, unpacked where it is compressed, verified."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import zlib
 from collections import deque
@@ -12,6 +13,9 @@ from typing import Any
 
 from data.shards.index import Shard, shown
 from data.stores import Store
+from data.stores.patience import RangesIgnoredError
+
+_LOG = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 * 2**20
 CONNECTIONS = 4
@@ -63,16 +67,39 @@ def download(
 
     def fetch(start: int) -> Any:
         end = min(start + piece_bytes, size)
-        piece = store.get_range(key, start, end)
+        piece = store.get(key, size) if end - start == size else store.get_range(key, start, end)
         if len(piece) != end - start:
             raise ValueError(f"{shown(shard.url)} gave {len(piece):,} bytes in place of {end - start:,}")
         if not packed:
             _write(file, piece, start)
         return piece
 
+    def fetched() -> Iterator[Any]:
+        """Yield the file in order: in pieces that come side by side, or from a store without ranges, one by one."""
+        done = 0
+        if store.ranges:
+            try:
+                for piece in _ahead(fetch, range(0, size, piece_bytes), connections):
+                    yield piece
+                    done += len(piece)
+                return
+            except RangesIgnoredError:
+                pass
+        for piece in store.stream(key, size, done):
+            if not packed:
+                _write(file, piece, done)
+            yield piece
+            done += len(piece)
+        if store.ranges:
+            store.ranges = False
+            _LOG.warning(
+                "%s gives whole files only: a shard comes over one connection, and anew where that breaks",
+                store.shown(),
+            )
+
     def pieces() -> Iterator[Any]:
         """Yield the pieces in order, and do on the way what needs them so."""
-        for piece in _ahead(fetch, range(0, size, piece_bytes), connections):
+        for piece in fetched():
             if digest is not None:
                 digest.update(piece)
             look(piece)

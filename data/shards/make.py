@@ -68,11 +68,11 @@ def make(
     with contextlib.ExitStack() as cleaning:
         target = cleaning.enter_context(_Target.open(out, access))
         store, prefix = access.open(absolute(source))
-        keys = _images(store, prefix, source)
-        classes = sorted({_class(key) for key in keys})
+        images = _images(store, prefix, source, say)
+        classes = sorted({_class(key) for key, _ in images})
         number_of = {label: number for number, label in enumerate(classes)}
-        random.Random(seed).shuffle(keys)  # noqa: S311
-        samples = cleaning.enter_context(contextlib.closing(_samples(store, keys, number_of)))
+        random.Random(seed).shuffle(images)  # noqa: S311
+        samples = cleaning.enter_context(contextlib.closing(_samples(store, images, number_of)))
         shards: list[dict[str, Any]] = []
         while (shard := _write_shard(target, f"{name}-{len(shards):06d}.tar", samples, shard_mb * MIB)) is not None:
             shards.append(shard)
@@ -132,40 +132,38 @@ def _index(name: str | None, shards: list[dict[str, Any]], info: dict[str, Any])
     return {"__kind__": KIND, "wids_version": VERSION, **named, "info": info, "shardlist": shards}
 
 
-def _images(store: Store, prefix: str, source: str) -> list[str]:
-    """Return the sorted keys of the images in class folders."""
-    from data.images.decode import IMAGE_EXTENSIONS  # brings torch in, which takes seconds that `index` need not spend
+def _images(store: Store, prefix: str, source: str, say: Callable[[str], None]) -> list[tuple[str, int | None]]:
+    """Return key and size of the images in class folders, sorted."""
+    from data.images.listing import kinds_of, known_size, list_images  # torch takes seconds that `index` need not spend
 
-    inside = len(prefix) + 1 if prefix else 0
-    keys, outside = [], 0
-    for key, _ in store.objects(prefix):
-        if os.path.splitext(key)[1].lower() in IMAGE_EXTENSIONS:  # noqa: PTH122 (half the time, as a path)
-            if "/" in key[inside:]:
-                keys.append(key)
-            else:
-                outside += 1
-    if not keys:
-        found = f"{outside} images, but outside class folders" if outside else "no images"
-        raise FileNotFoundError(f"{source} holds {found}: images are {source}/<class>/<file>.jpg")
-    return sorted(keys)
+    found = list_images(store, prefix)
+    others = f"skipped: {kinds_of(found.others)}"
+    if not len(found.keys):
+        said = others if found.others else "it is empty"
+        raise FileNotFoundError(f"{source} holds no images in class folders, {source}/<class>/<file>.jpg; {said}")
+    if found.others:
+        say(others)
+    return [(key, known_size(size)) for key, size in zip(found.keys, found.sizes.tolist(), strict=True)]
 
 
 def _class(key: str) -> str:
     return key.rsplit("/", 2)[-2]
 
 
-def _samples(store: Store, keys: list[str], number_of: dict[str, int]) -> Generator[list[tuple[str, Any]]]:
+def _samples(
+    store: Store, images: list[tuple[str, int | None]], number_of: dict[str, int]
+) -> Generator[list[tuple[str, Any]]]:
     """Yield names and contents of the members of each sample."""
     with ThreadPoolExecutor(_READERS, "shard-images") as pool:
         waiting: deque[Any] = deque()
-        coming = iter(enumerate(keys))
+        coming = iter(enumerate(images))
         try:
             while True:
                 while len(waiting) < 2 * _READERS and (item := next(coming, None)) is not None:
-                    waiting.append((item, pool.submit(store.get, item[1])))
+                    waiting.append((item, pool.submit(store.get, *item[1])))
                 if not waiting:
                     return
-                (number, key), content = waiting.popleft()
+                (number, (key, _)), content = waiting.popleft()
                 stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
                 # The number makes it unique, the rest says to people what it is; the first dot ends a key.
                 sample = f"{number:08d}-{stem.replace('.', '_')}"

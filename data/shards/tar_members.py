@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import posixpath
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile
@@ -18,9 +19,12 @@ BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _FORMAT = 1
 _FILES = (b"0", b"\0", b"7")
-_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
-"""Links, devices, folders and pipes."""
+_WITHOUT_CONTENT = (b"3", b"4", b"5", b"6")
+"""Devices, folders and pipes."""
+_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""What compressed files start with."""
 _CHECKED_AT_ONCE = 4096
+_MOST_LINKS = 40
 _NAME, _SIZE, _CHECKSUM, _KIND, _MAGIC, _PREFIX = (
     slice(0, 100),
     slice(124, 136),
@@ -36,7 +40,7 @@ class TarMembers:
 
     A sample is made of the members that follow each other and have the same name up to the first dot of the file's
     name; what comes from that dot on names the field, as in ".jpg" or ".seg.png". Members without a dot belong to
-    no sample.
+    no sample. Links are fields with the content of what they name.
 
     Args:
         keys: all keys one after the other, UTF-8.
@@ -136,7 +140,7 @@ def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
         descriptor: of the file where it is open already: its name may be gone meanwhile.
 
     Raises:
-        ValueError: it is no tar file, or a damaged or truncated one.
+        ValueError: it is no tar file, a damaged or truncated one, or holds links to what is not there, or sparse files.
         OSError: it can't be read.
     """
     with path.open("rb") if descriptor is None else os.fdopen(os.dup(descriptor), "rb") as file:
@@ -144,10 +148,18 @@ def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
         if not size:
             raise ValueError(f"{path} is empty, and must be a tar file")
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+            _refuse_packed(path, content[:8])
             found = _usual_members(content)
         if found is None:
             found = _any_members(file, path, size)
     return _group(found, size)
+
+
+def _refuse_packed(path: Path, start: bytes) -> None:
+    for magic, kind in _PACKED.items():
+        if start.startswith(magic):
+            remedy = "name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or use gzip"
+            raise ValueError(f"{path} is compressed with {kind}, which its name does not say: {remedy}")
 
 
 Member = tuple[bytes, int, int]
@@ -200,7 +212,8 @@ def _usual_members(content: mmap.mmap) -> list[Member] | None:
         else:
             return None
         position += -(-length // BLOCK) * BLOCK
-    return None
+    # Some programs write no blocks of zeros at the end.
+    return found if position == end and name is size is None and _checksums_are_right(content, headers) else None
 
 
 def _records(text: bytes) -> dict[bytes, bytes] | None:
@@ -239,24 +252,53 @@ def _checksums_are_right(content: mmap.mmap, headers: list[int]) -> bool:
 
 def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
     """Read the headers as tarfile does, and notice where it takes damage for the end."""
-    found: list[Member] = []
     try:
         file.seek(0)
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                if member.isreg() and not member.issparse():
-                    name = member.name.encode("utf-8", "surrogateescape")
-                    found.append((name, member.offset_data, member.size))
+            members = tar.getmembers()
             stopped_at = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError) as error:
         raise ValueError(f"{path} is no tar file, or a damaged one: {error}") from None
     file.seek(stopped_at)
-    if file.read(BLOCK) != _ZEROS:
+    if stopped_at != size and file.read(BLOCK) != _ZEROS:
         raise ValueError(
             f"{path} is a damaged tar file, or only the start of one: it has {size} bytes, and neither a member "
             f"nor the end begins at byte {stopped_at}"
         )
+    by_name = {posixpath.normpath(member.name): member for member in members}
+    found: list[Member] = []
+    for member in members:
+        held = _target(member, by_name) if member.islnk() or member.issym() else member
+        if held is not None and not held.isreg():
+            continue
+        name = member.name.encode("utf-8", "surrogateescape")
+        if _dot(name) < 0:
+            continue
+        if held is None:
+            raise ValueError(
+                f"{path} holds {member.name} as a link to {member.linkname}, which is not in it: write it anew with "
+                "the files themselves, tar --dereference --hard-dereference"
+            )
+        if held.issparse():
+            raise ValueError(f"{path} holds {member.name} as a sparse file: write it anew without tar --sparse")
+        found.append((name, held.offset_data, held.size))
     return found
+
+
+def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    """Follow a link to what it stands for; None where that is not in the tar file."""
+    found: tarfile.TarInfo | None = member
+    for _ in range(_MOST_LINKS):
+        if found is None or not (found.islnk() or found.issym()):
+            return found
+        folder = posixpath.dirname(found.name) if found.issym() else ""
+        found = by_name.get(posixpath.normpath(posixpath.join(folder, found.linkname)))
+    return None
+
+
+def _dot(name: bytes) -> int:
+    """Return where the key of a sample ends in the name of a member; -1: it belongs to no sample."""
+    return name.find(b".", name.rfind(b"/") + 1)
 
 
 def _group(members: Iterable[Member], file_size: int) -> TarMembers:
@@ -267,7 +309,7 @@ def _group(members: Iterable[Member], file_size: int) -> TarMembers:
     fields: list[tuple[int, int, int]] = []
     last: bytes | None = None
     for name, offset, size in members:
-        dot = name.find(b".", name.rfind(b"/") + 1)
+        dot = _dot(name)
         if dot < 0:
             continue
         key = name[:dot]

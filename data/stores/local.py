@@ -22,6 +22,8 @@ class LocalFolder:
         FileNotFoundError: there is no such folder.
     """
 
+    ranges = True
+
     def __init__(self, folder: str | Path, traffic: Traffic | None = None) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.url = f"file://{self.folder}"
@@ -61,8 +63,8 @@ class LocalFolder:
         folder = self.path(prefix)
         return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
-    def get(self, key: str) -> bytes:
-        """Return the content of a file.
+    def get(self, key: str, size: int | None = None) -> bytes:
+        """Return the content of a file; a disk gives all of it, so that the size it had does not matter.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -80,6 +82,10 @@ class LocalFolder:
             content = file.read(end - start)
         self.traffic.read(len(content))
         return content
+
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[bytes]:
+        """Yield a file from a byte on; raises as `get`."""
+        yield self.get_range(key, start, size)
 
     def size(self, key: str) -> int:
         """Return the size of a file in bytes; raises as `get`."""
@@ -108,6 +114,10 @@ class LocalFolder:
         if key.startswith("/") or ".." in key.split("/"):
             raise ValueError(f"{key!r} leads out of {self.folder}: give paths below it, without '..'")
         return self.folder / key
+
+    def shown(self) -> str:
+        """Return its URL, for messages."""
+        return self.url
 
     def close(self) -> None:
         """Nothing is open."""

@@ -20,6 +20,18 @@ class TemporaryError(ConnectionError):
     """The store is out of reach, busy or broken: it may work the next time."""
 
 
+class WrongBodyError(TemporaryError):
+    """Another number of bytes came than there should be."""
+
+
+class OtherRegionError(TemporaryError):
+    """The store says that the bucket is elsewhere: where it was here before, it may be again."""
+
+
+class RangesIgnoredError(OSError):
+    """The store answers with the whole object where a part of it was asked for."""
+
+
 class StaleCredentialsError(PermissionError):
     """The store does not take the credentials any more, or not these."""
 

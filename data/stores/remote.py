@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -10,8 +11,17 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from data.stores.patience import StaleCredentialsError, TemporaryError, patiently
+from data.stores.patience import (
+    OtherRegionError,
+    RangesIgnoredError,
+    StaleCredentialsError,
+    TemporaryError,
+    WrongBodyError,
+    patiently,
+)
+from data.stores.stream import Stream
 from data.stores.traffic import Traffic
+from data.stores.walk import Walk
 
 T = TypeVar("T")
 
@@ -31,15 +41,23 @@ class Remote(ABC):
         timeout_s: how long a connection may stay silent.
         patience_s: how long a request is tried again; the first contact gets `FIRST_PATIENCE_S`.
         traffic: counts; None: an own one.
+
+    Attributes:
+        url: of the store, for messages.
+        ranges: whether it gives parts of objects, as far as is known.
     """
 
+    url: str
     FIRST_PATIENCE_S = 5.0
+    REGION_PATIENCE_S = 1.0
+    """For a wrong region, before anything has worked."""
 
     def __init__(
         self, url: str | None, timeout_s: float = 10.0, patience_s: float = 60.0, traffic: Traffic | None = None
     ) -> None:
         self.timeout_s = timeout_s
         self.patience_s = patience_s
+        self.ranges = True
         self.traffic = traffic or Traffic()
         self._http_url = url
         self._reset()
@@ -66,23 +84,75 @@ class Remote(ABC):
     def _explain(self, error: Exception, key: str | None) -> Exception:
         """Turn an error of obstore into a builtin one that says what to type."""
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str, size: int | None = None) -> Any:
         """Return the content of an object, as something with the buffer protocol.
+
+        Args:
+            key: its name.
+            size: bytes that it had when it was listed; what comes with another number of them is asked for again,
+                but where the object itself has changed. None: not known.
 
         Raises:
             FileNotFoundError: there is no such object.
             PermissionError: no credentials, or wrong ones.
             ConnectionError: the store is not reachable, or out of order, for longer than `patience_s`.
+            ValueError: all that came for so long was of another size.
         """
-        content = self._request(lambda store: store.get(key).bytes(), key)
+        try:
+            content = self._request(lambda store: self._whole(store, key, size), key)
+        except WrongBodyError as error:
+            raise ValueError(str(error)) from None
         self.traffic.read(len(content))
         return content
 
+    def _whole(self, store: Any, key: str, size: int | None) -> Any:
+        content = store.get(key).bytes()
+        if size is None or len(content) == size:
+            return content
+        import obstore
+
+        is_document = bytes(content[:1]) in (b"", b"<")  # an error, told with a status that says there is none
+        if is_document or obstore.head(store, key)["size"] != len(content):
+            raise self._wrong_body(key, len(content), size)
+        return content
+
+    def _wrong_body(self, key: str, came: int, size: int) -> WrongBodyError:
+        return WrongBodyError(
+            f"{self.shown()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
+            "changed, list it anew"
+        )
+
     def get_range(self, key: str, start: int, end: int) -> Any:
-        """Return bytes `start` to `end` (exclusive) of an object; raises as `get`."""
-        content = self._request(lambda store: store.get_range(key, start=start, end=end), key)
+        """Return bytes `start` to `end` (exclusive) of an object; raises as `get`.
+
+        Raises:
+            RangesIgnoredError: the store gives whole objects only, as `stream` takes them.
+        """
+        try:
+            content = self._request(lambda store: store.get_range(key, start=start, end=end), key)
+        except WrongBodyError as error:
+            raise ValueError(str(error)) from None
         self.traffic.read(len(content))
         return content
+
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
+        """Yield an object in pieces, in order, with one request for all of it: for stores without ranges.
+
+        Args:
+            key: its name.
+            size: its bytes.
+            start: how many of them to leave out; they are read all the same.
+
+        Raises:
+            ValueError: it has another size.
+            Exception: as `get`.
+        """
+        stream = Stream(key, size, start, lambda came: self._wrong_body(key, came, size), self.traffic)
+        try:
+            while (piece := self._request(stream.next_piece, key)) is not None:
+                yield piece
+        except WrongBodyError as error:
+            raise ValueError(str(error)) from None
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes; raises as `get`."""
@@ -113,35 +183,25 @@ class Remote(ABC):
         Raises:
             FileNotFoundError: there is no such bucket.
             PermissionError: no credentials, or wrong ones.
-            ConnectionError: the endpoint is not reachable, or is no S3 store.
-            ValueError: another region, or a key that is no path.
+            ConnectionError: the endpoint is not reachable, is no S3 store, or does not have this bucket in its region.
+            ValueError: a key that is no path.
         """
-        import obstore
-
-        pages: Iterator[Any] | None = None
-        last: str | None = None
-
-        def next_page(store: Any) -> Any:
-            nonlocal pages
-            if pages is None:
-                pages = iter(obstore.list(store, prefix=prefix or None, offset=last, chunk_size=1000))
-            try:
-                return next(pages, None)
-            except Exception:
-                pages = None  # the next try goes on behind what was shown
-                raise
-
-        while page := self._request(next_page, None, first=True):
-            for item in page:
-                yield item["path"], item["size"]
-            last = page[-1]["path"]
+        walk = Walk(self.shown(), prefix)
+        while page := self._request(walk.next_page, None, first=True):
+            yield from page
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under `prefix`; raises as `objects`."""
+        return self._request(lambda store: self._folders_twice(store, prefix), None, first=True)
+
+    def _folders_twice(self, store: Any, prefix: str) -> list[str]:
+        """List the folders until two answers agree: the client takes an error document for an empty one."""
         import obstore
 
-        found = self._request(lambda store: obstore.list_with_delimiter(store, prefix=prefix or None), None, first=True)
-        return sorted(folder.rsplit("/", 1)[-1] for folder in found["common_prefixes"])
+        answers = [obstore.list_with_delimiter(store, prefix=prefix or None)["common_prefixes"] for _ in range(2)]
+        if answers[0] != answers[1]:
+            raise TemporaryError(f"{self.shown()} lists its folders differently each time: try again later")
+        return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
     def close(self) -> None:
         """Let nobody wait for a retry any more."""
@@ -152,7 +212,7 @@ class Remote(ABC):
         try:
             result = request(self._store())
         except Exception as error:
-            return self._request_again(self._explain(error, key), request, key, first)
+            return self._request_again(self._explained(error, key), request, key, first)
         self._worked = True
         return result
 
@@ -164,12 +224,35 @@ class Remote(ABC):
             try:
                 return request(self._store())
             except Exception as again:
-                raise self._explain(again, key) from None
+                raise self._explained(again, key) from None
 
-        patience_s = self.FIRST_PATIENCE_S if first and not self._worked else self.patience_s
+        patience_s = self.patience_s
+        if not self._worked and (first or isinstance(error, OtherRegionError)):
+            patience_s = self.REGION_PATIENCE_S if isinstance(error, OtherRegionError) else self.FIRST_PATIENCE_S
         result = patiently(once, patience_s, self.traffic, self._closing, self._renew, error)
         self._worked = True
         return result
+
+    def _explained(self, error: Exception, key: str | None) -> Exception:
+        """Turn any error into one of ours; those that all stores have in common are told here."""
+        text = str(error)
+        if isinstance(error, TemporaryError | StaleCredentialsError):
+            return error
+        if "non-partial response" in text or "Range request not supported" in text:
+            return RangesIgnoredError(f"{self.shown()} gives whole objects only, and a part of {key} was asked for")
+        if found := re.match(r".*Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)", text):
+            start, end, came_from, came_to = map(int, found.groups())
+            return self._wrong_body(str(key), came_to - came_from, end - start)
+        if "invalid list response" in text:
+            return TemporaryError(
+                f"{self.shown()} answered with what is no listing: if it is an S3 store, try again later; if "
+                "not, check data.endpoint_url=..."
+            )
+        return self._explain(error, key)
+
+    def shown(self) -> str:
+        """Return the URL of the store, without what may be secret."""
+        return self.url
 
     def _renew(self) -> bool:
         """Forget the credentials; whether that may help: those that never worked will not by asking again."""

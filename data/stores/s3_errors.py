@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from data.stores.patience import StaleCredentialsError, TemporaryError
+from data.stores.patience import OtherRegionError, StaleCredentialsError, TemporaryError
 
 if TYPE_CHECKING:
     from data.stores.s3 import Bucket
@@ -49,8 +49,11 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         )
     if "without LOCATION" in text or code in _OTHER_REGION:
         region = repr(bucket.region) if bucket.region else "the default one"
-        return ValueError(
-            f"{name} is in another region than {region}: type data.region=..., for example data.region=us-east-2"
+        there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
+        typed = f"data.region={there}" if there else "data.region=..., for example data.region=us-east-2"
+        return OtherRegionError(
+            f"the store {where} says that {name} is elsewhere, in another region than {region}: type {typed}; where "
+            "the store has one address for each region, check data.endpoint_url=..., too"
         )
     if code in _STALE or status in ("401", "403"):
         refused = StaleCredentialsError if code in _STALE else PermissionError

@@ -18,19 +18,24 @@ class Store(Protocol):
     """What all stores offer; see `Remote` for what the methods raise."""
 
     url: str
+    ranges: bool
     traffic: Traffic
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]: ...  # noqa: D102
 
     def folders(self, prefix: str = "") -> list[str]: ...  # noqa: D102
 
-    def get(self, key: str) -> Any: ...  # noqa: D102
+    def get(self, key: str, size: int | None = None) -> Any: ...  # noqa: D102
 
     def get_range(self, key: str, start: int, end: int) -> Any: ...  # noqa: D102
+
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]: ...  # noqa: D102
 
     def size(self, key: str) -> int: ...  # noqa: D102
 
     def put(self, key: str, content: Any) -> None: ...  # noqa: D102
+
+    def shown(self) -> str: ...  # noqa: D102
 
     def close(self) -> None: ...  # noqa: D102
 

@@ -31,15 +31,15 @@ class WebServer(Remote):
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Refuse: web servers have no listing that programs could rely on."""
-        raise ValueError(f"the folders of {_shown(self.url)} can't be listed: give a bucket, a folder or an index")
+        raise ValueError(f"the folders of {self.shown()} can't be listed: give a bucket, a folder or an index")
 
     def folders(self, prefix: str = "") -> list[str]:
         """Refuse, as `objects`."""
-        raise ValueError(f"the folders of {_shown(self.url)} can't be listed: give a bucket, a folder or an index")
+        raise ValueError(f"the folders of {self.shown()} can't be listed: give a bucket, a folder or an index")
 
     def put(self, key: str, content: Any) -> None:
         """Refuse: web servers are only read."""
-        raise PermissionError(f"{_shown(self.url)} is a web server, and is only read: give a bucket or a folder")
+        raise PermissionError(f"{self.shown()} is a web server, and is only read: give a bucket or a folder")
 
     def _open(self) -> Any:
         from obstore.store import HTTPStore
@@ -52,7 +52,7 @@ class WebServer(Remote):
         full = str(error)
         text = full.split("\n\nDebug source")[0]
         status = (re.findall(r"status code: (\d{3})", text) or [""])[0]
-        where = f"{_shown(self.url)}/{key}"
+        where = f"{self.shown()}/{key}"
         if status == "404" or isinstance(error, FileNotFoundError):
             return FileNotFoundError(f"there is no {where} (404): check the URL")
         if status in ("401", "403"):
@@ -62,8 +62,7 @@ class WebServer(Remote):
         kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
         return kind(f"{where} answered {status}: try again later, or check the URL")
 
-
-def _shown(url: str) -> str:
-    """A URL without what may be secret: user, password and query."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+    def shown(self) -> str:
+        """Return the URL without user, password and query."""
+        parts = urlsplit(self.url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import resource
+import sys
 import threading
 import time
 from pathlib import Path
@@ -194,7 +195,8 @@ def test_arrays_and_images_are_decoded(png):
     ("extension", "content"),
     [
         (".cls", b"cat"), (".txt", b"\xff"), (".json", b"{"), (".json", b"[" * 100_000), (".npy", b"x"), (".npy", b""),
-        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".txt.gz", b"x"),
+        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".pt", b""), (".pth", b"x"), (".pth", b"PK\3\4xxx"),
+        (".safetensors", b"x"), (".safetensors", b""), (".txt.gz", b"x"),
         (".txt.gz", gzip.compress(b"text", mtime=0)[:-4]),
         (".npy", npy(np.array([{}], dtype=object))),
     ],
@@ -204,14 +206,35 @@ def test_a_damaged_field_is_a_value_error(extension, content):
         decode_field(extension, memoryview(content))
 
 
-@pytest.mark.parametrize("extension", [".pkl", ".pickle", ".pyd", ".pt", ".PTH", ".pkl.gz"])
+@pytest.mark.parametrize("extension", [".pt", ".PTH", ".emb.pth.gz", ".safetensors"])
+def test_tensors_are_decoded(extension):
+    tensors = {"a": torch.arange(6).reshape(2, 3), "b": torch.zeros(0)}
+    file = io.BytesIO()
+    if extension == ".safetensors":
+        file.write(pytest.importorskip("safetensors.torch").save(tensors))
+    else:
+        torch.save(tensors, file)
+    content = gzip.compress(file.getvalue()) if extension.endswith(".gz") else file.getvalue()
+    found = decode_field(extension, memoryview(content))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_safetensors_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"\.safetensors needs safetensors: type `pip install safetensors`"):
+        decode_field(".safetensors", memoryview(b""))
+
+
+@pytest.mark.parametrize("extension", [".pkl", ".pickle", ".pyd", ".pkl.gz", ".pt", ".PTH"])
 def test_pickles_are_refused(write, extension):
     class Boom:
         def __reduce__(self):
             return os._exit, (3,)
 
-    data = WidsShards(write(a=(tar_of([(f"x{extension}", pickle.dumps(Boom()))]), 1)))
-    with pytest.raises(ValueError, match=r"sample 'x' of .*a\.tar: .* holds pickled objects.*\.npy"):
+    data = WidsShards(write(a=(tar_of([(f"x{extension}", pickle.dumps(Boom(), 2))]), 1)))
+    why = r"holds (pickled objects.*\.npy|more than tensors).*take the bytes, WidsShards\(\.\.\., decode=False\)"
+    with pytest.raises(ValueError, match=rf"sample 'x' of .*a\.tar: .* {why}"):
         data[0]
 
 

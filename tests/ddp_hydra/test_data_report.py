@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_hydra.bound import describe, describe_slowest
-from ddp_hydra.data_report import Bad, DataReport, bad_of_all_ranks, count_bad
+from ddp_hydra.data_report import Bad, DataReport, bad_of_all_ranks, count_bad, skipped_by
 from ddp_hydra.errors import DataError
 from ddp_hydra.loader import Loader
 
@@ -44,6 +44,13 @@ def test_a_lap_is_what_came_since_the_last_one():
         "wait_s": 1.5, "wait": 0.3, "samples": 30, "bytes": 3000, "requests": 0, "retries": 4, "cache_hits": 5,
         "cache_misses": 15, "bad_samples": 1,
     }  # fmt: skip
+
+
+def test_files_that_were_left_out_are_said_by_extension():
+    data = Images()
+    assert skipped_by(data) == skipped_by(None) == ""
+    data.skipped = {".txt": 2, "": 1, ".heic": 1200}
+    assert skipped_by(data) == "1,203 files that are no images: 1,200 .heic, 2 .txt, 1 without extension"
 
 
 def test_of_a_data_set_that_says_nothing_the_waiting_is_told():

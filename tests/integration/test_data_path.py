@@ -57,12 +57,26 @@ def train(project, tmp_path, store) -> Callable[..., Trained]:
 
 def test_a_job_through_all_faults_has_the_same_numbers_as_one_without(client2, train, store):
     calm = train(client2, "calm")
-    kinds = ["503", "reset", "half", "stall", "slow", "500"]
-    store.fault = lambda number, path: kinds[number // 7 % len(kinds)] if number % 7 == 3 else None
+    kinds = ["503", "reset", "half", "stall", "slow", "500", "short", "error", "html", "blank", "301"]
+    pages = iter(
+        ["error", None, "without token", "cut", "html", None, "blank", None, "hollow", None, "301", None, "503"]
+    )
+    store.page = 20
+
+    def fault(number: int, path: str) -> str | None:
+        if path == "photos":
+            return next(pages, None)
+        return kinds[number // 7 % len(kinds)] if number % 7 == 3 else None
+
+    store.objects["photos/train/a/notes.txt"] = b"no image"
+    store.fault = fault
     rough = train(client2, "rough")
     assert rough.metrics("data/retries") == calm.metrics("data/retries")
     assert rough.value["data"]["retries"] > 20 + calm.value["data"]["retries"]
     assert rough.value["bad_samples"] == 0
+    assert next(pages, "none") == "none"
+    header = next(record.data["lines"] for record in rough.records if record.kind == "start")
+    assert "skipped   1 files that are no images: 1 .txt" in header
 
 
 def test_bad_images_are_replaced_alike_on_any_number_of_ranks(client4, train, store):
@@ -161,6 +175,7 @@ def downloads(store) -> dict[str, int]:
 
 
 def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, tmp_path, store, shards):
+    store.ranges = False
     whole = training.train(client4, project, tmp_path / "whole", *shards, "data.batch_size=12")
     assert len(downloads(store)) > 5
     assert set(downloads(store).values()) == {1}

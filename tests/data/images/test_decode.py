@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import random
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from data.images.decode import decode, decode_jpeg, read_jpeg_header
+from data.images.decode import IMAGE_EXTENSIONS, decode, decode_jpeg, read_jpeg_header
+from data.transforms import EvalTransform
 
 ROWS, COLUMNS = np.mgrid[0:24, 0:36]
 COLOURS = np.stack([ROWS * 10, COLUMNS * 7, (ROWS + COLUMNS) * 4], axis=-1).astype(np.uint8)
@@ -60,11 +63,17 @@ def test_a_palette_becomes_its_colours():
     assert np.array_equal(image.permute(1, 2, 0).numpy(), flat)
 
 
-@pytest.mark.parametrize("format", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_to_eight(format):  # noqa: A002
-    deep = (ROWS * 2500).astype(np.uint16)
+@pytest.mark.parametrize(("format", "kind"), [("PNG", np.uint16), ("TIFF", np.uint16), ("TIFF", np.int32)])
+def test_whole_numbers_of_many_bits_become_their_upper_eight_where_pillow_would_cut_them_off(format, kind):  # noqa: A002
+    deep = (ROWS * 2800 + COLUMNS * 7).astype(kind)
     image = decode(encode(Image.fromarray(deep), format))
-    assert np.abs(image[0].int().numpy() - deep // 256).max() <= 1
+    assert np.array_equal(image[0].numpy(), deep // 256)
+    assert torch.equal(image[0], image[2])
+
+
+def test_of_numbers_beyond_sixteen_bits_and_of_fractions_the_range_is_bounded():
+    assert decode(encode(Image.fromarray(np.array([[-5, 2**30]], np.int32)), "TIFF"))[0].tolist() == [[0, 255]]
+    assert decode(encode(Image.fromarray(np.array([[-5, 7.5, 300]], np.float32)), "TIFF"))[0].tolist() == [[0, 7, 255]]
 
 
 def test_the_first_frame_of_an_animation_is_taken():
@@ -99,6 +108,19 @@ def test_a_turned_photo_is_turned_upright(format, orientation):  # noqa: A002
         assert (header.height, header.width, header.orientation) == (*upright.shape[:2], orientation)
 
 
+@pytest.mark.parametrize("kind", ["exif", "xmp"])
+def test_a_photo_is_turned_upright_by_what_stands_behind_a_large_profile(kind):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    said = {"exif": {"exif": exif}, "xmp": {"xmp": b'<x:xmpmeta><rdf tiff:Orientation="6"/></x:xmpmeta>'}}[kind]
+    data = encode(Image.fromarray(COLOURS), "JPEG", quality=95, **said)
+    profile = b"\xff\xe2" + (60_002).to_bytes(2, "big") + b"ICC_PROFILE\0\1\1".ljust(60_000, b"x")
+    data = data[:2] + profile + data[2:]
+    upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")).astype(int)
+    assert upright.shape == (36, 24, 3)
+    assert np.abs(decode(data).permute(1, 2, 0).numpy() - upright).mean() < 4
+
+
 def test_damaged_exif_is_no_reason_to_lose_a_photo():
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
@@ -124,3 +146,35 @@ def test_pixels_of_a_jpeg_are_those_of_pillow():
     data = encode(Image.fromarray(COLOURS), "JPEG", quality=80)
     theirs = np.array(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
     assert np.abs(decode(data).permute(1, 2, 0).numpy() - theirs).max() <= 2
+
+
+@pytest.mark.parametrize("sampling", ["444", "440", "422", "420", "411"])
+@pytest.mark.parametrize("size", [250, 120, 50])
+def test_an_evaluation_sees_what_pillow_decodes_whatever_is_shrunk_on_the_way(sampling, size):
+    rough = np.random.RandomState(0).randint(0, 255, (12, 16, 3), np.uint8)
+    pixels = np.array(Image.fromarray(rough).resize((640, 480), Image.Resampling.BICUBIC))
+    data = simplejpeg.encode_jpeg(pixels, 90, "RGB", sampling)
+    seen = EvalTransform(size).of_jpeg(data, read_jpeg_header(data), random.Random(0))
+    whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1))
+    expected = EvalTransform(size)(whole, random.Random(0))
+    assert (seen.int() - expected.int()).abs().float().mean() < 1.2
+
+
+def test_an_image_too_large_for_the_memory_is_refused_before_it_is_decoded():
+    data = bytearray(encode(Image.fromarray(COLOURS), "JPEG"))
+    place = data.index(b"\xff\xc0") + 5
+    data[place : place + 4] = (30_000).to_bytes(2, "big") * 2
+    with pytest.raises(ValueError, match=r"too large an image: 30,000 x 30,000 pixels.*at most 178,956,970"):
+        decode(bytes(data))
+    header = read_jpeg_header(bytes(data))
+    with pytest.raises(ValueError, match="damaged"):  # an eighth of it is not too large, and is tried
+        decode_jpeg(bytes(data), header, at_least=0.01)
+
+
+@pytest.mark.parametrize(("name", "format"), [("a.JFIF", "JPEG"), ("b.jpe", "JPEG"), ("c.avif", "AVIF")])
+def test_rarer_names_of_images_are_known(name, format):  # noqa: A002
+    kind = f".{name.rpartition('.')[2].lower()}"
+    if kind == ".avif" and not Image.registered_extensions().get(".avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    assert kind in IMAGE_EXTENSIONS
+    assert decode(encode(Image.fromarray(COLOURS), format)).shape == (3, *COLOURS.shape[:2])

@@ -61,6 +61,7 @@ class TarServer(http.server.ThreadingHTTPServer):
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
         self.delay_s = 0.0
+        self.ranges = True
         self.spoil: Callable[[str, bytes], bytes] = lambda path, content: content
         self.gate = threading.Event()
         self.gate.set()
@@ -102,7 +103,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         content = self.server.spoil(self.path, content)
         whole, status = len(content), 200
-        if wanted := self.headers.get("Range"):
+        if self.server.ranges and (wanted := self.headers.get("Range")):
             first, last = wanted.removeprefix("bytes=").split("-")
             content, status = content[int(first) : int(last) + 1], 206
         self.send_response(status)

@@ -128,6 +128,20 @@ def test_a_large_shard_comes_in_pieces_several_at_a_time(server, cache_of, monke
     assert server.most_at_once == 3
 
 
+@pytest.mark.parametrize("name", ["a.tar", "a.tgz"])
+def test_a_store_that_gives_whole_files_only_is_read_in_one_go(server, cache_of, monkeypatch, caplog, name):
+    monkeypatch.setattr(shard_download.download, "__defaults__", (*shard_download.download.__defaults__[:-1], 4000))
+    paths = [f"/{number}{name}" for number in range(2)]
+    for number, path in enumerate(paths):
+        tar = numbered(COUNT * number, COUNT, 500)
+        server.files[path] = tar if path.endswith(".tar") else gzip.compress(tar, 0)
+    server.ranges = False
+    cache = cache_of([shard_of(server, path, server.files[path]) for path in paths], connections=1)
+    assert [label(cache, number, 3) for number in range(2)] == [3, COUNT + 3]
+    assert server.gets(paths[1]) == 1
+    assert caplog.text.count("gives whole files only") == 1
+
+
 def test_shards_of_this_machine_are_used_where_they_are(cache_of, tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(numbered(0, COUNT))

@@ -57,7 +57,8 @@ def test_a_folder_becomes_shards_that_hold_every_image_once(pictures, tmp_path, 
     assert sum(key.endswith("-a_b_c") for key in keys) == 3
     told = capsys.readouterr().out.splitlines()
     assert told[-1] == f"30 samples in {len(names)} shards"
-    assert len(told) == len(names) + 1
+    assert told[0] == "skipped: 3 .txt"
+    assert len(told) == len(names) + 2
 
 
 def test_the_same_seed_gives_the_same_bytes(pictures, tmp_path):
@@ -97,8 +98,11 @@ def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["make", "{pictures}/cat", "{out}"], "holds 10 images, but outside class folders"),
-        (["make", "{pictures}/none", "{out}"], "holds no images: images are"),
+        (
+            ["make", "{pictures}/cat", "{out}"],
+            "<class>/<file>.jpg; skipped: 10 images outside a class folder",
+        ),
+        (["make", "{pictures}/none", "{out}"], "holds no images in class folders"),
         (["make", "{pictures}", "{out}", "--shard-mb", "0"], "type --shard-mb 128"),
         (["make", "{pictures}", "{out}", "--name", "../x"], "type --name train"),
         (["make", "{pictures}", "https://host/x"], "'https://host/x' can't be written to: give a folder, or s3://"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import random
 import tarfile
 import time
@@ -103,19 +105,32 @@ def test_a_time_with_fractions_as_webdataset_writes_it_does_no_harm(read):
     assert read(content.getvalue()) == {str(number): {".cls": b"7"} for number in range(3)}
 
 
-def test_folders_links_and_devices_are_no_fields(read):
+def linking(name: str, target: str, kind: bytes) -> bytes:
+    """A tar file with a link, or something else without content."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
-        for name, kind in {
-            "a.dir": tarfile.DIRTYPE, "a.lnk": tarfile.SYMTYPE, "a.hard": tarfile.LNKTYPE, "a.pipe": tarfile.FIFOTYPE,
-        }.items():  # fmt: skip
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "a.jpg"
-            tar.addfile(member)
-        member = tarfile.TarInfo("a.jpg")
-        member.size = 3
-        tar.addfile(member, io.BytesIO(b"jpg"))
-    assert read(content.getvalue()) == {"a": {".jpg": b"jpg"}}
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, target
+        tar.addfile(member)
+    return content.getvalue()
+
+
+def test_folders_and_devices_are_no_fields(read):
+    empty = b"".join(linking(f"a.{kind.decode()}", "", kind)[:512] for kind in (tarfile.DIRTYPE, tarfile.FIFOTYPE))
+    assert read(empty + tar_of([("a.jpg", b"jpg")])) == {"a": {".jpg": b"jpg"}}
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_link_is_a_field_with_the_content_of_what_it_names(read, kind):
+    targets = ["../n/1.cls", "1.cls2"] if kind == tarfile.SYMTYPE else ["n/1.cls", "m/1.cls2"]
+    links = linking("m/1.cls2", targets[0], kind)[:512] + linking("./m/2.cls", targets[1], kind)[:512]
+    files = tar_of([("n/1.cls", b"7"), ("n/2.cls", b"8")])
+    for content in (links + files, files[:2048] + links):
+        found = read(content)
+        assert (found["m/1"], found["./m/2"], found["n/2"]) == ({".cls2": b"7"}, {".cls": b"7"}, {".cls": b"8"})
+    with pytest.raises(ValueError, match=r"holds m/1\.cls2 as a link to .*, which is not in it.*--dereference"):
+        read(links + tar_of([("n/3.cls", b"8")]))
+    assert read(linking("README", "nowhere", kind)[:512] + files).keys() == {"n/1", "n/2"}
 
 
 def test_a_size_in_base_256_and_a_global_header_are_left_to_tarfile(read):
@@ -132,12 +147,17 @@ def test_a_size_in_base_256_and_a_global_header_are_left_to_tarfile(read):
     assert read(bytes(plain)) == {"a": {".x": b"12345"}}
 
 
-def test_a_sparse_file_is_no_field(read):
-    plain = bytearray(tar_of([("a.x", b"12345"), ("b.y", b"6")]))
-    plain[156:157] = b"S"
-    plain[148:156] = b" " * 8
-    plain[148:156] = b"%06o\0 " % sum(plain[:512])
-    assert read(bytes(plain)) == {"b": {".y": b"6"}}
+def test_a_sparse_file_is_refused_where_it_would_be_a_field(read):
+    for name in ("a.x", "README"):
+        plain = bytearray(tar_of([(name, b"12345"), ("b.y", b"6")]))
+        plain[156:157] = b"S"
+        plain[148:156] = b" " * 8
+        plain[148:156] = b"%06o\0 " % sum(plain[:512])
+        if name == "README":
+            assert read(bytes(plain)) == {"b": {".y": b"6"}}
+        else:
+            with pytest.raises(ValueError, match=r"holds a\.x as a sparse file: write it anew without tar --sparse"):
+                read(bytes(plain))
 
 
 def test_a_compressed_member_is_a_field_like_any_other(read):
@@ -177,7 +197,7 @@ WHOLE = tar_of([(f"{number}.txt", b"x" * 700) for number in range(4)])
 END = 4 * (512 + 1024)
 
 
-@pytest.mark.parametrize("size", [1, 100, 511, 512, 700, 1024, 1536, 2047, END - 512, END - 1, END, END + 100])
+@pytest.mark.parametrize("size", [1, 100, 511, 512, 700, 1024, 1535, 2047, END - 512, END - 1, END + 100])
 def test_a_truncated_tar_file_is_refused(read, size):
     with pytest.raises(ValueError, match="a damaged"):
         read(WHOLE[:size])
@@ -197,6 +217,25 @@ def test_a_damaged_header_is_noticed(read, place):
     damaged[place] ^= 1
     with pytest.raises(ValueError, match="a damaged tar file"):
         read(bytes(damaged))
+
+
+@pytest.mark.usefixtures("only_fast")
+def test_blocks_of_zeros_at_the_end_may_be_missing(read):
+    assert len(read(WHOLE[:END])) == 4
+
+
+def test_without_blocks_of_zeros_tarfile_finds_it_whole_too(read):
+    linked = tar_of([("a.x", b"1")])[:1024] + linking("a.y", "a.x", tarfile.LNKTYPE)[:512]
+    assert read(linked) == {"a": {".x": b"1", ".y": b"1"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [("gzip", gzip.compress(WHOLE)), ("bzip2", bz2.compress(WHOLE)), ("xz", lzma.compress(WHOLE))],
+)
+def test_a_compressed_tar_file_with_a_plain_name_is_told(read, kind, content):
+    with pytest.raises(ValueError, match=rf"compressed with {kind}, which its name does not say: (name|unpack)"):
+        read(content)
 
 
 def test_what_follows_the_end_is_not_read(read):

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from data.stores import Bucket
-from data.stores.patience import StaleCredentialsError, TemporaryError
-from tests.fault_server import serving
+from data.stores.patience import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
+from tests.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 CONTENT = bytes(range(256)) * 400
@@ -84,12 +84,105 @@ def test_closing_ends_the_waiting(store):
     assert len(data.get("a.bin")) == len(CONTENT)
 
 
+MANY = [(f"many/{number:03}.png", number) for number in range(25)]
+
+
 def test_a_listing_goes_on_behind_what_it_has_shown(store):
     store.page = 4
     store.fault = lambda number, path: "503" if number in (0, 2, 3, 5) else None
     data = bucket(store)
-    assert list(data.objects("many")) == [(f"many/{number:03}.png", number) for number in range(25)]
+    assert list(data.objects("many")) == MANY
     assert data.traffic.retries == 4
+
+
+@pytest.mark.parametrize("fault", [*WRONG_ANSWERS, *WRONG_PAGES, "301"])
+@pytest.mark.parametrize("at", [0, 3, 6], ids=["first", "amid", "last"])
+def test_an_odd_page_ends_no_listing(store, fault, at):
+    store.page = 4
+    store.fault = lambda number, path: fault if number == at else None
+    assert list(bucket(store).objects("many")) == MANY
+
+
+@pytest.mark.parametrize("fault", [*WRONG_ANSWERS, "cut"])
+def test_a_listing_that_never_comes_to_its_end_is_an_error(store, fault):
+    store.page = 4
+    store.fault = lambda number, path: fault if number > 2 else None
+    with pytest.raises(ConnectionError, match=r"(broke off at 'many/011\.png'|what is no listing).*try again later"):
+        list(bucket(store, patience_s=0.3).objects("many"))
+
+
+def test_a_store_that_sorts_by_time_and_knows_only_whole_keys_is_listed_once(store, monkeypatch):
+    # rclone does so: it goes on behind the key that it is told, or begins anew where it does not know that one.
+    def listing(bucket, query, fault):
+        asked = query.get("continuation-token") or query.get("start-after")
+        keys = sorted((path for path in store.objects if "/many/" in path), key=lambda path: path[::-1])
+        names = [path.partition("/")[2] for path in keys]
+        start = names.index(asked) + 1 if asked in names else 0
+        page, more = names[start : start + 4], start + 4 < len(names)
+        contents = "".join(
+            f"<Contents><Key>{name}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for name in page
+        )
+        token = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if more else ""
+        return f"<ListBucketResult><IsTruncated>{more}</IsTruncated>{token}{contents}</ListBucketResult>".encode()
+
+    monkeypatch.setattr(store, "_listing", listing)
+    store.fault = lambda number, path: "503" if number == 3 else "error" if number == 4 else None
+    assert sorted(key for key, _ in bucket(store).objects("many")) == [key for key, _ in MANY]
+
+
+@pytest.mark.parametrize("name", ["a", ".b", "..c", "a%1", "x#~[y]", "名", "b c/.d", "e/ü+ö"])
+def test_a_listing_may_end_with_any_key(store, name):
+    store.objects = {"photos/0.png": b"x", f"photos/{name}": b"y"}
+    store.fault = lambda number, path: "error" if number == 1 else None
+    assert sorted(bucket(store).objects()) == sorted([("0.png", 1), (name, 1)])
+
+
+def test_folders_are_listed_until_two_answers_agree(store):
+    store.objects |= {f"photos/{name}/1.png": b"x" for name in "ab"}
+    store.fault = lambda number, path: "error" if number == 1 else None
+    assert bucket(store).folders() == ["a", "b", "many"]
+
+
+@pytest.mark.parametrize("fault", ["short", *WRONG_ANSWERS])
+def test_what_came_with_another_size_than_was_listed_is_read_again(store, fault):
+    store.fault = lambda number, path: fault if number < 1 else None
+    data = bucket(store)
+    assert bytes(data.get("a.bin", len(CONTENT))) == CONTENT
+    assert data.traffic.retries == 1
+    store.fault = lambda number, path: fault if store.requests[-1][0] == "GET" else None
+    data.patience_s = 0.2
+    with pytest.raises(ValueError, match=r"s3://photos/a\.bin came with [\d,]+ bytes in place of 102,400"):
+        data.get("a.bin", len(CONTENT))
+    with pytest.raises((ValueError, OSError), match=r"bytes in place of|gives whole objects only"):
+        data.get_range("a.bin", 0, 1000)
+
+
+def test_what_was_changed_since_it_was_listed_is_taken_as_it_is(store):
+    assert bytes(bucket(store).get("a.bin", 5)) == CONTENT
+
+
+def test_a_store_without_ranges_is_read_in_one_go_and_a_break_costs_no_byte_twice_given(store):
+    store.ranges = False
+    data = bucket(store)
+    with pytest.raises(RangesIgnoredError, match=r"s3://photos gives whole objects only"):
+        data.get_range("a.bin", 0, 1000)
+    faults = iter(["half", None, "short", "error", None])
+    store.fault = lambda number, path: next(faults)
+    for start in (0, 70_000):
+        assert b"".join(data.stream("a.bin", len(CONTENT), start)) == CONTENT[start:]
+    assert next(faults, "none") == "none"
+
+
+def test_a_redirect_is_waited_for_where_the_bucket_was_read_before(store):
+    data = bucket(store, patience_s=0.2)
+    data.get("a.bin")
+    store.fault = lambda number, path: "301" if number == 1 else None
+    assert bytes(data.get("a.bin")) == CONTENT
+    store.fault = lambda number, path: "301"
+    with pytest.raises(OtherRegionError, match=r"type data\.region=.*check data\.endpoint_url=") as error:
+        data.get("a.bin")
+    assert not isinstance(error.value, ValueError)  # which would be the sample's own fault
 
 
 def test_credentials_that_expire_are_read_anew(store, monkeypatch, tmp_path):
