@@ -230,7 +230,7 @@ class Config:
         resume: a run directory or checkpoint file to go on from, or the URL of a run.
         detach: the command returns once the run has begun, and the run goes on without it; needs results.handler=rank0.
         faults: faults to strike ranks on purpose, see `faults.py`; on the command line +fault=kill,rank=1,step=20.
-        dry_run: build model and data and read one batch, here, without a cluster.
+        dry_run: build model and data and make one step and one batch of the validation, here, without a cluster.
     """
 
     cluster: Any = MISSING

@@ -1,4 +1,4 @@
-"""`dry_run=true`: everything a job needs is built once and fed one batch, before any worker is taken."""
+"""`dry_run=true`: everything a job needs is built once and makes one step, before any worker is taken."""
 
 from __future__ import annotations
 
@@ -8,37 +8,68 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import build, results
+from ddp_hydra import build, objective, results
 from ddp_hydra.loader import Loader
+from ddp_hydra.metrics import Meter, count
+from ddp_hydra.training import precision, selection
+from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.update import Update
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
-    """Build data, model, optimizer and schedule, read one batch and run the model over it.
+    """Build data, model, optimizer and schedule, and make one step and one batch of the validation.
 
     Args:
         config: the resolved config, plain.
     """
     cfg = OmegaConf.create(dict(config))
     with build.datasets(cfg) as (train_set, val_set):
-        results.emit("start", {"lines": first_batch(cfg, train_set, val_set)})
+        results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
 
 
-def first_batch(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
-    """Build the rest, run the model over one batch, and describe it all."""
+def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
+    """Build the rest, do with the model what a rank does in its first step, and describe it all."""
     device = build.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build.sampler(cfg, train_set, 0, world_size)
+    precision.set_float32(cfg.trainer.precision)
     model = build.model(cfg, train_set).to(device)
+    channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(model))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    selection.freeze(model, cfg.trainer.freeze)
+    selection.recompute(model, cfg.trainer.recompute)
     optimizer = build.optimizer(cfg, model, sampler.global_batch)
-    build.schedule(cfg, optimizer, total_steps=max(1, len(sampler)))
-    x, y = next(iter(Loader(train_set, device, look_ahead=0).load(sampler.batches(0))))
-    with torch.no_grad():
-        loss = build.loss(cfg)(model(x), y)
+    scheduler = build.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)))
+    scaler = precision.scaler(cfg.trainer.precision, device)
+    update = Update(Parallel(model, model), optimizer, scaler, cfg.trainer.clip_norm)
+
+    criterion, mix, class_axis = build.loss(cfg), build.mix(cfg, train_set), objective.class_axis(cfg)
+    meter = Meter(device)
+    update.begin()
+    model.train()
+    loader = Loader(train_set, device, channels_last, look_ahead=0)
+    for part in next(loader.steps(sampler.batches(0), cfg.trainer.accumulate)):
+        x, y = mix(part.x, part.y)
+        with precision.autocast(cfg.trainer.precision, device):
+            output = model(x)
+            loss = criterion(output, y)
+        update.backward(loss * part.share)
+        meter.add(count(loss, output, y, class_axis))
+    update.apply()
+    scheduler.step()
+    metrics = meter.result("train")
+    before = metrics["train/loss"]
+    if val_set is not None:
+        metrics |= build.evaluation(cfg, val_set, device, channels_last).run(model, stop=lambda: True)
+    if objective.is_unknown(cfg.objective.metric, metrics):
+        raise objective.unknown(cfg.objective.metric, metrics, saved=False)
     return [
         f"data      {len(train_set):,} samples" + (f", {len(val_set):,} for validation" if val_set else ""),
         f"batch     x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}",
         f"model     {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         f"steps     {len(sampler):,} in an epoch with {world_size} ranks of {cfg.data.batch_size}",
-        f"loss      {loss.item():.4f} before training",
+        f"loss      {before:.4f} before training",
+        f"metrics   {', '.join(metrics)}; best.pt goes by {cfg.objective.metric}",
         "dry run: all of it works",
     ]

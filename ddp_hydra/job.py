@@ -436,7 +436,7 @@ def _short(path: Path) -> str:
 
 
 def _dry_run(plain: dict[str, Any]) -> None:
-    """Build model and data and read one batch, in this process."""
+    """Build model and data and make one step, in this process."""
 
     def show(record: Record) -> None:
         for line in record.data.get("lines", ()):

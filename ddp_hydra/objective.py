@@ -77,12 +77,19 @@ def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
     return metric not in metrics and (metric.startswith("val/") or "train/loss" in metrics)
 
 
-def unknown(metric: str, metrics: Mapping[str, float]) -> ConfigError:
-    """Return the error for an objective that is not among the metrics of a run, which was saved."""
+def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> ConfigError:
+    """Return the error for an objective that is not among the metrics of a run.
+
+    Args:
+        metric: the objective.
+        metrics: those there are.
+        saved: whether the run can be resumed.
+    """
     judging = sorted(name for name in metrics if name.startswith(("train/", "val/")))
+    resume = "The run is saved: go on with resume=<its run directory>" if saved else "Give"
     return ConfigError(
-        f"objective.metric={metric}: this run has no such metric; there are {', '.join(judging)}. The run is saved: "
-        f"go on with resume=<its run directory> objective.metric={nearest(metric, judging)}"
+        f"objective.metric={metric}: this run has no such metric; there are {', '.join(judging)}. {resume} "
+        f"objective.metric={nearest(metric, judging)}"
     )
 
 
