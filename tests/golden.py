@@ -1,0 +1,135 @@
+"""Short jobs whose final state has to stay the same, bit for bit, through every refactoring.
+
+python -m tests.golden record golden.json     # before a change
+python -m tests.golden compare golden.json    # after it: exits 1 where a job came to something else
+
+The digests hold on one machine with one version of torch; they are not committed. Two jobs are interrupted and one is
+killed on the way: these have to come to what the undisturbed one comes to, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ("experiment=digits", "trainer.epochs=2", "trainer.threads=1", "trainer.checkpoint_every_steps=5")
+NAMES = ("experiment=pet_names", "data.batch_size=512", "cluster.n_workers=2", "trainer.epochs=2", "trainer.threads=1")
+JOBS: dict[str, tuple[str, ...]] = {
+    "digits, 2 ranks": DIGITS,
+    "digits, 4 ranks": (*DIGITS, "cluster.n_workers=4", "data.batch_size=32"),
+    "accumulation": (*DIGITS, "data.batch_size=32", "trainer.accumulate=2"),
+    "bf16 with clipping": (*DIGITS, "trainer.precision=bf16", "trainer.clip_norm=1", "optimizer=adamw"),
+    "without an average": (*DIGITS, "trainer.ema_decay=null", "scheduler=one_cycle"),
+    "pet names": (*NAMES, "data.source={names}", "scheduler=step"),
+    "chunked shards": (
+        "data=wids", "data.index={shards}/index.json", "data.val_index={shards}/index.json", "sampler=chunked",
+        "data.image_size=16", "data.batch_size=32", "trainer.max_steps=12", "trainer.threads=1",
+        "data.cache_dir={cache}", "scheduler.warmup_steps=4",
+    ),
+    "resumed": ("resume={digits}/checkpoints/step-000005.pt", *DIGITS),
+    "killed and restarted": (*DIGITS, "+fault=kill,rank=1,step=14"),
+}  # fmt: skip
+SAME = {"resumed": "digits, 2 ranks", "killed and restarted": "digits, 2 ranks"}
+"""Jobs that have to come to what another comes to."""
+
+
+def digest(checkpoint: Path) -> str:
+    """Return the sha256 over the model, the optimizers and the average of a checkpoint."""
+    content = torch.load(checkpoint, weights_only=True)
+    hashed = hashlib.sha256()
+    for name in ("model", "optimizer", "ema"):
+        for path, value in leaves(content.get(name), name):
+            hashed.update(path.encode())
+            data = value.contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            hashed.update(data)
+    return hashed.hexdigest()
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and numbers of a nested state with their paths."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from leaves(value[key], f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from leaves(part, f"{path}.{number}")
+    elif isinstance(value, (torch.Tensor, int, float)):
+        yield path, value
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Write the data that the jobs read, and return where it is."""
+    chance = random.Random(0)
+    syllables = ("lu", "na", "bel", "la", "max", "co", "per", "mi", "lo", "ro", "xy", "ze", "us", "da", "isy")
+    names = ["".join(chance.choices(syllables, k=chance.randint(1, 4))) for _ in range(600)]
+    (folder / "names.json").write_text(json.dumps(names))
+    write_digits(folder / "images")
+    make = [sys.executable, "-m", "data.shards", "make", folder / "images", folder / "shards", "--shard-mb", "0.03"]
+    subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    places = {"names": "names.json", "shards": "shards", "cache": "cache", "digits": "digits, 2 ranks"}
+    return {name: str(folder / place) for name, place in places.items()}
+
+
+def write_digits(folder: Path) -> None:
+    """Write some of scikit-learn's digits as PNG files, a folder a class."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    for number, (pixels, label) in enumerate(zip(found.images[:600], found.target, strict=False)):
+        place = folder / str(label) / f"{number:04d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels * 15).astype("uint8")).resize((16, 16)).save(place)
+
+
+def run(folder: Path, name: str, places: dict[str, str]) -> str:
+    """Run a job and return the digest of its last checkpoint."""
+    given = [word.format(**places) if "{" in word else word for word in JOBS[name]]
+    command = [sys.executable, "-m", "ddp_hydra", *given, f"hydra.run.dir='{folder / name}'", "seed=3"]
+    environment = {**os.environ, "DDP_HYDRA_PROJECT": str(ROOT), "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{name}: exit {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
+    return digest(folder / name / "checkpoints" / "last.pt")
+
+
+def main() -> int:
+    """Record or compare; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("record", "compare"))
+    parser.add_argument("file", type=Path, help="JSON: a digest of each job")
+    parser.add_argument("--only", choices=JOBS, nargs="*", default=list(JOBS), help="these jobs alone")
+    given = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="golden-") as name:
+        folder = Path(name)
+        places = prepare(folder)
+        for job in given.only:
+            found[job] = run(folder, job, places)
+            print(f"{found[job][:16]}  {job}", flush=True)
+    wrong = [f"{job}: not as {other}" for job, other in SAME.items() if job in found and found[job] != found.get(other)]
+    if given.command == "record":
+        given.file.write_text(json.dumps({"torch": torch.__version__, "digests": found}, indent=2) + "\n")
+    else:
+        before = json.loads(given.file.read_text())
+        if before["torch"] != torch.__version__:
+            raise SystemExit(f"{given.file} was recorded with torch {before['torch']}, and this is {torch.__version__}")
+        wrong += [f"{job}: not as recorded" for job in found if before["digests"].get(job) != found[job]]
+    print("\n".join(wrong) or "all the same")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
