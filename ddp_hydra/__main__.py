@@ -1,6 +1,15 @@
 """`python -m ddp_hydra`."""
 
-if __name__ == "__main__":
-    from ddp_hydra.cli import entry  # Dask's workers import this module, too, and need none of it
+
+def main() -> None:
+    """Entry of `python -m ddp_hydra` and of the console script: imports nothing before it can be interrupted."""
+    from ddp_hydra import interrupts
+
+    interrupts.leave_at_once()
+    from ddp_hydra.cli import entry
 
     entry()
+
+
+if __name__ == "__main__":  # Dask's workers import this module, too, and need none of it
+    main()

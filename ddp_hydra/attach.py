@@ -86,7 +86,7 @@ class Attached:
         from ddp_hydra.writers.progress import ProgressWriter
 
         self.there, self.lost_timeout_s = there, lost_timeout_s
-        self.handler = ResultsHandler([ProgressWriter()])
+        self.handler = ResultsHandler([ProgressWriter(restarts=True)])
         self.status: dict[str, Any] = {}
         self.heard = time.monotonic()
         self.position, self.attempt = -1, -1

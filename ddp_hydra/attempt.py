@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import queue
 import time
@@ -19,7 +18,6 @@ from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.outcome import explain
 from ddp_hydra.placement import RankSpec, ranges
-from ddp_hydra.pulse import SAVE_S
 from ddp_hydra.rank_host import relay
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
@@ -30,7 +28,6 @@ from ddp_hydra.vitals import Hang, Vitals, waits
 if TYPE_CHECKING:
     from ddp_hydra.dispatch import Gang
 
-log = logging.getLogger(__name__)
 CHECK_S = 0.5
 """How often is looked for what no record tells."""
 SETTLE_S = 0.4
@@ -68,7 +65,6 @@ class Attempt:
         self.is_stopping = False
         self.begun = time.monotonic()
         self.checked = 0.0
-        self.slow_record: Record | None = None
         self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s, gang.start_timeout_s)
         self.roster = Roster(specs, number, self.vitals)
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
@@ -167,22 +163,13 @@ class Attempt:
         self.drain(
             begin + self.gang.lost_timeout_s + 1, enough=lambda: self.roster.cause_is_known or not self.suspects()
         )
-        self.stop(patiently=all(failure.kind != "hung" for failure in self.roster.failures))
-        end = time.monotonic() + END_S
-        self.drain(until=end, enough=lambda: bool(self.vitals.saving(self.roster.running)))
-        if saving := self.vitals.saving(self.roster.running):
-            log.warning("rank %s is writing a checkpoint: it gets up to %g s more for it", ranges(saving), SAVE_S)
-            end += SAVE_S
-        self.drain(until=end)
+        self.stop()
+        self.drain(until=time.monotonic() + END_S)
 
-    def stop(self, patiently: bool = False) -> None:
-        """Tell all ranks that still run to end.
-
-        Args:
-            patiently: those that are writing a checkpoint, when it is complete.
-        """
+    def stop(self) -> None:
+        """Tell all ranks that still run to end."""
         self.is_stopping = True
-        self.crew.stop(self.roster.running, patiently)
+        self.crew.stop(self.roster.running)
 
     def suspects(self) -> list[int]:
         """Ranks that have missed a beat or two."""
@@ -229,7 +216,6 @@ class Attempt:
     def check_reader(self) -> None:
         """Raise what the reader of the records has raised, unless it was about a file of a lost host."""
         if self.reader.error is None:
-            self.watch_reader()
             return
         failed = self.reader.failed
         if failed is not None and failed.kind == "file":
@@ -241,21 +227,6 @@ class Attempt:
                 self.reader.forgive()
                 return
         raise self.reader.error
-
-    def watch_reader(self) -> None:
-        """Count no standstill against ranks that may be waiting for the client to read on, and say so if it is long."""
-        busy = self.reader.busy
-        if busy is None or self.reader.busy_s < CHECK_S:
-            return
-        self.vitals.excuse(time.monotonic())
-        record = busy[0]
-        if self.reader.busy_s > self.gang.hang_timeout_s and record is not self.slow_record:
-            self.slow_record = record
-            log.warning(
-                "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
-                "more to say wait for it",
-                record.rank, record.kind, self.reader.busy_s,
-            )  # fmt: skip
 
     def check_interrupt(self) -> None:
         """Have the ranks finish where the user wants to end."""

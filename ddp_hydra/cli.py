@@ -18,7 +18,7 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, config, launched, project
+from ddp_hydra import arguments, config, interrupts, launched, output, project
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.text import traceback_of
@@ -29,6 +29,7 @@ INTERRUPTED = 130
 
 def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
+    interrupts.leave_tidily()
     from ddp_hydra import job
 
     spec = launched.place(cfg.cluster)
@@ -44,7 +45,7 @@ def main(cfg: DictConfig) -> float | None:
 
 
 def entry() -> None:
-    """Entry of `python -m ddp_hydra` and of the console script.
+    """Compose and run, and end this process.
 
     Exit codes: 0 done, 1 failed, 130 interrupted.
     """
@@ -53,6 +54,7 @@ def entry() -> None:
 
 def compose_and_run() -> None:
     """Let Hydra parse the command line, compose, and call `main`."""
+    interrupts.leave_at_once()
     root = project.find()
     sys.path.insert(0, str(root))
     config.register()
@@ -65,7 +67,7 @@ def compose_and_run() -> None:
 
 def report(run: Callable[[], None]) -> int:
     """Run, say what went wrong in a sentence where there is one, and return the exit code."""
-    with errors_raised() as traceback_wanted:
+    with output.lasting(), interrupts.raised(), errors_raised() as traceback_wanted:
         try:
             run()
         except KeyboardInterrupt as error:
@@ -83,7 +85,7 @@ def report(run: Callable[[], None]) -> int:
 def sentence(error: Exception) -> str:
     """What a person should read of an error: its own words, or the traceback where it has none for them."""
     if isinstance(error, DdpHydraError):
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only

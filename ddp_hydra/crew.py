@@ -56,14 +56,9 @@ class Crew:
         """Have ranks make a checkpoint at their next step, and end."""
         self.tell({rank: {"finish": pulse.REASONS.index(reason)} for rank in ranks})
 
-    def stop(self, ranks: Iterable[int], patiently: bool = False) -> None:
-        """Tell ranks to end.
-
-        Args:
-            ranks: which.
-            patiently: a checkpoint that is under way is completed first.
-        """
-        self.tell({rank: {"stop": True, "patiently": patiently} for rank in ranks})
+    def stop(self, ranks: Iterable[int]) -> None:
+        """Tell ranks to end."""
+        self.tell({rank: {"stop": True} for rank in ranks})
 
     def tell(self, letters: Mapping[int, mailbox.Message]) -> None:
         """Leave messages for ranks, on all their workers at once."""
@@ -90,14 +85,6 @@ class Crew:
             raise OSError(f"its worker {spec.worker} is lost")
         is_lost = lambda: spec.worker in self.lost  # noqa: E731
         transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost)
-
-    def drop(self, record: Record) -> None:
-        """Remove a spooled file that nobody wants; that it is gone there lets the rank know."""
-        spec = self.specs[record.rank]
-        if spec.worker not in self.lost:
-            where = (self.folders[spec.worker], self.name, spec.rank)
-            with contextlib.suppress(OSError):  # lost just now
-                transfer.drop(self.client, spec.worker, *where, record.data, lambda: spec.worker in self.lost)
 
     def returned(self, record: Record) -> Any:
         """Decode what a rank returned.

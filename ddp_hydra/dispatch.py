@@ -13,8 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
 from ddp_hydra.script import Script, script
 from ddp_hydra.text import plain
-from ddp_hydra.unread import Unread
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
 log = logging.getLogger(__name__)
@@ -97,8 +95,7 @@ class Gang:
         backend: gloo, nccl, or auto (by device).
         group: whether functions find the process group initialised; False leaves that to them, as to scripts.
         project: packed project space that the ranks import from.
-        on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
-            `fetch` is dropped. Without it, what ranks send is counted, and said to be dropped.
+        on_record: called with each record, on a thread of its own, in each rank's order.
         threads: CPU threads per rank; 0 shares each host's cores out.
         timeout_s: of the ranks' collectives.
         queue_timeout_s: how long to wait for workers that other jobs hold.
@@ -108,6 +105,8 @@ class Gang:
         files: files of the client that rank 0 needs, see `Call`.
         pip: requirements that each worker must have, as pip takes them.
         max_restarts: new attempts after failures.
+        first_attempt: number of the first; the others count on from it.
+        goes_on: returns where a new attempt begins, in words, given the steps that the last one has done.
         min_ranks: go on with fewer ranks, but never with fewer than this; None for as many as at first.
         restart_wait_s: how long to wait for lost workers to come back or be replaced.
         lost_timeout_s: a worker of which nothing is heard for so long is lost.
@@ -125,7 +124,7 @@ class Gang:
     backend: str = "auto"
     group: bool = True
     project: Project | None = None
-    on_record: Callable[[Record], None] | None = field(default=None, repr=False)
+    on_record: Callable[[Record], None] = field(default=lambda record: None, repr=False)
     threads: int = 0
     timeout_s: float = 1800.0
     queue_timeout_s: float = 86400.0
@@ -135,6 +134,8 @@ class Gang:
     files: Mapping[str, Path] = field(default_factory=dict)
     pip: Sequence[str] = ()
     max_restarts: int = 0
+    first_attempt: int = 0
+    goes_on: Callable[[int], str] = field(default=lambda done: "", repr=False)
     min_ranks: int | None = None
     restart_wait_s: float = 60.0
     lost_timeout_s: float = 15.0
@@ -147,8 +148,6 @@ class Gang:
     lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
     read_from: Attempt | None = field(default=None, init=False, repr=False)
-    fetched: bool = field(default=False, init=False, repr=False)
-    unread: Unread = field(default_factory=Unread, init=False, repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
@@ -167,10 +166,10 @@ class Gang:
             call_of: what attempt `number` runs on `world_size` ranks; asked before each.
         """
         name = f"{self.name}-{secrets.token_hex(4)}"
-        self.restarts, self.unread = Restarts(self.max_restarts), Unread()
+        self.restarts = Restarts(self.max_restarts)
         reserved = Reservation(self.client, name, self.ranks, self.sweep)
-        with self.dropped_said(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
-            number, topic = 0, name
+        with self.interrupts.caught(self.grace_s > 0), reserved as reservation:
+            number, topic = self.first_attempt, name
             workers = reservation.take(topic, self.queue_timeout_s)
             self.ask(workers)
             while True:
@@ -188,14 +187,11 @@ class Gang:
                         error.add_reason(str(why_not))
                         raise error from None
 
-    @contextmanager
-    def dropped_said(self) -> Iterator[None]:
-        """Say at the end what was dropped for want of a reader."""
-        try:
-            yield
-        finally:
-            if said := self.unread.sentence():
-                log.warning("%s", said)
+    @property
+    def trains(self) -> bool:
+        """Whether the ranks are in their loop, where they can be asked to finish."""
+        attempt = self.attempt
+        return attempt is not None and attempt.vitals.in_loop(attempt.roster.running)
 
     def ask(self, workers: Iterable[str]) -> None:
         """See whether those workers that were not asked before have what the ranks need.
@@ -232,25 +228,18 @@ class Gang:
             if why_not:
                 error.add_reason(why_not)
             raise error
-        log.warning("attempt %d failed: %s", self.attempt.number, explain(error.failure).partition("\n")[0])
-        log.warning("starting again, restart %d of %d", len(self.restarts.ended), self.max_restarts)
+        cause, count = explain(error.failure).partition("\n")[0], len(self.restarts.ended)
+        log.warning("restart %d of %d%s: %s", count, self.max_restarts, self.goes_on(done), cause)
 
     def read(self, attempt: Attempt, record: Record) -> None:
         """Hand on a record, one at a time: the last of a failed attempt may still be read when the next one begins."""
         with self.lock:
-            self.read_from, self.fetched = attempt, False
-            if self.on_record is not None:
-                self.on_record(record)
-            is_left = "source" in record.data and not self.fetched
-            if is_left or self.on_record in (None, show):
-                self.unread.note(record)
-            if is_left:  # the rank waits for room in its spool
-                attempt.crew.drop(record)
+            self.read_from = attempt
+            self.on_record(record)
 
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""
         assert self.read_from is not None, "fetch belongs into on_record"
-        self.fetched = True
         self.read_from.crew.fetch(record, target)
 
     def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> relay.Order:

@@ -60,6 +60,8 @@ def run(
     spec: RankSpec = ALONE,
     backend: str = "auto",
     timeout_s: float = 1800.0,
+    notice: Callable[[], str] = str,
+    attempt: int = 0,
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function as one rank of a process group.
@@ -72,6 +74,8 @@ def run(
         spec: this rank's place; of several, a launcher has set the environment.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
+        notice: returns what is said when the user wants to end; "" for nothing.
+        attempt: number of this start, in its records.
         kwargs: passed to the function.
 
     Returns:
@@ -87,8 +91,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
         if threads or spec is not ALONE:
             rank.set_threads(threads, spec.local_world_size)
-        results.connect(DirectSender(on_record, Path(folder)), spec.rank)
-        interrupts = FinishHere() if spec is ALONE else FinishThere()
+        results.connect(DirectSender(on_record, Path(folder)), spec.rank, attempt)
+        interrupts = FinishHere(notice) if spec is ALONE else FinishThere(notice)
         faults.arm(spec.rank, 0, {})
         pulse.connect(None)
         try:
@@ -97,9 +101,6 @@ def run(
                 call = agree(store, spec, cloudpickle.dumps((fn, args, kwargs)))
                 with told(store, spec), rank.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
                     return [rank.perform(call)]
-        except Exception:
-            pulse.await_saved()
-            raise
         finally:
             results.connect(None)
             pulse.connect(None)
@@ -188,17 +189,17 @@ def failures(store: Store, spec: RankSpec, until: float) -> list[Failure]:
 class FinishHere(Interrupts):
     """Ctrl-C has the loop of this process finish at its next step, once there is one."""
 
-    def _on_signal(self, *signals: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         self.patient = pulse.here().read().phase not in pulse.UNREADY
-        super()._on_signal(*signals)
+        super()._on_signal(number, frame)
         pulse.here().ask_to_finish(pulse.REASONS.index("interrupt"))
 
 
 class FinishThere(FinishHere):
     """The same in a process of a launcher."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, notice: Callable[[], str]) -> None:
+        super().__init__(notice)
         self.since = float("-inf")
 
     @contextmanager
@@ -212,10 +213,10 @@ class FinishThere(FinishHere):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends those that are left
             raise
 
-    def _on_signal(self, *signals: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         if time.monotonic() - self.since > BURST_S:
             self.since = time.monotonic()
-            super()._on_signal(*signals)
+            super()._on_signal(number, frame)
 
 
 def fetch(file: Mapping[str, Any], target: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 import ddp_hydra
 from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store, stored, targets
 from ddp_hydra import config as configs
+from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +29,7 @@ from ddp_hydra.errors import (
     RecordError,
     RunFailed,
 )
+from ddp_hydra.interrupts import SECOND, held_back
 from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.pulse import REASONS
@@ -86,14 +88,25 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         packed_project(cfg, plain)
         _dry_run(plain)
         return None
-    if cfg.results.handler is configs.Handler.rank0:
-        cluster.load()
-        from ddp_hydra.shared import client
+    with run_dirs.locked(run_dir):
+        if guest is None:
+            run_dirs.refuse_another(run_dir, cfg.resume)
+        print(f"ddp_hydra  ->  {guest.url if guest else _short(run_dir)}", flush=True)  # noqa: T201
+        if cfg.results.handler is configs.Handler.rank0:
+            cluster.load()
+            from ddp_hydra.shared import client
 
-        return client.run(cfg, run_dir, overrides)
-    with summarised(run_dir, cfg) as summary, ExitStack() as stack:
+            return client.run(cfg, run_dir, overrides)
+        return train(cfg, run_dir, overrides, guest)
+
+
+def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest | None) -> float | None:
+    """Train a job whose results are written by this process; see `run`."""
+    where = guest.url if guest else _short(run_dir)
+    with summarised(run_dir, cfg, where) as summary, ExitStack() as stack:
         check(cfg)
-        from ddp_hydra.writers import hparams  # a config that is refused need not wait for TensorBoard
+        with held_back():
+            from ddp_hydra.writers import hparams  # a config that is refused need not wait for TensorBoard
 
         stack.enter_context(hparams.session(run_dir, overrides))
         plain = guest.plain if guest else configs.plain(cfg)
@@ -109,10 +122,9 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
-            where = guest.url if guest else _short(run_dir)
             raise Interrupted(f"{_why(value['interrupted'], value['steps'])}: go on with resume={where}")
         summary["status"] = "done"
-    print(closing_lines(summary, guest.url if guest else _short(run_dir)))  # noqa: T201
+    print(closing_lines(summary, where))  # noqa: T201
     return value["metrics"].get(plain["objective"]["metric"])
 
 
@@ -229,9 +241,13 @@ class Job:
     ) -> None:
         self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
         self.guest, self.kept = guest, kept
+        self.where = guest.url if guest else _short(run_dir)
         self.give_up = threading.Event()
         self.begun = time.monotonic()
+        self.first_attempt = run_dirs.next_attempt(run_dir)
+        self.earlier_attempts = run_dirs.read_summary(run_dir).get("attempts") or []
         self.first_world_size = 0
+        self.first_step = 0
         self.saved = False
 
     @contextmanager
@@ -261,8 +277,9 @@ class Job:
         self.summary["world_size"] = spec.world_size
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
             paths = {name: str(path) for name, path in self.files.items()}
-            more = {"files": paths, "kept": self.kept, **how_here(self.cfg)}
-            return inline.run(TRAIN, self.plain, on_record=handler.handle, spec=spec, **more)[0]
+            more = {"files": paths, "kept": self.kept, "attempt": self.first_attempt, **how_here(self.cfg)}
+            notice = partial(self.notice, trains=True)
+            return inline.run(TRAIN, self.plain, on_record=handler.handle, spec=spec, notice=notice, **more)[0]
 
     def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
         """Run as a gang on a Dask cluster."""
@@ -284,21 +301,35 @@ class Job:
                 threads=self.cfg.trainer.threads,
                 sweep=cluster.sweep(),
                 on_give_up=self.give_up.set,
+                first_attempt=self.first_attempt,
+                goes_on=self.goes_on,
                 port_range=(ports[0], ports[1]) if ports else None,
                 cwd=self.guest.cwd if self.guest else "",
                 **{str(name): value for name, value in settings.items()},
             )
             with self.handler(gang.fetch, client) as handler:
                 gang.on_record = lambda record: self.on_record(record, handler, gang)
+                gang.interrupts.notice = lambda: self.notice(gang.trains)
                 try:
                     return gang.run_attempts(self.call)[0]
                 finally:
                     ended = gang.restarts.ended
                     self.summary |= {
                         "world_size": gang.world_size,
-                        "restarts": gang.attempt.number if gang.attempt else 0,
-                        "attempts": [attempt.as_dict() for attempt in ended],
+                        "restarts": gang.attempt.number - self.first_attempt if gang.attempt else 0,
+                        "attempts": [*self.earlier_attempts, *(attempt.as_dict() for attempt in ended)],
                     }
+
+    def notice(self, trains: bool) -> str:
+        """What is said when the user wants to end.
+
+        Args:
+            trains: whether the ranks are in their loop.
+        """
+        doing = (
+            "a checkpoint is saved at the next step" if trains else "no step is being done, so nothing is to be saved"
+        )
+        return f"{doing}, then the job ends. {SECOND}. Run directory: {self.where}"
 
     def call(self, number: int, world_size: int) -> Any:
         """What attempt `number` runs on `world_size` ranks: the same job, from its last complete checkpoint."""
@@ -307,7 +338,7 @@ class Job:
         plain, kept = copy.deepcopy(self.plain), {"kept": self.kept}
         if plain["trainer"]["time_limit_s"] is not None:
             plain["trainer"]["time_limit_s"] = max(0.0, plain["trainer"]["time_limit_s"] - self.spent_s())
-        if number == 0:
+        if number == self.first_attempt:
             self.first_world_size = world_size
             return Call(TRAIN, (plain,), kept, files=self.files)
         plain["data"]["batch_size"] = self.batch_size(world_size)
@@ -349,11 +380,24 @@ class Job:
         """Write a record; where an attempt goes on, count what it has to do again."""
         handler.handle(record)
         self.saved |= record.data.get("checkpoint") is not None
-        if record.kind == "start" and record.attempt and gang.restarts.ended:
-            begin = record.step or 0
-            lost = max(0, gang.restarts.ended[-1].steps_done - begin)
-            self.summary["steps_lost"] += lost
-            log.warning("attempt %d goes on from step %d: %d steps are done again", record.attempt, begin, lost)
+        if record.kind != "start":
+            return
+        begin = record.step or 0
+        if gang.restarts.ended:
+            self.summary["steps_lost"] += max(0, gang.restarts.ended[-1].steps_done - begin)
+        else:
+            self.first_step = begin
+
+    def goes_on(self, steps_done: int) -> str:
+        """Return where the next attempt begins, in words.
+
+        Args:
+            steps_done: by the last one.
+        """
+        saved = run_dirs.saved_step(self.run_dir) if self.saved else None
+        begin = self.first_step if saved is None else saved
+        again = max(0, steps_done - begin)
+        return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")
 
     def note(self, handler: ResultsHandler) -> None:
         """Keep what is known so far, for the summary of a job that fails."""
@@ -365,43 +409,52 @@ class Job:
 
 
 @contextmanager
-def summarised(run_dir: Path, cfg: DictConfig) -> Iterator[dict[str, Any]]:
-    """Write summary.json at the end, however it comes."""
+def summarised(run_dir: Path, cfg: DictConfig, where: str = "") -> Iterator[dict[str, Any]]:
+    """Write summary.json at the end, however it comes.
+
+    Args:
+        run_dir: of the job.
+        cfg: of the job.
+        where: the results are, as their user would type it.
+    """
     begin = time.time()
     summary: dict[str, Any] = {
         "status": "failed", "tags": list(cfg.tags), "restarts": 0, "steps_lost": 0, "failure": None
     }  # fmt: skip
     try:
         yield summary
-    except KeyboardInterrupt:
+    except BaseException as error:
+        _note_end(summary, error)
+        _finish(run_dir, summary, begin, error)
+        if run_dirs.is_full(error):
+            error.add_note(run_dirs.once_there_is_room(run_dir, where or _short(run_dir)))
+        raise
+    _finish(run_dir, summary, begin)
+
+
+def _note_end(summary: dict[str, Any], error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt):
         summary["status"] = "interrupted"
-        raise
-    except RunFailed:  # elsewhere, whose summary says how
-        raise
-    except JobFailed as error:
+    elif isinstance(error, RunFailed):  # elsewhere, whose summary says how
+        pass
+    elif isinstance(error, JobFailed):
         summary["failure"] = error.failure.as_dict()
-        raise
-    except Exception as error:
+    elif isinstance(error, Exception):
         nobody = dict.fromkeys(("rank", "host", "attempt", "step"))
         trace = "" if isinstance(error, DdpHydraError) else traceback_of(error)
-        summary["failure"] = {"kind": type(error).__name__, **nobody, "message": message_of(error), "traceback": trace}
-        raise
-    finally:
-        summary |= {"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
-        write_summary(run_dir, summary)
+        told = {"message": message_of(error), "place": "", "traceback": trace}
+        summary["failure"] = {"kind": type(error).__name__, **nobody, **told}
 
 
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json, whole or not at all."""
+def _finish(run_dir: Path, summary: dict[str, Any], begin: float, error: BaseException | None = None) -> None:
+    summary |= {"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        draft = run_dir / ".summary.json"
-        draft.write_text(json.dumps(summary, indent=2, allow_nan=False, default=str) + "\n")
-        draft.replace(run_dir / "summary.json")
-    except OSError as error:
-        raise ConfigError(
-            f"the run directory {run_dir} can't be written ({error.strerror}): give another with hydra.run.dir=<folder>"
-        ) from error
+        run_dirs.write_summary(run_dir, summary)
+    except ConfigError as unwritten:
+        if error is None:
+            raise
+        if not run_dirs.is_full(error):  # why it failed is more important
+            error.add_note(str(unwritten))
 
 
 def closing_lines(summary: dict[str, Any], where: str) -> str:

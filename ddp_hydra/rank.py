@@ -38,12 +38,12 @@ MAX_SPOOLED = 4
 """Files that a rank may have on their way; at more it waits for the client to fetch one."""
 
 
-def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd: int | None) -> int:
+def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: int | None) -> int:
     """Run one rank; called in the process that the warm server forked for it.
 
     Args:
         title: what `ps` shows.
-        order_fd: a file with a line of JSON and the pickled call, see `relay.Order`.
+        order: the file with a line of JSON and the pickled call, see `relay.Order`.
         control_fd: socket to the relay: records go out, the rendezvous comes in.
         board_fd: the page that says where this rank is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
@@ -63,10 +63,9 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with os.fdopen(order_fd, "rb") as order:
-        order.seek(0)  # it comes as it was written
-        header, _, call = order.read().partition(b"\n")
+    header, _, call = order.read_bytes().partition(b"\n")
     job = json.loads(header)
+    order.unlink()
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
     sender = PipeSender(control, Path(job["spool"]))
@@ -83,12 +82,10 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
             pulse.at("end", board.step)
         end = {"status": "ok", **pack_value(value)}
     except BaseException as error:
-        failed_at = time.time()
-        pulse.await_saved()
-        end = {**describe(error), "time_s": failed_at}
+        end = describe(error)
         if end.get("traceback") and not end["mistake"]:
             traceback.print_exception(error)
-    results.emit("end", {"time_s": time.time(), **end})
+    results.emit("end", {**end, "time_s": time.time()})
     return 0 if end["status"] == "ok" else 1
 
 
@@ -133,12 +130,9 @@ class PipeSender:
 
     @property
     def spool(self) -> Path:
-        """The spool, once there is room in it. A client that is busy with a file for long knows what is waited for."""
-        before: set[Path] = set()
-        while len(files := set(self._spool.iterdir())) >= MAX_SPOOLED:
-            if files != before:
-                pulse.tick()
-            before = files
+        """The spool, once there is room in it."""
+        while len(list(self._spool.iterdir())) >= MAX_SPOOLED:
+            pulse.tick()  # it is the client who is slow
             time.sleep(0.01)
         return self._spool
 

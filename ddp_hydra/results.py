@@ -35,7 +35,7 @@ class Record:
 
             up       the relay is there; from rank 0, rendezvous: the address where the ranks meet
             beat     where the rank is: step, phase, first, age_s (since it moved), stopped; about once a second
-            start    title, lines (list[str]), total_steps, epochs, steps_per_epoch, world_size
+            start    lines (list[str]), total_steps, epochs, steps_per_epoch, world_size
             metrics  metrics ({name: float}), epoch, samples
             text     name, text
             image    name, png (base64)

@@ -338,7 +338,6 @@ def header(
         lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch}, sample {position.samples:,}")
     epochs = -(-total_steps // len(sampler))
     return {
-        "title": "ddp_hydra",
         "lines": lines,
         "total_steps": total_steps,
         "epochs": epochs,

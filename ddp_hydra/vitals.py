@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -29,14 +28,12 @@ class Beat:
         age_s: how long it has not moved from there.
         stopped: its process is suspended (SIGSTOP, a debugger).
         at_s: when it was heard, on the client's clock.
-        saving: it has a checkpoint under way.
     """
 
     place: Place
     age_s: float
     stopped: bool
     at_s: float
-    saving: bool = False
 
     @classmethod
     def of(cls, data: Mapping[str, Any], now: float) -> Beat:
@@ -45,8 +42,7 @@ class Beat:
         step = step if isinstance(step, int) and 0 <= step < 2**63 else 0
         age_s = float(age_s) if isinstance(age_s, (int, float)) and 0 <= age_s < 1e9 else 0.0
         phase = phase if phase in PHASES else "run"
-        place, stopped = Place(0, step, phase, bool(data.get("first"))), bool(data.get("stopped"))
-        return cls(place, age_s, stopped, now, bool(data.get("saving")))
+        return cls(Place(0, step, phase, bool(data.get("first"))), age_s, bool(data.get("stopped")), now)
 
     def stuck_s(self, now: float) -> float:
         """How long the rank has not moved."""
@@ -103,7 +99,6 @@ class Vitals:
         self.heard_s: dict[int, float] = {}
         self.beats: dict[int, Beat] = {}
         self.looked_s: float | None = None
-        self.excused_s = -math.inf
         self.away_s = 0.0
 
     def hear(self, rank: int, now: float) -> None:
@@ -122,14 +117,6 @@ class Vitals:
             self.heard_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.heard_s.items()}
             self.beats = {rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.beats.items()}
         self.looked_s = now
-
-    def excuse(self, now: float) -> None:
-        """Note that ranks may be waiting for the client: that they stood still until now says nothing."""
-        self.excused_s = now
-
-    def stuck_s(self, beat: Beat, now: float) -> float:
-        """How long a rank has not moved, as far as that is its own affair."""
-        return min(beat.stuck_s(now), now - self.excused_s)
 
     def silent(self, running: Collection[int], now: float) -> list[int]:
         """The ranks of `running` from whose host nothing has been heard for too long."""
@@ -160,13 +147,13 @@ class Vitals:
         rank = min(judged, key=lambda rank: (judged[rank].place.order, not judged[rank].stopped, rank in waiting, rank))
         beat = judged[rank]
         # Of all: who has long waited for one that has just gone on will go on, too, and say so with its next beat.
-        if min(self.stuck_s(other, now) for other in judged.values()) <= self.limit_s(beat):
+        if min(other.stuck_s(now) for other in judged.values()) <= self.limit_s(beat):
             return None
-        return Hang(rank, self._say(rank, beat, self.stuck_s(beat, now), judged))
+        return Hang(rank, self._say(rank, beat, beat.stuck_s(now), judged))
 
     def limit_s(self, beat: Beat) -> float:
         """How long a rank may stay where it is."""
-        if beat.stopped or not beat.place.first or beat.place.phase == "end":
+        if beat.stopped or not beat.place.first:
             return self.hang_timeout_s
         return self.join_timeout_s if beat.place.phase == "join" else self.first_step_timeout_s
 
@@ -188,10 +175,6 @@ class Vitals:
     def in_loop(self, running: Collection[int]) -> bool:
         """Whether all ranks run a loop that looks at what is asked of it."""
         return all(rank in self.beats and self.beats[rank].place.phase not in UNREADY for rank in running)
-
-    def saving(self, running: Collection[int]) -> list[int]:
-        """The ranks of `running` that have a checkpoint under way."""
-        return [rank for rank in running if rank in self.beats and self.beats[rank].saving]
 
     @property
     def steps_done(self) -> int:

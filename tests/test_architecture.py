@@ -28,7 +28,7 @@ FLOORS = [
     # 4: on the client
     (
         "cluster", "clusters", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts",
-        "dispatch", "unread", "inline", "launched", "rehearsal",
+        "dispatch", "inline", "launched", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "shared", "driver", "attach", "arguments", "cli", "__main__"),

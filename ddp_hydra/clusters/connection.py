@@ -15,6 +15,7 @@ from typing import Any
 import dask
 
 from ddp_hydra.errors import ClusterError
+from ddp_hydra.interrupts import held_back
 
 QUIET = {
     "logging.distributed": "warning",
@@ -39,7 +40,7 @@ GIVE = " ".join(f"cluster.security.{name}=<file>" for name in CERTIFICATES)
 
 def load() -> None:
     """Import Dask's distributed, which sets up its loggers at that moment: from warnings on."""
-    with dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
+    with held_back(), dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
         import distributed  # noqa: F401
 
 

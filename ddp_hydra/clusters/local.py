@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 from ddp_hydra.clusters.manager import Manager
 from ddp_hydra.errors import ClusterError
+from ddp_hydra.interrupts import held_back
 
 
 class Local(Manager):
     """`distributed.LocalCluster`: a scheduler in this process, and worker processes."""
 
     is_watched = False
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Any]:
+        """Start it, so that only this process hears a Ctrl-C: Dask starts its workers from the thread of its loop."""
+        from distributed.utils import LoopRunner
+
+        with held_back():  # or the first of Dask's threads would start it, and hear of signals from then on
+            resource_tracker.ensure_running()
+        runner = LoopRunner()
+        with held_back():
+            runner.start()
+        self.arguments["loop"] = runner.loop
+        try:
+            try:
+                cluster = super().open()
+            except KeyboardInterrupt:
+                _abandon(runner.loop)
+                raise
+            with cluster:
+                yield cluster
+        finally:
+            runner.stop()
 
     def ask(self, cluster: Any) -> str:
         """Say which worker processes are not there."""
@@ -61,3 +89,20 @@ def gpus() -> int:
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlShutdown()
     return count.value
+
+
+def _abandon(loop: Any) -> None:
+    """End workers that are just being started; Dask itself, asked to close what is half there, fails at length."""
+    from distributed.deploy.spec import SpecCluster
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        for cluster in [cluster for cluster in SpecCluster._instances if cluster.loop is loop]:
+            SpecCluster._instances.discard(cluster)  # Dask closes those that are in it when Python ends
+            cluster._loop_runner.stop()
+            for pid in filter(None, (getattr(worker, "pid", None) for worker in cluster._created)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    finally:
+        logging.disable(before)

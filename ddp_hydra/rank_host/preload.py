@@ -1,4 +1,4 @@
-"""Preloaded by workers that are children of the client: Ctrl-C is the client's to answer, not theirs."""
+"""Preloaded by workers that are children of the client: Ctrl-C and a closed terminal are the client's to answer."""
 
 from __future__ import annotations
 
@@ -8,4 +8,5 @@ from typing import Any
 
 def dask_setup(worker: Any) -> None:
     """Called by Dask when the worker starts."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.interrupts import SIGNALS
 from ddp_hydra.processes import die_with_parent, kill_group
 
 KILL_S = 5.0
@@ -57,7 +58,7 @@ class Child:
 
     def _live(self, work: Callable[[Connection], Any], theirs: Connection, us: int) -> None:
         os.setpgid(0, 0)  # Ctrl-C is ours to answer
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)
         if not self.survives:
             die_with_parent(us)
@@ -67,7 +68,7 @@ class Child:
         if self.output is not None:
             redirect(self.output)
         said = work(theirs)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # Python tidies up, and shall get to its end
         theirs.send(said)
 

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra import cluster
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, SweepFailed
-from ddp_hydra.interrupts import Interrupts
+from ddp_hydra.interrupts import SECOND, Interrupts
 from ddp_hydra.sweep import plan, reports
 from ddp_hydra.sweep.child import Child, listen
 from ddp_hydra.sweep.coordinator import Ended, coordinate
@@ -110,7 +110,7 @@ class Sweep:
         self.running: list[Running] = []
         self.stop_reason = ""
         self.looked = 0.0
-        self.interrupts = Interrupts()
+        self.interrupts = Interrupts(self.notice)
         if not earlier:  # beside Hydra's checking of all jobs; of a sweep that goes on, all may be done
             self.bring_up(plan.first_need(config).cluster or own_need.cluster)
         preload(plan.is_ours(config))
@@ -275,10 +275,15 @@ class Sweep:
         if job.kill_at is not None and now > job.kill_at:
             job.child.signal(signal.SIGKILL)
 
+    def notice(self) -> str:
+        """What is said when the user wants to end."""
+        return f"the jobs that run save a checkpoint at their next step, and no other begins, in {self.shown}. {SECOND}"
+
     def stop_all(self, why: str) -> None:
         """Start no more jobs, and have those that run save what they have."""
         self.stop_reason = why
-        log.warning("%s: the jobs that run are asked to end", why)
+        if not self.interrupts.wanted:  # then it has been said
+            log.warning("%s: the jobs that run are asked to end", why)
         for job in self.running:
             job.child.signal(signal.SIGINT)
 

@@ -12,7 +12,6 @@ from ddp_hydra.results import Record
 _NUMBER = (int, float)
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "start": {
-        "title": str,
         "lines": list,
         "total_steps": int,
         "epochs": _NUMBER,

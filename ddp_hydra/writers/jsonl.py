@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_hydra.results import Record, finite
 from ddp_hydra.writers.checks import metric_values
-from ddp_hydra.writers.disk import AppendFile
+from ddp_hydra.writers.disk import AppendFile, write_atomic, writing
 
 
 class JsonLinesWriter:
@@ -17,16 +17,28 @@ class JsonLinesWriter:
     `time` is in seconds since the epoch; NaN and infinities are null. A metric that is called like one of the
     line's own fields goes in as `metrics/<name>`; metrics of a rank other than 0 say their `rank`.
 
+    Where a new attempt starts, or the run is resumed in its folder, the lines behind the step from which it goes on are
+    cut off: each step is there once.
+
     Args:
-        run_dir: gets or already has `metrics.jsonl`; lines are only added.
+        run_dir: gets or already has `metrics.jsonl`.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._file = AppendFile(run_dir / "metrics.jsonl", ends_with=b"\n")
+        self._path = run_dir / "metrics.jsonl"
+        self._file = AppendFile(self._path, ends_with=b"\n")
+        self._attempt = 0
 
     def write(self, record: Record) -> None:
-        """Append the line of a metrics record."""
-        if record.kind != "metrics":
+        """Append the line of a metrics record; a start may cut others off.
+
+        Raises:
+            RecordError: the file cannot be written.
+        """
+        if record.kind == "start" and record.rank == 0 and record.attempt >= self._attempt:
+            self._attempt = record.attempt
+            self._cut(record.step or 0)
+        if record.kind != "metrics" or record.attempt < self._attempt:
             return
         line: dict[str, Any] = {
             "time": record.time_s,
@@ -41,9 +53,26 @@ class JsonLinesWriter:
             line[f"metrics/{name}" if name in own else name] = value
         self._file.append(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
+    def _cut(self, step: int) -> None:
+        """Keep what was measured up to a step; half a line, of a process that was killed, goes as well."""
+        with writing(self._path):
+            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        kept = [line for line in lines if _is_kept(line, step)]
+        if len(kept) < len(lines):
+            self._file.close()
+            write_atomic(self._path, b"".join(kept))
+
     def flush(self) -> None:
         """Nothing is held back."""
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _is_kept(line: bytes, step: int) -> bool:
+    try:
+        known = json.loads(line).get("step")
+    except (ValueError, AttributeError, RecursionError):
+        return False
+    return not isinstance(known, int) or known <= step

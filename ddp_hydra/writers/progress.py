@@ -31,6 +31,7 @@ class ProgressWriter:
     Args:
         console: where to show it; None is stdout.
         interval_s: seconds between two lines in between.
+        restarts: say where an attempt begins; otherwise somebody else does.
         clock: seconds, growing.
     """
 
@@ -38,11 +39,13 @@ class ProgressWriter:
         self,
         console: Console | None = None,
         interval_s: float = 10.0,
+        restarts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or StdoutConsole()
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._interval_s = interval_s
+        self._restarts = restarts
         self._clock = clock
         self._printed_at = clock()
         self._pace = Pace(clock)
@@ -79,11 +82,8 @@ class ProgressWriter:
 
     def _start(self, record: Record) -> None:
         self._stop_bar()
-        if record.attempt:
-            step = f" from step {record.step}" if record.step else ""
-            self._say(f"attempt {record.attempt}: started again{step}")
-        else:
-            self._say(plain(record.data.get("title") or ""), style="bold")
+        if record.attempt and self._restarts:
+            self._say(f"restart {record.attempt}, from step {record.step or 0}")
         lines = [plain(line) for line in record.data.get("lines") or ()]
         for line in lines:
             if line not in self._told:  # a new attempt says what is new
@@ -110,8 +110,8 @@ class ProgressWriter:
         self._reported = self._pace.mark()
         self._pace.forget_validation()
 
-    def _say(self, line: str, style: str = "") -> None:
-        self._console.print(Text(line, style=style), soft_wrap=True)
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
         self._printed_at = self._clock()
 
     def _move_bar(self) -> None:

@@ -23,7 +23,6 @@ class Run:
 
     def start(self, attempt=0, step=0):
         data = {
-            "title": "a job",
             "lines": ["model  \x1b[31mTiny"],
             "total_steps": 10,
             "steps_per_epoch": 5,
@@ -66,7 +65,7 @@ def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):
     attached.begin()
     attached.show()
     shown = capsys.readouterr().out.splitlines()
-    assert shown == ["a job", "  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
+    assert shown == ["  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
     for step in range(6, 11):
         run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.25} if step == 10 else {})})
     run.end("done", "done: 10 steps")
@@ -84,7 +83,7 @@ def test_a_new_attempt_is_shown(run, capsys):
     run.step(2, attempt=1, loss=1.0)
     run.end("done", "done")
     attached.follow()
-    assert "attempt 1: started again from step 1" in capsys.readouterr().out
+    assert "restart 1, from step 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("state", "error"), [("failed", RunFailed), ("interrupted", Interrupted)])

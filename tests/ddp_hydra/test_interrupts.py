@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from ddp_hydra import inline, pulse
-from ddp_hydra.interrupts import SIGNALS, Interrupts
+from ddp_hydra.interrupts import SIGNALS, Interrupts, held_back, raised
 
 
 def handlers():
@@ -26,6 +28,57 @@ def test_the_first_signal_asks_for_a_good_end_and_the_second_ends_at_once(number
         assert interrupts.wanted
         with pytest.raises(KeyboardInterrupt):
             strike(number)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "SIGHUP")])
+def test_the_first_signal_is_answered_in_a_sentence_at_once(number, name, capfd):
+    interrupts = Interrupts(lambda: "a checkpoint is saved")
+    with interrupts.caught(), interrupts.patience():
+        strike(number)
+    assert capfd.readouterr().err == f"{name}: a checkpoint is saved\n"
+
+
+def test_nohup_keeps_what_it_wants():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with raised(), Interrupts().caught():
+            strike(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_outside_a_job_each_signal_is_an_exception_that_tidies_up(number):
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), raised():
+        strike(number)
+    assert handlers() == before
+
+
+def test_a_signal_that_is_held_back_comes_later():
+    reached = []
+
+    def run():
+        with held_back():
+            strike()
+            reached.append("the end of the block")
+        reached.append("what follows")
+
+    with raised(), pytest.raises(KeyboardInterrupt):
+        run()
+    assert reached == ["the end of the block"]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_before_there_is_anything_to_tidy_up_a_signal_ends_the_program_in_a_line(number):
+    program = (
+        "import os, ddp_hydra.interrupts as i; i.leave_at_once()\n"
+        f"try: os.kill(os.getpid(), {int(number)})\n"
+        "except BaseException: print('an import took it for something else')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ddp_hydra import job as jobs
+from ddp_hydra.cli import sentence
 from ddp_hydra.config import Config, plain
 from ddp_hydra.errors import (
     CheckpointError,
@@ -32,8 +35,9 @@ from ddp_hydra.manifest import write_manifest_text
 from ddp_hydra.outcome import Failure
 from ddp_hydra.restarts import Ended
 from ddp_hydra.results import Record
+from ddp_hydra.writers.disk import cannot_write
 
-KEYS = {"kind", "rank", "host", "attempt", "step", "message", "traceback"}
+KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
 VALUE = {
     "steps": 20,
     "samples": 160,
@@ -173,7 +177,6 @@ def test_without_a_limit_there_is_none(tmp_path):
         (Record("start", {}, step=None, attempt=1), 19),
         (Record("start", {}, step=19, attempt=1), 0),
         (Record("start", {}, step=40, attempt=1), 0),
-        (Record("start", {}, step=0, attempt=0), 0),
         (Record("metrics", {}, step=10, attempt=1), 0),
     ],
 )
@@ -276,7 +279,9 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
         "interrupted": "",
     }
     assert summary["metrics"] == {"val/accuracy": 0.5, "train/loss": None}
-    assert capsys.readouterr().out.startswith("done: 20 steps in 1.5 s, 107 samples/s, val/accuracy 0.5")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"ddp_hydra  ->  {tmp_path / 'run'}"
+    assert second.startswith("done: 20 steps in 1.5 s, 107 samples/s, val/accuracy 0.5")
 
 
 @pytest.mark.parametrize(
@@ -390,13 +395,58 @@ def test_a_run_directory_that_cannot_be_written_is_told_with_what_to_give(tmp_pa
         pass
 
 
-def test_a_summary_that_was_there_before_is_replaced_whole(tmp_path, monkeypatch):
-    (tmp_path / "summary.json").write_text('{"status": "of the run before"}')
+@pytest.mark.parametrize(("steps", "advice"), [((10, 20), "step 20 is saved; "), ((), "nothing was saved before; ")])
+def test_a_disk_that_stays_full_is_told_with_what_is_safe_and_what_to_type(steps, advice, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    if steps:
+        checkpoint(run_dir, *steps)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir / "metrics.jsonl"))
 
     def fail(*_: Any) -> None:
-        raise OSError(28, os.strerror(28))
+        raise full
 
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(ConfigError):
-        jobs.write_summary(tmp_path, {"status": "done"})
-    assert summary_of(tmp_path) == {"status": "of the run before"}
+    with pytest.raises(RecordError, match=r"cannot write .*metrics\.jsonl") as caught, summarised(run_dir, config()):
+        raise cannot_write("metrics.jsonl", full) from full
+    *_, last = sentence(caught.value).splitlines()
+    assert last.startswith(advice)
+    assert re.search(rf"[\d,]+ bytes are free in {run_dir}: free some space there, then ", last)
+    assert last.endswith(f"go on with resume={run_dir}" if steps else "start it again")
+    assert not [path.name for path in run_dir.iterdir() if path.name != "checkpoints"]
+
+
+def test_where_a_restart_begins_is_told_with_what_is_done_again(tmp_path):
+    made = make(tmp_path)
+    assert made.goes_on(0) == ", from step 0"
+    made.on_record(Record("start", {}, step=4), SimpleNamespace(handle=lambda record: None), gang_after())
+    assert made.goes_on(5) == ", from step 4 (1 step again)"
+    checkpoint(tmp_path, 10, 20)
+    made.saved = True
+    assert made.goes_on(22) == ", from step 20 (2 steps again)"
+
+
+def gang_after(*ended: Ended) -> SimpleNamespace:
+    return SimpleNamespace(restarts=SimpleNamespace(ended=list(ended)))
+
+
+# -- whose the run directory is ----------------------------------------------------------------------------
+
+
+def test_a_second_run_does_not_get_into_the_folder_of_the_first(returned, tmp_path):
+    checkpoint(tmp_path, 10)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=rf"holds another run.* go on with that run by resume={tmp_path}"):
+        jobs.run(config(), tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    jobs.run(config(resume=str(tmp_path)), tmp_path)
+    assert summary_of(tmp_path)["status"] == "done"
+
+
+def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"attempt": 0}\n{"attempt": 2}\n{"att')
+    (tmp_path / "summary.json").write_text('{"attempts": [{"attempt": 1}]}')
+    made = make(tmp_path)
+    assert (made.first_attempt, made.earlier_attempts) == (3, [{"attempt": 1}])
+    made.call(3, 4)
+    assert made.first_world_size == 4

@@ -210,35 +210,44 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("whom", [os.kill, os.killpg], ids=["client", "terminal"])
-def test_an_interrupt_ends_the_job_with_130_and_leaves_nothing_running(cli, wait_for, alive, ranks_alive, whom):
-    """A terminal's Ctrl-C goes to the workers, too."""
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [(os.kill, signal.SIGINT), (os.killpg, signal.SIGINT), (os.killpg, signal.SIGHUP)],
+    ids=["client", "terminal", "closed terminal"],
+)
+def test_an_interrupt_ends_the_job_with_130_and_leaves_nothing_running(cli, wait_for, alive, ranks_alive, whom, number):
+    """A terminal's signals go to the workers, too; where it was closed, nothing can be printed any more."""
     run = cli.folder / "run"
     process = cli.start(*ENDLESS, f"hydra.run.dir={run}")
     try:
         wait_for(lambda: (run / "metrics.jsonl").exists() and len(lines_of(run)) > 3, 40, "the job trains")
         children = descendants(process.pid)
         assert len(ranks_alive()) == 2
-        whom(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        if number == signal.SIGHUP:
+            process.stdout.close()
+            process.stderr.close()
+        whom(process.pid, number)
+        err = process.communicate(timeout=20)[1] if number == signal.SIGINT else process.wait(20)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 130
     assert summary_of(run)["status"] == "interrupted"
-    assert "Traceback" not in err
     assert not ranks_alive()
     # Python's own resource tracker notices the end of its parent a moment later.
     wait_for(lambda: not [child for child in children if alive(child.pid)], 2, "all its processes are gone")
     assert all("step" in line for line in lines_of(run))
-    assert "saved at step" in err
+    if number == signal.SIGINT:
+        assert "Traceback" not in err
+        assert "Ctrl-C: a checkpoint is saved at the next step" in err
+        assert "saved at step" in err
     assert (
         torch.load(run / "checkpoints" / "last.pt", weights_only=True)["position"]["step"] == lines_of(run)[-1]["step"]
     )
 
 
 def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait_for, ranks_alive):
-    """Killed at any moment, and resumed by its run directory: the same numbers as never stopped."""
+    """Killed at any moment, and resumed in its run directory: the same numbers as never stopped, each of them once."""
     settings = (
         *TINY,
         "trainer.epochs=4",
@@ -246,25 +255,31 @@ def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait
         "data.delay_s=0.005",
         "model.dropout=0.3",
     )
-    whole, killed, resumed = (cli.folder / name for name in ("whole", "killed", "resumed"))
+    whole, killed = cli.folder / "whole", cli.folder / "killed"
     cli.done(*settings, "data.delay_s=0", f"hydra.run.dir={whole}")
     process = cli.start(*settings, f"hydra.run.dir={killed}")
     try:
         wait_for((killed / "checkpoints" / "step-000004.pt").exists, 40, "the job has trained 4 steps")
+        process.send_signal(signal.SIGSTOP)  # however long the other takes
+        composed = (killed / ".hydra" / "overrides.yaml").read_text()
+        refused = cli.run(*TINY, "optimizer.lr=7", f"hydra.run.dir={killed}")
+        assert f"is being written by process {process.pid}" in refused.stderr
+        assert (killed / ".hydra" / "overrides.yaml").read_text() == composed
     finally:
         process.kill()
         process.communicate()
     wait_for(lambda: not ranks_alive(), 5, "the ranks of a killed client are gone")
-    cli.done(f"resume={killed}", "data.delay_s=0", f"hydra.run.dir={resumed}")
+    cli.done(f"resume={killed}", "data.delay_s=0", f"hydra.run.dir={killed}")
 
     def numbers(run):
-        clocks = ("time", "samples_per_s", "slowest_rank", "data_wait")
+        clocks = ("time", "samples_per_s", "slowest_rank", "data_wait", "attempt")
         return [{name: value for name, value in line.items() if name not in clocks} for line in lines_of(run)]
 
-    again = numbers(resumed)
-    assert again[0]["step"] > 2  # the names may not have moved to the last step file yet
-    assert again == numbers(whole)[-len(again) :]
-    states = [torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"] for run in (whole, resumed)]
+    assert numbers(killed) == numbers(whole)
+    attempts = [line["attempt"] for line in lines_of(killed)]
+    assert attempts == sorted(attempts)
+    assert set(attempts) == {0, 1}
+    states = [torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"] for run in (whole, killed)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 

@@ -50,7 +50,7 @@ def test_the_namespace_of_plugins_stays_open_to_others(wheel):
 
 def test_the_wheel_brings_the_command_and_the_version(wheel):
     read = {name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
-    assert "ddp-hydra = ddp_hydra.cli:entry" in read["entry_points.txt"]
+    assert "ddp-hydra = ddp_hydra.__main__:main" in read["entry_points.txt"]
     import ddp_hydra
 
     assert f"\nVersion: {ddp_hydra.__version__}\n" in read["METADATA"]

@@ -158,12 +158,12 @@ def test_a_dead_runs_place_is_free(there, status):
 def test_the_status_follows_the_records(status):
     assert json.loads(status.due())["state"] == "starting"
     assert status.due() is None
-    status.write(Record("start", {"title": "a job", "total_steps": 10}))
+    status.write(Record("start", {"lines": ["a job"], "total_steps": 10}))
     status.write(Record("metrics", {"metrics": {"train/loss": float("nan")}}, step=3))
     said = json.loads(status.due())
     assert (said["state"], said["step"], said["total_steps"]) == ("running", 3, 10)
     assert said["metrics"] == {"train/loss": None}
-    assert said["start"]["data"]["title"] == "a job"
+    assert said["start"]["data"]["lines"] == ["a job"]
 
 
 def test_a_folder_of_a_dead_driver_is_removed_and_that_of_a_live_one_is_not(tmp_path, caplog):

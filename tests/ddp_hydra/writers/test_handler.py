@@ -109,7 +109,7 @@ def test_default_writers_make_the_designed_run_directory(
     tmp_path, metrics_record, checkpoint_record, file_record, tree
 ):
     with ResultsHandler(default_writers(tmp_path / "run", progress=False)) as handler:
-        handler.handle(Record("start", {"title": "t", "lines": []}))
+        handler.handle(Record("start", {"lines": []}))
         handler.handle(metrics_record(10, train__loss=0.5))
         handler.handle(checkpoint_record(10, best=True))
         handler.handle(file_record("samples/names.txt"))

@@ -38,6 +38,26 @@ def test_new_attempts_and_writers_lose_nothing(tmp_path, metrics_record):
     assert [line["attempt"] for line in read_lines(tmp_path)] == [0, 1]
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another process"])
+def test_a_step_is_there_once_also_after_a_restart(tmp_path, metrics_record, again):
+    """What pandas reads: no step twice, no half of a line, and what an older attempt still says is late."""
+    writer = JsonLinesWriter(tmp_path)
+    for step in range(1, 8):
+        writer.write(metrics_record(step, loss=1.0))
+    writer.write(Record("metrics", {"metrics": {"own": 1.0}}, rank=1, step=7))
+    if again:
+        writer.close()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"time": 1.0, "att')
+        writer = JsonLinesWriter(tmp_path)
+    writer.write(Record("start", {"lines": []}, rank=0, step=5, attempt=1))
+    writer.write(metrics_record(7, loss=1.0))
+    writer.write(metrics_record(6, attempt=1, loss=1.0))
+    writer.close()
+    lines = read_lines(tmp_path)
+    assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 1)]
+
+
 def test_a_torn_last_line_does_not_spoil_the_next(tmp_path, metrics_record):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
     JsonLinesWriter(tmp_path).write(metrics_record(2, loss=1.0))

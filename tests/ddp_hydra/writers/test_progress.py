@@ -37,7 +37,6 @@ def start():
     return Record(
         "start",
         {
-            "title": "digits",
             "lines": ["model resnet18", "2 ranks, batch 2 x 64 = 128"],
             "total_steps": 50,
             "epochs": 5,
@@ -66,14 +65,14 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
     text = output.getvalue()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     lines = text.splitlines()
-    assert lines[:3] == ["digits", "  model resnet18", "  2 ranks, batch 2 x 64 = 128"]
+    assert lines[:2] == ["  model resnet18", "  2 ranks, batch 2 x 64 = 128"]
     lasting = [line for line in lines if "val/" in line]
     assert lasting == [
         f"epoch {epoch}/5  train/loss {1 / (epoch * 10):.4g}  train/accuracy 0.9  val/loss 0.1  "
         "val/accuracy 0.972  1234 samples/s"
         for epoch in (1, 2, 3)
     ]
-    between = lines[3:]
+    between = lines[2:]
     assert between[0] == ("epoch 1/5  step 4/50  train/loss 0.25  train/accuracy 0.9  1234 samples/s  ETA 0:02:18")
     # 30 steps of 3 s: every 10 s at most, so each 4th step, and each lasting line counts too.
     assert len(between) == 9
@@ -87,19 +86,19 @@ def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, star
             plain_writer.write(metrics_record(step, val__loss=0.1))
     plain_writer.close()
     lines = ["epoch 1/5  train/loss 10  val/loss 0.1", "epoch 2/5  train/loss 20"]
-    assert output.getvalue().splitlines()[3:] == lines
+    assert output.getvalue().splitlines()[2:] == lines
 
 
-def test_a_restart_says_from_where(plain_writer, output, clock, start, metrics_record):
-    plain_writer.write(start)
-    plain_writer.write(metrics_record(13, train__loss=1.0))
-    plain_writer.write(Record("start", dict(start.data, lines=[]), step=10, attempt=1))
+@pytest.mark.parametrize(("restarts", "said"), [(False, []), (True, ["restart 1, from step 10"])])
+def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock, start, metrics_record):
+    writer = ProgressWriter(Console(file=output, width=120, force_terminal=False), restarts=restarts, clock=clock)
+    writer.write(start)
+    writer.write(metrics_record(13, train__loss=1.0))
+    writer.write(Record("start", dict(start.data, lines=[]), step=10, attempt=1))
     clock.now += 20
-    plain_writer.write(metrics_record(12, attempt=1, train__loss=1.0))
-    assert output.getvalue().splitlines()[3:] == [
-        "attempt 1: started again from step 10",
-        "epoch 2/5  step 12/50  train/loss 1  ETA 0:06:20",
-    ]
+    writer.write(metrics_record(12, attempt=1, train__loss=1.0))
+    told = [*said, "epoch 2/5  step 12/50  train/loss 1  ETA 0:06:20"]
+    assert output.getvalue().splitlines()[2:] == told
 
 
 def test_without_totals(plain_writer, output, clock):
@@ -112,7 +111,7 @@ def test_without_totals(plain_writer, output, clock):
 def test_text_of_ranks_cannot_steer_the_terminal(output, clock):
     writer = ProgressWriter(terminal(output, color_system=None), clock=clock)
     evil = "\x1b]0;owned\x07\x1b[2Jname\x9b31m\r"
-    writer.write(Record("start", {"title": evil, "lines": [f"[red]{evil}"]}))
+    writer.write(Record("start", {"lines": [f"[red]{evil}"]}))
     writer.write(Record("metrics", {"metrics": {f"train/{evil}": 1.0, "val/x": 1.0}}, step=1))
     writer.close()
     text = output.getvalue()

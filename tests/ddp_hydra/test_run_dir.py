@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.run_dir import Guard, locked, next_attempt, refuse_another
+
+HOLD = """
+import sys, pathlib
+from ddp_hydra.run_dir import locked
+with locked(pathlib.Path(sys.argv[1])):
+    print(flush=True)
+    input()
+"""
+
+
+def test_one_process_at_a_time_writes_and_a_dead_one_lets_go(tmp_path):
+    run_dir = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        holder.stdout.readline()
+        with (
+            pytest.raises(
+                ConfigError, match=rf"run is being written by process {holder.pid} on .*hydra\.run\.dir=.*resume="
+            ),
+            locked(run_dir),
+        ):
+            pass
+        holder.kill()
+        holder.wait()
+    for _ in range(2):
+        with locked(run_dir):
+            assert (run_dir / ".lock").exists()
+        assert not list(run_dir.iterdir())
+
+
+def test_a_lock_that_its_holder_has_just_taken_away_is_none(tmp_path, monkeypatch):
+    real, calls = fcntl.flock, []
+
+    def late(handle, operation):
+        calls.append(operation)
+        if len(calls) == 1:
+            (tmp_path / ".lock").unlink()
+        real(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with ExitStack() as stack:
+        stack.enter_context(locked(tmp_path))
+        assert len(calls) == 2
+        with pytest.raises(ConfigError, match="is being written"):
+            stack.enter_context(locked(tmp_path))
+
+
+def test_a_disk_that_knows_no_locks_will_do(tmp_path, monkeypatch):
+    def refuse(handle, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("resume", ["", "/checkpoints", "/checkpoints/step-000010.pt"])
+def test_a_run_goes_on_in_its_own_folder(tmp_path, resume, monkeypatch):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-000010.pt").touch()
+    refuse_another(tmp_path / "run", f"{tmp_path}/run{resume}")
+    monkeypatch.chdir(tmp_path)
+    refuse_another(tmp_path / "run", f"run{resume}")
+
+
+@pytest.mark.parametrize("resume", [None, "other", "s3://bucket/run", "/"])
+def test_another_run_does_not_get_into_it(tmp_path, resume):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text('{"status": "failed"}')
+    refuse_another(tmp_path / "run", resume)  # it has left nothing to go on from
+    (tmp_path / "run/summary.json").write_text('{"status": "done"}')
+    with pytest.raises(ConfigError, match="holds another run"):
+        refuse_another(tmp_path / "run", resume)
+
+
+def test_a_new_run_has_no_earlier_attempt(tmp_path):
+    assert next_attempt(tmp_path) == next_attempt(tmp_path / "nowhere") == 0
+
+
+def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_path):
+    cfg = OmegaConf.create({"resume": None, "dry_run": False, "hydra": {"run": {"dir": str(tmp_path / "run")}}})
+    Guard().on_run_start(cfg)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/last.pt").touch()
+    with pytest.raises(SystemExit, match=r"ddp_hydra: .*run holds another run"):
+        Guard().on_run_start(cfg)
+    cfg.resume = str(tmp_path / "run")
+    Guard().on_run_start(cfg)
