@@ -18,7 +18,7 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, config, interrupts, launched, output, project
+from ddp_hydra import arguments, completion, config, interrupts, launched, output, project
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.text import traceback_of
@@ -59,6 +59,7 @@ def compose_and_run() -> None:
     sys.path.insert(0, str(root))
     config.register()
     sys.argv[1:] = launched.arguments(arguments.read(sys.argv[1:]))
+    completion.offer_choices()
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
     finally:

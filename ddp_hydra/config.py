@@ -256,10 +256,10 @@ class Config:
 
 
 def register() -> None:
-    """Make the schemas known to Hydra, as `base_config` and `<group>/base`."""
+    """Make the schemas known to Hydra, as `base_config` and `base_<group>`, which no group offers as a choice."""
     versions.register("base_config", Config)
     for group, node in (("trainer", TrainerConfig), ("dispatch", DispatchConfig), ("results", ResultsConfig)):
-        versions.register(f"{group}/base", node)
+        versions.register(f"base_{group}", node)
 
 
 def check(cfg: DictConfig) -> None:

@@ -14,6 +14,7 @@ from ddp_hydra.metrics import Meter, count
 from ddp_hydra.training import precision, selection
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.update import Update
+from ddp_hydra.words import counted
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
@@ -65,10 +66,10 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     if objective.is_unknown(cfg.objective.metric, metrics):
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)
     return [
-        f"data      {len(train_set):,} samples" + (f", {len(val_set):,} for validation" if val_set else ""),
+        f"data      {counted(len(train_set), 'sample')}" + (f", {len(val_set):,} for validation" if val_set else ""),
         f"batch     x {tuple(x.shape)} {x.dtype}, y {tuple(y.shape)} {y.dtype}",
         f"model     {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
-        f"steps     {len(sampler):,} in an epoch with {world_size} ranks of {cfg.data.batch_size}",
+        f"steps     {len(sampler):,} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {before:.4f} before training",
         f"metrics   {', '.join(metrics)}; best.pt goes by {cfg.objective.metric}",
         "dry run: all of it works",

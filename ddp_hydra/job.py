@@ -36,6 +36,7 @@ from ddp_hydra.pulse import REASONS
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.results import Record, finite
 from ddp_hydra.text import message_of, traceback_of
+from ddp_hydra.words import counted
 from ddp_hydra.writers import ResultsHandler, Writer, default_writers
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest
             files["weights"], plain["model"]["weights"], kept["model"]["weights"] = weights, None, None
         packed = guest.project if guest else packed_project(cfg, plain)
         summary["project"] = packed.sha256
+        if cfg.trainer.profile_steps:
+            summary["profile"] = "profile/table.md"
         job = Job(run_dir, cfg, plain, files, summary, guest, kept)
         spec = launched.place(cfg.cluster)
         here = spec is not None or cluster.is_inline(cfg.cluster)
@@ -468,10 +471,16 @@ def closing_lines(summary: dict[str, Any], where: str) -> str:
     names = ("train/loss", "val/loss", "val/accuracy")
     shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
-    steps = f"{summary['steps']} steps in {summary['train_s']:.1f} s"
-    done = f"done: {steps}, {speed}, {', '.join(shown)}  ->  {where}"
-    slow = bound.describe_slowest(summary["slowest"])
-    return "\n".join([done, bound.describe(summary["data"], summary["train_s"]), *([slow] if slow else [])])
+    steps = summary["steps"]
+    lines = [
+        f"done: {counted(steps, 'step')} in {summary['train_s']:.1f} s, {', '.join([speed, *shown])}  ->  {where}",
+        bound.describe(summary["data"], summary["train_s"], steps),
+        bound.describe_slowest(summary["slowest"], steps),
+        f"profile: {where}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
+        if summary.get("profile")
+        else None,
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def _why(reason: str, steps: int) -> str:

@@ -29,6 +29,7 @@ from ddp_hydra.training.early_stop import EarlyStop
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.progress import Progress
 from ddp_hydra.training.update import Update
+from ddp_hydra.words import counted
 
 
 def train(
@@ -292,9 +293,10 @@ def seed_others(seed: int) -> None:
 
 
 def log(metrics: Mapping[str, float], position: Position, rank: int) -> None:
-    """Send metrics, from rank 0."""
+    """Send metrics, from rank 0, with the epoch that they belong to, the first being 1."""
     if rank == 0:
-        results.log(metrics, step=position.step, epoch=position.epoch, samples=position.samples)
+        epoch = position.epoch + (position.offset > 0)
+        results.log(metrics, step=position.step, epoch=epoch, samples=position.samples)
 
 
 def is_best(state: State, metrics: Mapping[str, float], objective: DictConfig) -> bool:
@@ -325,17 +327,18 @@ def header(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
     validation = f", {len(val_set):,} for validation" if val_set is not None else ""
+    ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
     parts = f"{cfg.trainer.accumulate} parts x " if cfg.trainer.accumulate > 1 else ""
     lines = [
         f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
-        f"data      {len(train_set):,} samples{validation}",
-        f"ranks     {world_size} on {device.type}, {torch.get_num_threads()} threads each, {cfg.trainer.precision}",
-        f"batch     {cfg.data.batch_size} x {parts}{world_size} ranks = {sampler.global_batch} effective",
+        f"data      {counted(len(train_set), 'sample')}{validation}",
+        f"ranks     {world_size} on {device.type}, {threads} each, {cfg.trainer.precision}",
+        f"batch     {cfg.data.batch_size} x {parts}{ranks} = {sampler.global_batch} effective",
         f"steps     {total_steps:,}, {len(sampler):,} in an epoch",
     ]
     lines += [f"skipped   {said}" for said in dict.fromkeys(map(skipped_by, (train_set, val_set))) if said]
     if position.step:
-        lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch}, sample {position.samples:,}")
+        lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}")
     epochs = -(-total_steps // len(sampler))
     return {
         "lines": lines,

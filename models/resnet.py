@@ -8,7 +8,9 @@ from torchvision.models import resnet18 as _resnet18
 from torchvision.models import resnet50 as _resnet50
 
 
-def resnet18(num_classes: int, weights: str | None = None, small_images: bool = False) -> ResNet:
+def resnet18(
+    num_classes: int, weights: str | None = None, small_images: bool = False, norm_momentum: float = 0.1
+) -> ResNet:
     """Build a ResNet-18 (11.2 M parameters at 10 classes).
 
     Args:
@@ -17,6 +19,7 @@ def resnet18(num_classes: int, weights: str | None = None, small_images: bool = 
             last layer is new unless `num_classes` is the 1000 of ImageNet.
         small_images: a 3x3 stem without stride and max pool, for images of about 32x32 pixels: slower, as
             every layer then sees 16 times the pixels.
+        norm_momentum: a step's part in the statistics that BatchNorm validates with; more for runs of few steps.
 
     Returns:
         A module: images float (batch, 3, height, width) -> logits (batch, num_classes).
@@ -25,16 +28,19 @@ def resnet18(num_classes: int, weights: str | None = None, small_images: bool = 
         ValueError: `weights` names none, or `num_classes` is no positive number.
     """
     chosen = _weights(ResNet18_Weights, weights)
-    return _adapt(_resnet18(weights=chosen), _positive(num_classes), chosen is not None, small_images)
+    return _adapt(_resnet18(weights=chosen), _positive(num_classes), chosen is not None, small_images, norm_momentum)
 
 
-def resnet50(num_classes: int, weights: str | None = None, small_images: bool = False) -> ResNet:
+def resnet50(
+    num_classes: int, weights: str | None = None, small_images: bool = False, norm_momentum: float = 0.1
+) -> ResNet:
     """Build a ResNet-50 (23.5 M parameters at 10 classes).
 
     Args:
         num_classes: as of `resnet18`.
         weights: as of `resnet18`, from `ResNet50_Weights`.
         small_images: as of `resnet18`.
+        norm_momentum: as of `resnet18`.
 
     Returns:
         A module: images float (batch, 3, height, width) -> logits (batch, num_classes).
@@ -43,7 +49,7 @@ def resnet50(num_classes: int, weights: str | None = None, small_images: bool = 
         ValueError: as `resnet18`.
     """
     chosen = _weights(ResNet50_Weights, weights)
-    return _adapt(_resnet50(weights=chosen), _positive(num_classes), chosen is not None, small_images)
+    return _adapt(_resnet50(weights=chosen), _positive(num_classes), chosen is not None, small_images, norm_momentum)
 
 
 def _weights(known: type[WeightsEnum], name: str | None) -> WeightsEnum | None:
@@ -66,12 +72,15 @@ def _positive(num_classes: int) -> int:
     return num_classes
 
 
-def _adapt(network: ResNet, num_classes: int, pretrained: bool, small_images: bool) -> ResNet:
-    """Give the network the last layer and the stem that were asked for."""
+def _adapt(network: ResNet, num_classes: int, pretrained: bool, small_images: bool, norm_momentum: float) -> ResNet:
+    """Give the network the last layer, the stem and the norms that were asked for."""
     if not (pretrained and num_classes == network.fc.out_features):
         network.fc = nn.Linear(network.fc.in_features, num_classes)
     if small_images:
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
         network.maxpool = nn.Identity()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = norm_momentum
     return network

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     # 1: what everything may use
-    ("errors", "config", "versions", "text", "objective", "stored"),
+    ("errors", "config", "versions", "words", "text", "objective", "stored"),
     # 2: pure parts
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
@@ -31,7 +31,7 @@ FLOORS = [
         "dispatch", "inline", "launched", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
-    ("job", "sweep", "shared", "driver", "attach", "arguments", "cli", "__main__"),
+    ("job", "sweep", "shared", "driver", "attach", "arguments", "completion", "cli", "__main__"),
 ]  # fmt: skip
 """As in DESIGN.md; `project` is on the second floor, for workers unpack what the client packs."""
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}

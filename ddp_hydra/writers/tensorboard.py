@@ -23,6 +23,8 @@ from ddp_hydra.writers.checks import metric_values
 from ddp_hydra.writers.disk import AppendFile, place
 from ddp_hydra.writers.events import encoded, file_name
 
+_COSTS = ("data_wait", "samples_per_s", "slowest_rank")
+_COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
@@ -41,6 +43,7 @@ class TensorBoardWriter:
         path = place(run_dir, f"tensorboard/{file_name()}")
         self._file = AppendFile(path)
         self._empty = True
+        self._seen: set[str] = set()  # counts that are more than 0
         self._attempt: int | None = None
         self._purge = bool(_events_in(path.parent))  # a job that is run again, or goes on, where it was before
 
@@ -59,7 +62,7 @@ class TensorBoardWriter:
         if self._purge and record.step is not None:
             self._take_back(record)
         if record.kind != "start":
-            value = {"metrics": _scalars, "text": _text, "image": _image}[record.kind](record)
+            value = {"metrics": self._scalars, "text": _text, "image": _image}[record.kind](record)
             self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
 
     def flush(self) -> None:
@@ -75,6 +78,16 @@ class TensorBoardWriter:
         self._append(Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START)))
         self._purge = False
 
+    def _scalars(self, record: Record) -> Summary:
+        """What trains and what validates come first on the screen, as its groups go by the alphabet.
+
+        What they cost is under `work`; no curve is made of a count that is 0 all the time.
+        """
+        values = metric_values(record)
+        self._seen |= {name for name in _COUNTS if values.get(name)}
+        shown = {_tag(name): value for name, value in values.items() if name not in _COUNTS or name in self._seen}
+        return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()])
+
     def _append(self, event: Event) -> None:
         if self._empty:
             self._file.append(encoded(Event(wall_time=event.wall_time, file_version="brain.Event:2")))
@@ -87,9 +100,8 @@ def _events_in(folder: Path) -> list[Path]:
     return [path for path in folder.glob("events.out.tfevents.*") if path.suffix != ".hparams"]
 
 
-def _scalars(record: Record) -> Summary:
-    values = metric_values(record).items()
-    return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values])
+def _tag(name: str) -> str:
+    return f"work/{name.removeprefix('data/')}" if name in _COSTS or name.startswith("data/") else name
 
 
 def _text(record: Record) -> Summary:

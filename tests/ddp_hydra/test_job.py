@@ -450,3 +450,11 @@ def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
     assert (made.first_attempt, made.earlier_attempts) == (3, [{"attempt": 1}])
     made.call(3, 4)
     assert made.first_world_size == 4
+
+
+def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
+    few = {**VALUE, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
+    lines = jobs.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
+    assert lines[0].startswith("done: 1 step in 1.5 s, 107 samples/s, ")
+    assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
+    assert jobs.closing_lines(VALUE, "outputs/a").splitlines()[1].startswith("data: bound by compute")

@@ -148,6 +148,8 @@ def test_a_run_of_two_epochs_logs_validates_and_saves(train):
     assert (run.value["steps"], run.value["samples"], run.value["interrupted"]) == (8, 16, "")
     assert [step for step, _ in run.metrics("train/loss")] == [3, 4, 6, 8]
     assert [step for step, _ in run.metrics("val/loss")] == [4, 8]
+    epochs = {record.step: record.data["epoch"] for record in run.records if record.kind == "metrics"}
+    assert epochs == {3: 1, 4: 1, 6: 2, 8: 2}
     assert run.steps_saved == [4, 8]
     assert run.value["metrics"].keys() >= {"train/loss", "val/accuracy", "lr"}
     content = read(run.last)

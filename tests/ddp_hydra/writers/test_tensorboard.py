@@ -54,6 +54,20 @@ def test_scalars_texts_and_images_come_back_before_close(tmp_path, metrics_recor
     writer.close()
 
 
+def test_what_trains_comes_before_what_it_costs_and_zeros_make_no_curve(tmp_path, metrics_record):
+    writer = TensorBoardWriter(tmp_path)
+    costs = {"data/retries": 0, "data/bad_samples": 0, "data/bytes_per_s": 0.0, "data_wait": 0.0, "samples_per_s": 9.0}
+    writer.write(metrics_record(10, train__loss=0.5, val__loss=0.5, **costs))
+    writer.write(metrics_record(20, **{**costs, "data/retries": 2}))
+    writer.write(metrics_record(30, **costs))
+    writer.close()
+    events = read_back(tmp_path)
+    assert sorted(events.Tags()["scalars"]) == [
+        "train/loss", "val/loss", "work/bytes_per_s", "work/data_wait", "work/retries", "work/samples_per_s",
+    ]  # fmt: skip
+    assert [(event.step, event.value) for event in events.Scalars("work/retries")] == [(20, 2), (30, 0)]
+
+
 @pytest.mark.parametrize("says_where", [True, False])
 def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_record, says_where):
     writer = TensorBoardWriter(tmp_path)

@@ -1,0 +1,16 @@
+"""Numbers with their nouns, for people."""
+
+from __future__ import annotations
+
+
+def counted(number: float, noun: str) -> str:
+    """Return for example "1 thread" or "1,442 samples".
+
+    Args:
+        number: how many.
+        noun: of one.
+    """
+    if round(number) == 1:
+        return f"1 {noun}"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,.0f} {plural}"
