@@ -59,13 +59,27 @@ def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, sche
     except KeyboardInterrupt as error:
         return Ended(State.interrupted, None, first_line(str(error)) or "interrupted")
     except SystemExit as error:
-        if error.code in (None, 0):
-            return Ended(State.failed, None, "the task ended the process (sys.exit) before it returned")
-        return Ended(State.failed, None, f"the task ended the process: sys.exit({error.code!r})")
+        return Ended(State.failed, None, exited(error))
+    except Exception as error:  # Hydra itself could not begin: hydra.job.env_set, its logging, the folder
+        return Ended(State.failed, None, summarised(error), told(error))
     value, result = result._return_value, portable(result)
     if result.status == JobStatus.COMPLETED:
         return Ended(State.done, result)
     raised = value if isinstance(value, BaseException) else result._return_value
-    trace = traceback_of(raised)
-    print(trace, flush=True)  # noqa: T201, into the job's log
-    return Ended(State.failed, result, summarised(raised), trace)
+    return Ended(State.failed, result, summarised(raised), told(raised))
+
+
+def exited(error: SystemExit) -> str:
+    """Say how a task ended that called sys.exit."""
+    if error.code in (None, 0):
+        return "the task exited with code 0 (sys.exit) before it returned"
+    if isinstance(error.code, int):
+        return f"the task exited with code {error.code} (sys.exit)"
+    return f"the task exited with code 1 (sys.exit): {first_line(str(error.code))}"
+
+
+def told(error: BaseException) -> str:
+    """Print a traceback into the job's log, and return it."""
+    trace = traceback_of(error)
+    print(trace, flush=True)  # noqa: T201
+    return trace

@@ -81,7 +81,7 @@ class Display:
         keys = list(dict.fromkeys(key for values in what.values() for key in values))
         metric = self.objective.metric if self.objective else "value"
         table = Table(box=None, padding=(0, 1), header_style="dim")
-        for name in ("job", "state", *keys, "at", metric, "workers", "left"):
+        for name in ("job", "state", *keys, "at", metric, "workers", "time", "left"):
             table.add_column(
                 Text(plain(name)), justify="left" if name in ("state", *keys) else "right", overflow="fold"
             )
@@ -92,12 +92,13 @@ class Display:
         for row in ordered:
             table.add_row(
                 str(row.number),
-                Text(row.state.value, style=STYLES.get(row.state, "dim")),
+                Text(row.shown_state, style=STYLES.get(row.state, "dim")),
                 *(Text(plain(what[row.number].get(key, ""))) for key in keys),
                 _where(row),
                 "" if row.objective is None else f"{row.objective:.4g}",
                 str(row.workers) if row.workers else "",
-                _duration(row.eta_s) if row.state == State.running else _duration(row.wall_s or None),
+                _duration(row.wall_s or None),
+                _duration(row.eta_s if row.state == State.running else None),
             )
         hidden = len(rows) - len(ordered)
         note = counted(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
@@ -105,11 +106,11 @@ class Display:
 
 
 def _where(row: Row) -> str:
-    if row.epoch is not None:
-        return f"epoch {row.epoch:g}" + (f"/{row.epochs:g}" if row.epochs else "")
+    if row.epoch is not None and row.epochs:
+        return f"epoch {row.epoch:g}/{row.epochs:g}"
     if row.step is not None:
         return f"step {row.step}" + (f"/{row.total_steps}" if row.total_steps else "")
-    return "waits" if row.state == State.running and not row.workers else ""
+    return ""
 
 
 def _duration(seconds: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
-from hydra.core.utils import setup_globals
+from hydra.core.utils import configure_log, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
@@ -60,5 +62,21 @@ def perform(call: bytes, path: list[str]) -> Any:
     setup_globals()
     Singleton.set_state(state)
     HydraConfig.instance().cfg = hydra_cfg
+    if os.environ.get("RANK") == "0":
+        log_as_hydra_does(hydra_cfg)
     with allowing(targets):
         return task(cfg)
+
+
+def log_as_hydra_does(hydra_cfg: DictConfig) -> None:
+    """Have what rank 0 logs go where `hydra.job_logging` says: to the terminal and into `<app>.log`.
+
+    Args:
+        hydra_cfg: the config of `HydraConfig`.
+    """
+    try:
+        configure_log(hydra_cfg.hydra.job_logging, hydra_cfg.hydra.verbose)
+    except ValueError as error:  # the job's folder is on another host
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
+        why = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        print(f"hydra.job_logging cannot be set up on this host, so what is logged is printed here: {why}")  # noqa: T201

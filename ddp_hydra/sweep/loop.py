@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import getpass
 import importlib
@@ -69,6 +70,11 @@ class Running:
         """What is known of it."""
         return self.planned.row
 
+    @property
+    def wall_s(self) -> float:
+        """How long it has taken, with the parts before it went on."""
+        return self.planned.spent_s + time.monotonic() - self.begun
+
 
 class Sweep:
     """All jobs of one `--multirun`, which Hydra hands over in one or more batches.
@@ -98,7 +104,7 @@ class Sweep:
         own_need = plan.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if goes_on else None
         self.queue = Queue(folder, loader, config, own_need, earlier, settings.retry_failed)
-        self.objective = objective_of(config)
+        self.objective = objective_of(config, settings.direction)
         self.overview, self.display = Overview(folder, self.objective), Display(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows = earlier or []
@@ -217,6 +223,10 @@ class Sweep:
     def start(self, job: Planned) -> None:
         """Start a job in a process of its own."""
         job.row.state, job.row.message = State.running, ""
+        if not job.is_ours or not job.need.cluster:
+            job.row.workers = job.need.ranks or 1  # it says nothing of them itself, and begins at once
+        with contextlib.suppress(OSError):
+            (job.folder / "status.json").unlink(missing_ok=True)  # of an earlier start that was killed
         work = partial(coordinate, job, self.context, self.task, self.host.scheduler if self.host else None)
         self.running.append(Running(job, Child(lambda pipe: work(), job.folder / "logs" / "job.log", [self.lock])))
 
@@ -226,7 +236,7 @@ class Sweep:
         said = job.child.values[-1] if job.child.values else None
         job.child.end()
         row, folder = job.row, job.planned.folder
-        row.wall_s, row.eta_s = time.monotonic() - job.begun, None
+        row.wall_s, row.eta_s = job.wall_s, None
         ended = said if isinstance(said, Ended) else self.silent_end(job)
         if job.stop_reason and ended.state != State.done:
             ended = Ended(State.failed, None, job.stop_reason)
@@ -262,13 +272,13 @@ class Sweep:
                 reports.read_status(job.row, job.planned.folder, self.objective)
                 if waits:  # for workers until now
                     job.begun = now
-            job.row.wall_s = now - job.begun
+            job.row.wall_s = job.wall_s
             self.check_time(job, now)
 
     def check_time(self, job: Running, now: float) -> None:
         """End a job that takes too long."""
         limit_s = self.settings.job_timeout_s
-        if limit_s is not None and job.row.wall_s > limit_s and not job.stop_reason:
+        if limit_s is not None and now - job.begun > limit_s and not job.stop_reason:
             job.stop_reason = f"it took longer than hydra.launcher.job_timeout_s={limit_s:g}"
             job.kill_at = now + STOP_S
             job.child.signal(signal.SIGINT)

@@ -138,8 +138,9 @@ def _png(rows: Sequence[Row], objective: Objective, keys: list[str]) -> bytes:
 
 def _title(rows: Sequence[Row], objective: Objective, keys: int) -> str:
     best = _good(rows, objective)[0]
-    better = "higher" if objective.maximize else "lower"
-    said = f"best: job {best.number} with {_shown(objective.metric, 40)} {best.objective:.5g} ({better} is better)"
+    said = f"best: job {best.number} with {_shown(objective.metric, 40)} {best.objective:.5g} ({objective.better})"
+    if not objective.ranks(rows):
+        said = "no best: " + ("jobs have other data" if objective.maximize is not None else "no direction was given")
     return f"{counted(rows)}\n{said}" + (f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else "")
 
 
@@ -150,7 +151,7 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) 
     bests: dict[float, float] = {}
     for row in good:
         bests.setdefault(at[row.number], _value(row))
-    if scale.numbers and len(bests) <= _MAX_LINE:
+    if objective.ranks(rows) and scale.numbers and len(bests) <= _MAX_LINE:
         places = sorted(bests)
         axes.plot(places, [bests[place] for place in places], color=_JOB, alpha=0.35, linewidth=1.2, zorder=1)
     for is_done, label in ((True, "done"), (False, "running or interrupted")):
@@ -160,7 +161,8 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) 
                 [at[row.number] for row in shown], [_value(row) for row in shown], s=30, alpha=0.75, linewidth=0.9,
                 color=_JOB if is_done else "white", edgecolor=_JOB, zorder=2, label=label,
             )  # fmt: skip
-    _star(axes, at[good[0].number], _value(good[0]), 200)
+    if objective.ranks(rows):
+        _star(axes, at[good[0].number], _value(good[0]), 200)
     failed = [at[row.number] for row in rows if _is_lost(row)]
     if failed:
         bottom = axes.get_xaxis_transform()
@@ -222,7 +224,7 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
         elif _is_lost(row):
             axes.scatter(x, y, marker="x", s=40, color=_FAILED, linewidth=1.6, zorder=0)
     image = axes.imshow(
-        cells, cmap="viridis" if objective.maximize else "viridis_r", origin="lower", aspect="auto", zorder=1,
+        cells, cmap="viridis_r" if objective.maximize is False else "viridis", origin="lower", aspect="auto", zorder=1,
         norm="log" if _log_values(rows, objective) else "linear",
     )  # fmt: skip
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, format=_plainly)
@@ -233,11 +235,12 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
         for y, line in enumerate(cells):
             for x, value in enumerate(line):
                 if not math.isnan(value):
-                    shade = norm(value) if objective.maximize else 1 - norm(value)
+                    shade = 1 - norm(value) if objective.maximize is False else norm(value)
                     color = "black" if shade > 0.6 else "white"
                     axes.text(x, y, f"{value:.3g}", ha="center", va="center", color=color, fontsize=8)
     best = _good(rows, objective)[0].number
-    _star(axes, columns[across.values[best]], lines[up.values[best]] + 0.3, 110)
+    if objective.ranks(rows):
+        _star(axes, columns[across.values[best]], lines[up.values[best]] + 0.3, 110)
     _mark_texts(axes, across)
     axes.set_yticks(range(len(lines)), up.labels)
     axes.set_ylim(-0.5, len(lines) - 0.5)
@@ -277,7 +280,7 @@ def _value(row: Row) -> float:
 
 def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
     """A loss that went far up would leave the others in one line."""
-    return not objective.maximize and _spans([_value(row) for row in rows if _has_value(row)])
+    return objective.maximize is False and _spans([_value(row) for row in rows if _has_value(row)])
 
 
 def _spans(numbers: Sequence[float]) -> bool:

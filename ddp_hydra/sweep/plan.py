@@ -46,6 +46,7 @@ class Planned:
         folder: its run directory.
         is_ours: its config is one of ours, so the task dispatches a gang itself.
         result: what Hydra's sweeper gets; None while there is nothing.
+        spent_s: how long the earlier parts took that it goes on from.
     """
 
     row: Row
@@ -56,6 +57,7 @@ class Planned:
     folder: Path = Path()
     is_ours: bool = False
     result: JobReturn | None = None
+    spent_s: float = 0.0
 
     @property
     def is_composed(self) -> bool:
@@ -204,6 +206,7 @@ def go_on(planned: Planned) -> None:
     if planned.is_ours and planned.earlier is not None and checkpoints.is_file():
         with open_dict(planned.config):
             planned.config.resume = str(planned.folder)
+        planned.spent_s = planned.earlier.wall_s
 
 
 def first_need(config: DictConfig) -> Need:

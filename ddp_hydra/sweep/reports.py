@@ -45,10 +45,16 @@ def take_value(row: Row, value: Any, objective: Objective) -> None:
 def plain_value(value: Any) -> Any:
     """A value as JSON keeps it; None for one that it does not keep."""
     try:
-        kept = json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError):
+        value = of_one(value)
+        kept = json.loads(json.dumps(value, default=of_one))
+    except (TypeError, ValueError, RecursionError, RuntimeError):
         return None
     return kept if kept == value or isinstance(value, tuple) else None
+
+
+def of_one(value: Any) -> Any:
+    """Return the plain number of a scalar of numpy or torch, and of an array of no dimensions; others as they are."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def number(value: Any, kind: type = float) -> Any:

@@ -67,8 +67,10 @@ def summarised(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of a text."""
-    return text.strip().partition("\n")[0]
+    """Return the first line of a text, and the one that it announces: Hydra puts the cause into a line of its own."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    end = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines))
+    return " ".join(lines[: end + 1])
 
 
 def _result(job: Planned, status: JobStatus, value: Any) -> JobReturn:

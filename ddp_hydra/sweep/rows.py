@@ -7,6 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+DATA_KEYS = frozenset(
+    {"data", "experiment", "task"}
+    | {
+        f"data.{name}"
+        for name in (
+            "_target_", "bucket", "train_prefix", "val_prefix", "table", "val_table", "index", "val_index", "source",
+            "base", "train", "val", "endpoint_url",
+        )
+    }
+)  # fmt: skip
+"""Overrides that choose a data set; the other keys of `data` say how it is read."""
+
 
 class State(Enum):
     """Where a job is."""
@@ -61,6 +73,11 @@ class Row:
     message: str = ""
     value: object = None
 
+    @property
+    def shown_state(self) -> str:
+        """Name its state for a person: one that runs may still wait for workers."""
+        return "waiting" if self.state == State.running and not self.workers else self.state.value
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -68,29 +85,54 @@ class Objective:
 
     Args:
         metric: its name.
-        maximize: whether more is better.
+        maximize: whether more is better; None where nobody has said it.
     """
 
     metric: str
-    maximize: bool
+    maximize: bool | None
+
+    @property
+    def better(self) -> str:
+        """Say which values are better."""
+        return "higher is better" if self.maximize else "lower is better"
+
+    def ranks(self, rows: Sequence[Row]) -> bool:
+        """Return whether one of these jobs can be called the best."""
+        return self.maximize is not None and len(set(data_of(rows).values())) < 2
 
 
 def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
     """Order jobs: those with an objective by it, then the others by number; failed ones last.
 
+    Jobs with other data stand apart: a number that was measured on one data set says nothing of another.
+
     Args:
         rows: of a sweep.
-        objective: None: all by number.
+        objective: None, or one of which nobody has said what is better: all by number.
     """
+    rows = list(rows)
+    data = data_of(rows)
+    places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
 
-    def key(row: Row) -> tuple[bool, bool, float, int]:
+    def key(row: Row) -> tuple[bool, int, bool, float, int]:
         failed = row.state == State.failed
         value = row.objective
-        if objective is None or failed or value is None or math.isnan(value):
-            return failed, True, 0.0, row.number
-        return False, False, -value if objective.maximize else value, row.number
+        if objective is None or objective.maximize is None or failed:
+            return failed, 0, True, 0.0, row.number
+        place = places[data[row.number]]
+        if value is None or math.isnan(value):
+            return False, place, True, 0.0, row.number
+        return False, place, False, -value if objective.maximize else value, row.number
 
     return sorted(rows, key=key)
+
+
+def data_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
+    """Return, by number, the swept keys and values that choose what a job learns from and is measured on."""
+    return {
+        number: tuple((key, value) for key, value in values.items() if key in DATA_KEYS)
+        for number, values in swept(rows).items()
+    }
 
 
 def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
@@ -109,11 +151,11 @@ def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
 def counted(rows: Iterable[Row]) -> str:
     """For example "12 jobs: 9 done, 3 failed"."""
     rows = list(rows)
+    names = [row.shown_state for row in rows]
     parts = []
-    for state in (State.done, State.failed, State.interrupted, State.running, State.queued):
-        number = sum(row.state == state for row in rows)
-        if number:
-            parts.append(f"{number} {state.value}")
+    for name in ("done", "failed", "interrupted", "running", "waiting", "queued"):
+        if number := names.count(name):
+            parts.append(f"{number} {name}")
     return f"{len(rows)} job{'s' if len(rows) != 1 else ''}: {', '.join(parts)}"
 
 

@@ -9,7 +9,10 @@ from omegaconf import DictConfig
 
 from ddp_hydra import objective
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.plan import is_ours
 from ddp_hydra.sweep.rows import Objective
+
+DIRECTIONS = ("maximize", "minimize")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Settings:
         job_timeout_s: a job that takes longer is stopped, and has failed; None for no limit.
         ranks: for apps whose config is not one of ours: run the task on so many ranks; None for none.
         cluster: for the same: `_target_` and arguments of the cluster; None for a local one.
+        direction: for the same: maximize or minimize what the task returns; None for what the sweeper does.
     """
 
     max_jobs: int | None = None
@@ -31,6 +35,7 @@ class Settings:
     job_timeout_s: float | None = None
     ranks: int | None = None
     cluster: Any = None
+    direction: str | None = None
 
     def __post_init__(self) -> None:
         for key in ("max_jobs", "ranks"):
@@ -39,6 +44,8 @@ class Settings:
                 raise ConfigError(f"hydra.launcher.{key}={value}: give a whole number of at least 1, or null")
         if self.cluster is not None and self.ranks is None:
             raise ConfigError("hydra.launcher.cluster is for tasks with ranks: give hydra.launcher.ranks=2, too")
+        if self.direction not in (None, *DIRECTIONS):
+            raise ConfigError(f"hydra.launcher.direction={self.direction}: give maximize or minimize, or null")
         limit_s = self.job_timeout_s
         if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
             raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
@@ -54,20 +61,29 @@ class Settings:
                 "hydra.launcher.ranks and hydra.launcher.cluster are for apps whose config is not one of ours: give "
                 "dispatch.ranks and cluster instead"
             )
+        if self.direction is not None:
+            raise ConfigError(
+                "hydra.launcher.direction is for apps whose config is not one of ours: give objective.direction instead"
+            )
 
 
-def objective_of(config: DictConfig) -> Objective:
-    """What jobs are compared by: `objective` of the config, else what the task returns.
+def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
+    """Return what jobs are compared by: `objective` of the config, else what the task returns.
 
     Args:
-        config: of the sweep. Sweepers say `direction`; where nobody does, less is better, as it is for most sweepers.
+        config: of the sweep, which may say a direction in `objective` or in `hydra.sweeper`.
+        direction: of the launcher; comes first.
     """
     given = config.get("objective")
-    if isinstance(given, DictConfig) and (given.get("metric") or "trainer" in config):
-        metric, direction = objective.of(config)
-        return Objective(str(metric), direction == "maximize")
-    return Objective("value", _maximizes(config.hydra.sweeper.get("direction", "minimize")))
+    if is_ours(config):
+        metric, ours = objective.of(config)
+        return Objective(str(metric), _maximizes(ours))
+    if isinstance(given, DictConfig) and given.get("metric"):
+        return Objective(str(given.metric), _maximizes(direction or given.get("direction")))
+    return Objective("value", _maximizes(direction or config.hydra.sweeper.get("direction")))
 
 
-def _maximizes(direction: object) -> bool:
-    return getattr(direction, "name", direction) == "maximize"
+def _maximizes(direction: object) -> bool | None:
+    """Read a direction; None where there is none, or one for each of several values."""
+    name = getattr(direction, "name", direction)
+    return name == "maximize" if name in DIRECTIONS else None

@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, data_of, swept
 from ddp_hydra.text import plain
 
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
@@ -31,7 +31,7 @@ def csv_text(rows: Sequence[Row], objective: Objective | None) -> str:
         values = [overrides[row.number].get(key) for key in keys]
         numbers = [row.objective] * len(first) + [row.metrics.get(name) for name in metrics]
         rest = [row.step, row.workers, round(row.wall_s, 3), row.folder, row.message]
-        table.writerow(map(_cell, [row.number, row.state.value, *values, *numbers, *rest]))
+        table.writerow(map(_cell, [row.number, row.shown_state, *values, *numbers, *rest]))
     return target.getvalue()
 
 
@@ -44,23 +44,46 @@ def markdown_text(rows: Sequence[Row], objective: Objective | None) -> str:
     kinds = ["--:", ":--", *(":--" for _ in keys), *("--:" for _ in metrics), "--:", "--:", ":--"]
     lines = [f"# Sweep of {counted(rows)}", ""]
     if objective:
-        better = "higher" if objective.maximize else "lower"
-        lines += [f"Best first by {_markup(objective.metric)}: {better} is better.", ""]
+        lines += [_order_of(rows, objective), ""]
     lines += [_line(map(_markup, head)), _line(kinds)]
     ordered = best_first(rows, objective)
-    best = next((row for row in ordered if row.objective is not None and math.isfinite(row.objective)), None)
+    bests = _bests(ordered, objective)
     for row in ordered:
         number = "" if row.objective is None or not math.isfinite(row.objective) else f"{row.objective:.5g}"
-        if row is best and objective and row.state is not State.failed:
+        if row.number in bests:
             number = f"**{number}**"
         steps = "" if row.step is None else f"{row.step}"
-        if row.total_steps and row.state is not State.done:
+        if row.total_steps:
             steps = f"{row.step or 0}/{row.total_steps}"
         values = [_markup(overrides[row.number].get(key, "")) for key in keys]
         message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
         took = _clock(row.wall_s) if row.wall_s and math.isfinite(row.wall_s) else ""
-        lines.append(_line([str(row.number), row.state.value, *values, *[number] * len(metrics), steps, took, message]))
+        lines.append(_line([str(row.number), row.shown_state, *values, *[number] * len(metrics), steps, took, message]))
     return "\n".join(lines) + "\n"
+
+
+def _order_of(rows: Sequence[Row], objective: Objective) -> str:
+    """Say how jobs are ordered."""
+    metric = _markup(objective.metric)
+    if objective.maximize is None:
+        return (
+            f"In their own order: nobody has said whether a higher {metric} is better. "
+            "`hydra.launcher.direction=maximize` (or `minimize`) does."
+        )
+    if objective.ranks(rows):
+        return f"Best first by {metric}: {objective.better}."
+    return f"Jobs with other data stand apart, each kind best first by {metric}: {objective.better}."
+
+
+def _bests(ordered: Sequence[Row], objective: Objective | None) -> set[int]:
+    """Return the number of the best job of each data set, where it is known what is better."""
+    if objective is None or objective.maximize is None:
+        return set()
+    data, bests = data_of(ordered), dict[object, int]()
+    for row in ordered:
+        if row.state is not State.failed and row.objective is not None and math.isfinite(row.objective):
+            bests.setdefault(data[row.number], row.number)
+    return set(bests.values())
 
 
 def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:

@@ -20,5 +20,6 @@ register(
         "job_timeout_s": None,
         "ranks": None,
         "cluster": None,
+        "direction": None,
     },
 )

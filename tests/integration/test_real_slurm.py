@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def test_a_job_whose_batch_jobs_print_into_the_run_directory(cli):
 
 def test_a_batch_job_that_is_cancelled_ends_the_run_with_a_checkpoint(cli, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.01")
-    process = cli.start(*TINY, *endless)
+    # SLURM kills all that a batch job has started, and so leaves the socket of its warm server behind.
+    runtime = tempfile.mkdtemp(prefix="run-")
+    process = cli.start(*TINY, *endless, f"cluster.job_script_prologue=['export XDG_RUNTIME_DIR={runtime}']")
     try:
         wait_for((cli.folder / "run" / "metrics.jsonl").exists, 100, "a job at work")
         first = sorted((cli.folder / "run" / "logs").glob("slurm-*.out"))[0]
@@ -86,6 +89,7 @@ def test_a_batch_job_that_is_cancelled_ends_the_run_with_a_checkpoint(cli, wait_
     finally:
         process.kill()
         process.communicate()
+        shutil.rmtree(runtime)
     assert process.returncode == 130
     (line,) = err.splitlines()
     assert re.match(r"a worker is being shut down \(SIGTERM\); saved at step \d+: go on with resume=run", line)

@@ -217,7 +217,7 @@ def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, 
 # -- apps that are not ours --------------------------------------------------------------------------------
 
 APP = """
-import os, sys
+import logging, os, sys
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from own_module import scaled
@@ -236,6 +236,7 @@ def main(cfg):
         x = torch.tensor([1.0 + dist.get_rank()])
         dist.all_reduce(x)
         total = float(x)
+    logging.getLogger("app").info("the total is %g", total)
     print("in", HydraConfig.get().runtime.output_dir)
     return scaled(total) + HydraConfig.get().job.num
 
@@ -263,10 +264,11 @@ def test_an_app_of_others_runs_its_task_once_for_each_job(app, cli, nothing_left
     assert states(cli.folder / "sweep") == ["done", "failed", "failed", "failed", "done"]
     found = rows(cli.folder / "sweep")
     assert [found[0]["value"], found[4]["value"]] == [10.0, 14.0]
-    assert "sys.exit(3)" in found[1]["message"]
+    assert found[1]["message"] == "the task exited with code 3 (sys.exit)"
     assert "SIGKILL" in found[2]["message"]
     assert found[3]["message"] == "ValueError: not with me"
     assert "raise ValueError" in (cli.folder / "sweep/3/logs/job.log").read_text()
+    assert "hydra.launcher.direction=maximize" in (cli.folder / "sweep/sweep.md").read_text(), "nobody gave one"
     assert f"in {cli.folder}/sweep/0" in (cli.folder / "sweep/0/logs/job.log").read_text()
     nothing_left()
 
@@ -295,5 +297,7 @@ def test_an_app_of_others_gets_ranks_in_a_process_group_of_their_own(app, cli, n
     assert [found[0]["value"], found[2]["value"]] == [30.0, 32.0]
     assert "ValueError: not with me" in found[1]["message"]
     assert f"in {cli.folder}/sweep/2" in (cli.folder / "sweep/2/logs/rank-1.log").read_text()
+    (logged,) = (cli.folder / "sweep/2/app.log").read_text().splitlines()
+    assert logged.endswith("[app][INFO] - the total is 3"), "of rank 0 alone"
     assert "distributed" not in ended.stderr.replace("torch.distributed", "")
     nothing_left()

@@ -45,19 +45,24 @@ def test_without_a_terminal_each_change_is_one_line(rows):
 def test_on_a_terminal_a_table_follows_the_jobs_and_stays_at_the_end(rows):
     display, out, now = show(terminal=True)
     rows[1].state, rows[1].epoch, rows[1].epochs, rows[1].workers, rows[1].eta_s = State.running, 2, 5, 2, 65.0
+    rows[0].state, rows[1].wall_s = State.running, 3.0
     display.show(rows)
     first = out.getvalue()
-    assert "epoch 2/5" in first
-    assert "0:01:05" in first
+    head, waiting, at_work = (line.split() for line in first.splitlines()[:3])
+    assert head[-4:] == ["val/accuracy", "workers", "time", "left"]
+    assert waiting == ["0", "waiting", "1"]
+    assert at_work == ["1", "running", "2", "epoch", "2/5", "2", "0:00:03", "0:01:05"]
     display.show(rows)
     assert out.getvalue() == first, "not more often than the eye follows"
     now[0] = 1.0
     rows[0].state = rows[1].state = State.done
     rows[1].objective = 0.875
+    rows[1].wall_s = 70.0
     display.show(rows)
     display.close(rows, ["the end"])
     end = out.getvalue().rpartition("val/accuracy")[2]
-    assert end.index("0.875") < end.index("2 jobs: 2 done") < end.index("the end")
+    assert "0:01:05" not in end, "nothing is left"
+    assert end.index("0.875") < end.index("0:01:10") < end.index("2 jobs: 2 done") < end.index("the end")
 
 
 def test_more_jobs_than_lines_show_those_at_work(rows):

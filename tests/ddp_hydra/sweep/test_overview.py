@@ -35,7 +35,7 @@ def done(number: int, objective: float, *overrides: str, **changes: Any) -> Row:
 
 ROWS = [
     done(0, 0.5, "optimizer.lr=0.1", "model=a", "seed=1", wall_s=61.25, workers=2),
-    done(1, 0.75, "optimizer.lr=0.01", "model=a", "seed=1", wall_s=3725.0),
+    done(1, 0.75, "optimizer.lr=0.01", "model=a", "seed=1", wall_s=3725.0, total_steps=100),
     job(2, "optimizer.lr=9", "model=a|b", "seed=1", state=State.failed, step=3, message="no\n*sense* | at <all>"),
     job(3, "optimizer.lr=1", "model=a", "seed=1", state=State.running, step=5, total_steps=100, workers=1),
     job(4, "optimizer.lr=2", "model=a", "seed=1"),
@@ -232,13 +232,29 @@ def test_the_markdown_is_a_table_best_first():
     )
     assert cells(text) == [
         ["job", "state", "optimizer.lr", "model", "val/accuracy", "steps", "time", "message"],
-        ["1", "done", "0.01", "a", "0.75", "100", "1:02:05", ""],
+        ["1", "done", "0.01", "a", "0.75", "100/100", "1:02:05", ""],
         ["0", "done", "0.1", "a", "0.5", "100", "0:01:01", ""],
         ["3", "running", "1", "a", "", "5/100", "", ""],
         ["4", "queued", "2", "a", "", "", "", ""],
         ["2", "failed", "9", "a|b", "", "3", "", "no *sense* | at <all>"],
     ]
     assert text.count("**") == 2
+
+
+def test_without_a_direction_no_job_is_called_better():
+    text = markdown_text(ROWS, Objective("value", maximize=None))
+    assert "hydra.launcher.direction=maximize" in text
+    assert "better:" not in text
+    assert "**" not in text
+    assert [line[0] for line in cells(text)[1:]] == ["0", "1", "3", "4", "2"]
+
+
+def test_each_data_set_has_a_best_of_its_own():
+    rows = [done(n, n / 10, f"data={'ab'[n % 2]}", f"seed={n}") for n in range(4)]
+    text = markdown_text(rows, ACCURACY)
+    assert "\nJobs with other data stand apart, each kind best first by val/accuracy: higher is better.\n" in text
+    assert [line[0] for line in cells(text)[1:]] == ["2", "0", "3", "1"]
+    assert re.findall(r"\*\*(.*?)\*\*", text) == ["0.2", "0.3"]
 
 
 @given(st.text(st.sampled_from("|\\`*_[]<>&~$#!a1 \n-=.:;()'\"")))

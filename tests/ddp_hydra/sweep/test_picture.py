@@ -73,6 +73,16 @@ def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
     )
 
 
+def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = grid(lambda lr, size: lr - size, lr=[1, 2, 3], size=[1, 2])
+    assert draw(rows, Objective("value", maximize=None), tmp_path / "sweep.png")
+    assert all("the best" not in points(axes) for axes in figures[0].axes[:3])
+    assert figures[0].get_suptitle() == "6 jobs: 6 done\nno best: no direction was given"
+    assert draw(grid(lambda lr, data: lr, lr=[1, 2], data=[1, 2]), LOSS, tmp_path / "sweep.png")
+    assert figures[1].get_suptitle() == "4 jobs: 4 done\nno best: jobs have other data"
+
+
 def test_texts_are_side_by_side(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda model: len(model), model=["lstm", "gru", "resnet18"])

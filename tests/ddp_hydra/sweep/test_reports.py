@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +50,15 @@ def test_a_value_is_kept_where_json_keeps_it(row, value, kept):
     reports.take_value(row, value, ACCURACY)
     assert row.value == kept
     assert row.objective == (0.5 if value == 0.5 else None)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
+def test_a_scalar_of_numpy_or_torch_is_a_number(row, value):
+    reports.take_value(row, value, ACCURACY)
+    assert (row.value, row.objective) == (0.5, 0.5)
+    assert type(row.value) is float
+    assert reports.plain_value({"a": [value, np.int64(3)]}) == {"a": [0.5, 3]}
+    assert reports.plain_value(np.array([0.5])) is None
 
 
 @given(

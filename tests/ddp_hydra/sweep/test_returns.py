@@ -7,6 +7,7 @@ import pickle
 import distributed  # noqa: F401 (teaches pickle the exceptions that there are; not those that follow)
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.outcome import Failure
@@ -54,6 +55,11 @@ def test_an_error_shows_where_it_was_raised():
         (ConfigError("first\nsecond"), "first"),
         (ValueError("first\nsecond"), "ValueError: first"),
         (KeyError(), "KeyError"),
+        (
+            InstantiationException("Error in call to target 'a.Model':\nValueError('no such layer')\nfull_key: model"),
+            "InstantiationException: Error in call to target 'a.Model': ValueError('no such layer')",
+        ),
+        (ConfigError("the data set:"), "the data set:"),
     ],
 )
 def test_an_error_is_one_line_in_the_overview(error, line):

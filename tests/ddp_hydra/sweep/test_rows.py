@@ -22,6 +22,22 @@ def test_without_an_objective_the_number_counts():
     assert [found.number for found in best_first(rows, None)] == [0, 2, 1]
 
 
+def test_without_a_direction_nothing_is_better():
+    rows = [row(2, 0.1), row(0, 0.2), row(1, 0.3, State.failed)]
+    assert [found.number for found in best_first(rows, Objective("m", None))] == [0, 2, 1]
+    assert not Objective("m", None).ranks(rows)
+
+
+def test_jobs_with_other_data_stand_apart():
+    given = [("data=a", "lr=1"), ("data=b", "lr=1"), ("data=a", "lr=2"), ("data=b", "lr=2"), ("data=a", "lr=3")]
+    rows = [row(n, n / 10, State.failed if n == 4 else State.done, *words) for n, words in enumerate(given)]
+    objective = Objective("m", maximize=True)
+    assert [found.number for found in best_first(rows, objective)] == [2, 0, 3, 1, 4]
+    assert not objective.ranks(rows)
+    sizes = [row(n, n / 10, State.done, "data=a", f"data.batch_size={n}") for n in range(3)]
+    assert objective.ranks(sizes), "how data are read makes no other data"
+
+
 def test_what_is_swept_is_what_differs():
     rows = [row(0, None, State.done, "data=a", "lr=1"), row(1, None, State.done, "data=a", "lr=2", "+new.key=3")]
     assert swept(rows) == {0: {"lr": "1"}, 1: {"lr": "2", "new.key": "3"}}
@@ -32,3 +48,9 @@ def test_jobs_are_counted_by_how_they_ended():
     rows = [row(0), row(1), row(2, None, State.failed), row(3, None, State.queued)]
     assert counted(rows) == "4 jobs: 2 done, 1 failed, 1 queued"
     assert counted(rows[:1]) == "1 job: 1 done"
+
+
+def test_who_waits_for_workers_does_not_run():
+    rows = [row(number, None, State.running) for number in range(4)]
+    rows[0].workers = rows[3].workers = 2
+    assert counted(rows) == "4 jobs: 2 running, 2 waiting"

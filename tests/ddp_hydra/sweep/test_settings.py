@@ -9,9 +9,19 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import Objective
 from ddp_hydra.sweep.settings import Settings, objective_of
 
+OURS = {"cluster": {"_target_": "distributed.LocalCluster"}, "dispatch": {}, "trainer": {}}
+
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_jobs": 0}, {"max_jobs": True}, {"ranks": "two"}, {"job_timeout_s": 0}, {"job_timeout_s": "long"}]
+    "wrong",
+    [
+        {"max_jobs": 0},
+        {"max_jobs": True},
+        {"ranks": "two"},
+        {"job_timeout_s": 0},
+        {"job_timeout_s": "long"},
+        {"direction": "up"},
+    ],
 )
 def test_what_cannot_be_is_refused_by_its_key(wrong):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{next(iter(wrong))}=.*null"):
@@ -23,17 +33,23 @@ def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
         Settings(cluster={"n_workers": 2})
     with pytest.raises(ConfigError, match=r"give dispatch\.ranks and cluster instead"):
         Settings(ranks=2).check_ours()
+    with pytest.raises(ConfigError, match=r"give objective\.direction instead"):
+        Settings(direction="maximize").check_ours()
     Settings(max_jobs=2).check_ours()
 
 
 @pytest.mark.parametrize(
-    ("config", "objective"),
+    ("config", "direction", "objective"),
     [
-        ({"objective": {"metric": "val/loss", "direction": "minimize"}}, Objective("val/loss", maximize=False)),
-        ({"objective": {"metric": "val/accuracy"}}, Objective("val/accuracy", maximize=True)),
-        ({}, Objective("value", maximize=False)),
-        ({"objective": 3, "hydra": {"sweeper": {"direction": "maximize"}}}, Objective("value", maximize=True)),
+        ({"objective": {"metric": "val/loss", "direction": "minimize"}}, None, Objective("val/loss", maximize=False)),
+        ({"objective": {"metric": "val/accuracy"}}, None, Objective("val/accuracy", maximize=None)),
+        (OURS | {"objective": {"metric": "val/loss"}}, None, Objective("val/loss", maximize=False)),
+        (OURS | {"objective": {"metric": "a", "direction": "maximize"}}, None, Objective("a", maximize=True)),
+        ({}, None, Objective("value", maximize=None)),
+        ({}, "maximize", Objective("value", maximize=True)),
+        ({"objective": 3, "hydra": {"sweeper": {"direction": "maximize"}}}, None, Objective("value", maximize=True)),
+        ({"hydra": {"sweeper": {"direction": ["maximize", "minimize"]}}}, None, Objective("value", maximize=None)),
     ],
 )
-def test_the_objective_is_the_configs_or_what_the_task_returns(config, objective):
-    assert objective_of(OmegaConf.create({"hydra": {"sweeper": {}}} | config)) == objective
+def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction, objective):
+    assert objective_of(OmegaConf.create({"hydra": {"sweeper": {}}} | config), direction) == objective
