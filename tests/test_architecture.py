@@ -31,7 +31,7 @@ FLOORS = [
         "output", "run_dir", "dispatch", "inline", "launched", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
-    ("job", "sweep", "shared", "driver", "attach", "arguments", "completion", "cli", "__main__"),
+    ("job", "sweep", "shared", "driver", "attach", "arguments", "completion", "output", "cli", "__main__"),
 ]  # fmt: skip
 """As in DESIGN.md; `project` is on the second floor, for workers unpack what the client packs."""
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
