@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,11 +136,15 @@ def _newest_whole(folder: Path) -> Path:
     """
     last, entries = folder / "last.pt", read_manifest(folder)
     steps = newest_first(entries)
+    sums: Sums = {}
+    unlisted = _newest_unlisted(folder, entries, sums) if steps or not last.is_file() else None
+    if unlisted is not None:
+        log.warning("checkpoint %s is newer than the manifest and whole: using it", unlisted)
+        return unlisted
     if not steps:
         file = _named(folder, "last")
         _verify(file)
         return file
-    sums: Sums = {}
     for step in steps:
         for name in ("last.pt", step, "best.pt"):
             if damage(folder / name, entries[step], sums) is None:
@@ -150,6 +155,37 @@ def _newest_whole(folder: Path) -> Path:
     newest = last if last.is_file() else folder / steps[0]
     reason = damage(newest, entries[steps[0]], sums)
     raise CheckpointError(f"checkpoint {newest} is damaged: {reason}; no whole checkpoint from before it is left")
+
+
+def _newest_unlisted(folder: Path, entries: Entries, sums: Sums) -> Path | None:
+    """Return a whole checkpoint that no entry names and that is newer than those that have one, if there is one.
+
+    Whoever wrote it was stopped before the manifest named it, or the manifest is an older one. One that is older was
+    only not removed in time.
+    """
+    listed = [folder / name for name in newest_first(entries) if (folder / name).is_file()]
+    newest = max((file.stat().st_mtime_ns for file in listed), default=0)
+    steps = [file for file in folder.iterdir() if STEP_FILE.fullmatch(file.name) and file.name not in entries]
+    found = {file: file.stat().st_mtime_ns for file in [*steps, folder / "last.pt"] if file.is_file()}
+    for file in sorted(found, key=lambda file: (found[file], file.name), reverse=True):
+        is_known = file.name in ALIASES and any(damage(file, entry, sums) is None for entry in entries.values())
+        if found[file] <= newest or is_known:
+            continue
+        if (reason := torn(file)) is None:
+            return file
+        if file.name not in ALIASES:  # of those something is said anyway
+            log.warning("checkpoint %s is newer than the manifest, but %s: it is left out", file, reason)
+    return None
+
+
+def torn(file: Path) -> str | None:
+    """Say what is wrong with a checkpoint that no manifest describes; None where its own sums are right."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        return f"not whole ({error})"
+    return f"its part {bad} is damaged" if bad else None
 
 
 def _warn(folder: Path, step: str, used: Path, entries: Entries, sums: Sums) -> None:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
 import shutil
+import zipfile
 
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
-from ddp_hydra.manifest import find_checkpoint, read_manifest
+from ddp_hydra.manifest import find_checkpoint, read_manifest, write_manifest_text
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.disk import write_atomic
 
@@ -276,6 +278,44 @@ def test_a_name_that_is_one_move_behind_does_not_hide_the_newest(tmp_path, three
     truncate(three / "step-000003.pt")
     assert find_checkpoint(tmp_path) == three / "last.pt"
     assert "step-000003.pt is damaged" in caplog.text
+
+
+def zipped(number: int) -> bytes:
+    """What torch writes is a zip archive, with a sum for each part."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data/0", b"weights %d" % number)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("last", [3, 2, None])
+def test_a_checkpoint_that_the_manifest_does_not_name_yet_is_used(tmp_path, folder, checkpoint_record, last, caplog):
+    """A process that is killed may leave one. An older one, which was only not removed in time, is not meant."""
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(checkpoint_record(step, zipped(step)))
+    (folder / "step-000009.pt").write_bytes(zipped(9))
+    for step, at_s in ((9, 1000), (1, 1001), (2, 1002), (3, 1003)):
+        os.utime(folder / f"step-{step:06d}.pt", (at_s, at_s))
+    known = read_manifest(folder)
+    (folder / "manifest.json").write_bytes(write_manifest_text({name: known[name] for name in list(known)[:2]}))
+    (folder / "last.pt").unlink()
+    if last is not None:
+        (folder / "last.pt").hardlink_to(folder / f"step-{last:06d}.pt")
+    newest = folder / "step-000003.pt"
+    assert find_checkpoint(tmp_path) == newest
+    assert caplog.messages == [f"checkpoint {newest} is newer than the manifest and whole: using it"]
+    with newest.open("r+b") as file:
+        file.seek(45)
+        file.write(b"W")
+    assert find_checkpoint(tmp_path).read_bytes() == zipped(2)
+    assert f"{newest} is newer than the manifest, but its part archive/data/0 is damaged" in caplog.text
+
+
+def test_the_first_checkpoint_may_be_a_step_file_only(tmp_path, folder):
+    folder.mkdir()
+    (folder / "step-000003.pt").write_bytes(zipped(3))
+    assert find_checkpoint(tmp_path) == folder / "step-000003.pt"
 
 
 def test_the_best_one_has_no_substitute(tmp_path, three, caplog):
