@@ -140,7 +140,7 @@ def test_a_listing_may_end_with_any_key(store, name):
 
 def test_folders_are_listed_until_two_answers_agree(store):
     store.objects |= {f"photos/{name}/1.png": b"x" for name in "ab"}
-    store.fault = lambda number, path: "error" if number == 1 else None
+    store.fault = lambda number, path: "error" if number == 0 else None
     assert bucket(store).folders() == ["a", "b", "many"]
 
 
