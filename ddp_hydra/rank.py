@@ -38,12 +38,12 @@ MAX_SPOOLED = 4
 """Files that a rank may have on their way; at more it waits for the client to fetch one."""
 
 
-def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: int | None) -> int:
+def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd: int | None) -> int:
     """Run one rank; called in the process that the warm server forked for it.
 
     Args:
         title: what `ps` shows.
-        order: the file with a line of JSON and the pickled call, see `relay.Order`.
+        order_fd: a file with a line of JSON and the pickled call, see `relay.Order`.
         control_fd: socket to the relay: records go out, the rendezvous comes in.
         board_fd: the page that says where this rank is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
@@ -63,9 +63,10 @@ def main(title: str, order: Path, control_fd: int, board_fd: int, listener_fd: i
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    header, _, call = order.read_bytes().partition(b"\n")
+    with os.fdopen(order_fd, "rb") as order:
+        order.seek(0)  # it comes as it was written
+        header, _, call = order.read().partition(b"\n")
     job = json.loads(header)
-    order.unlink()
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
     sender = PipeSender(control, Path(job["spool"]))

@@ -15,16 +15,18 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from distributed import Worker, get_worker
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
@@ -106,6 +108,8 @@ def run_rank(order: Order) -> None:
         try:
             with ExitStack() as stack:
                 end = Relay(worker, order, stack).run()
+        except ConfigError as error:  # it will be no better the next time
+            end = {"status": "start", "message": f"could not be started: {error}", "mistake": True}
         except Exception as error:  # ours, or the host's: no file descriptors, a full disk, no torch
             message = f"could not be started: {type(error).__name__}: {error}"
             end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
@@ -170,7 +174,8 @@ class Relay:
         self.output, output = os.pipe()
         self.stack.callback(os.close, self.output)
         their_output = self.stack.enter_context(os.fdopen(output, "wb", buffering=0))
-        fds = [theirs.fileno(), their_output.fileno(), self.board_fd]
+        order = self.stack.enter_context(self.write_order())
+        fds = [theirs.fileno(), their_output.fileno(), self.board_fd, order.fileno()]
         up: dict[str, Any] = {}
         if spec.rank == 0:
             host = network.address_of(self.order.interface) if self.order.interface else spec.host
@@ -192,11 +197,10 @@ class Relay:
             "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "affinity": environment.cores(),
-            "order": str(self.write_order()),
         }
         socket.send_fds(self.server, [json.dumps(request).encode() + b"\n"], fds)
-        theirs.close()
-        their_output.close()
+        for end in (theirs, their_output, order):
+            end.close()
         self.open = {self.control, self.output}
         self.selector.register(self.control, selectors.EVENT_READ, self.on_control)
         self.selector.register(self.output, selectors.EVENT_READ, self.on_output)
@@ -211,9 +215,8 @@ class Relay:
         # An address that is none of this machine's leads here through a port mapping.
         return network.interface_of(self.order.spec.host) or network.interface_towards(self.worker.scheduler.addr)
 
-    def write_order(self) -> Path:
-        """Write what the rank has to do into its spool: a line of JSON, then the pickled call."""
-        out, given = (spool.folder(self.worker, self.order.gang, self.rank, way) for way in ("out", "in"))
+    def write_order(self) -> IO[bytes]:
+        """Write what the rank has to do, a line of JSON and the pickled call, where nobody else can: it has no name."""
         header = {
             "spec": asdict(self.order.spec),
             "gang": self.order.gang,
@@ -223,12 +226,18 @@ class Relay:
             "group": self.order.group,
             "threads": self.order.threads,
             "project": self.order.project.sha256 if self.order.project else "",
-            "spool": str(out),
+            "spool": str(spool.folder(self.worker, self.order.gang, self.rank)),
             "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
         }
-        path = given / "order"
-        path.write_bytes(json.dumps(header).encode() + b"\n" + self.order.call)
-        return path
+        with contextlib.ExitStack() as stack:
+            if hasattr(os, "memfd_create"):
+                file: IO[bytes] = stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-order"), "w+b"))
+            else:
+                file = stack.enter_context(tempfile.TemporaryFile())
+            file.write(json.dumps(header).encode() + b"\n" + self.order.call)
+            file.flush()
+            stack.pop_all()
+        return file
 
     # -- what happens --------------------------------------------------------------------------------------
 

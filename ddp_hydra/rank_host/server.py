@@ -181,7 +181,7 @@ class Server:
                 *(c.connection for c in self.callers.values()),
             ):
                 end.close()
-            control, output, board, *listener = fds
+            control, output, board, order, *listener = fds
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
@@ -195,7 +195,7 @@ class Server:
             from ddp_hydra import rank
 
             its_listener = listener[0] if listener else None
-            code = rank.main(request["title"], Path(request["order"]), control, board, its_listener)
+            code = rank.main(request["title"], order, control, board, its_listener)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

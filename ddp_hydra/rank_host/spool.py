@@ -6,9 +6,14 @@ it and removes it. That the file is gone is the receipt: a rank with too many fi
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
+import stat
 from pathlib import Path
 from typing import Any
+
+from ddp_hydra.errors import ConfigError
 
 CHUNK_BYTES = 8 * 2**20
 
@@ -21,10 +26,39 @@ def folder(worker: Any, gang: str, rank: int, way: str = "out") -> Path:
         gang: the gang's name.
         rank: which rank.
         way: out for files of the rank, in for files that it is given.
+
+    Raises:
+        ConfigError: other users of the host can put something else in its place.
     """
+    secure(worker.local_directory)
     folder = path(worker.local_directory, gang, rank, way)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def secure(local_directory: str) -> None:
+    """Close a worker's folder to other users of the host, for ranks import and read what is in it.
+
+    Dask takes any folder in the host's temporary folder that it can write, whoever has made it.
+
+    Raises:
+        ConfigError: it is somebody else's, or somebody else can put another in its place.
+    """
+    folder = Path(local_directory).resolve()
+    found, above, me = folder.stat(), folder.parent.stat(), os.getuid()
+    if found.st_uid == me and found.st_mode & 0o077:
+        folder.chmod(0o700)
+    if above.st_uid == me and above.st_mode & stat.S_IWOTH:  # others may add to it, but not move what is mine
+        folder.parent.chmod(stat.S_IMODE(above.st_mode) | stat.S_ISVTX)
+    is_open = above.st_uid != me and above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
+    if found.st_uid != me or above.st_uid not in (me, 0) or is_open:
+        wrong, owner = (folder, found.st_uid) if found.st_uid != me else (folder.parent, above.st_uid)
+        raise ConfigError(
+            f"another user of host {socket.gethostname()} can swap the worker's folder {folder}, which ranks import "
+            f"from: {wrong} belongs to user id {owner}, not {me}{', and all may write there' if is_open else ''}. Give "
+            "the workers a temporary folder of your own: DASK_TEMPORARY_DIRECTORY=<folder> in their environment, or "
+            "dask worker --local-directory <folder>"
+        )
 
 
 def path(local_directory: str, gang: str, rank: int, way: str = "out") -> Path:

@@ -20,6 +20,7 @@ from ddp_hydra.inline import variables_restored
 from ddp_hydra.reservation import Reservation
 from ddp_hydra.shipped import Shipped
 from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
+from tests.integration.hosts import ROOT
 from tests.integration.pool import Pool
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -50,6 +51,13 @@ def test_a_class_without_n_workers_is_scaled_and_its_own_arguments_arrive():
         assert [worker["nthreads"] for worker in workers_of(client).values()] == [3, 3]
         assert dispatch.run(client, "os.path:join", "a", "b") == ["a/b", "a/b"]
     assert not Pool.made.is_up
+
+
+def test_a_local_cluster_has_credentials_of_its_own_where_they_are_wanted(warm_server):
+    local = OmegaConf.load(ROOT / "conf" / "cluster" / "local.yaml")
+    with cluster.connect(OmegaConf.merge(local, {"security": True, "n_workers": 1, "preload": None})) as client:
+        assert client.scheduler.address.startswith("tls://127.0.0.1:")
+        assert dispatch.run(client, "os.path:join", "a", "b") == ["a/b"]
 
 
 def test_a_cluster_that_is_kept_says_how_to_use_it_again():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -82,6 +83,29 @@ def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
     worker.address = "tcp://127.0.0.1:2"
     relay.run_rank(relay.Order("gang", 0, SPEC, b""))
     assert [(record.kind, record.data["status"]) for record in worker.said] == [("end", "lost")]
+
+
+def test_the_order_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b"the call"), stack)
+        with one.write_order() as order:
+            order.seek(0)
+            header, _, call = order.read().partition(b"\n")
+            assert os.fstat(order.fileno()).st_nlink == 0
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()
+    assert (json.loads(header)["gang"], call) == ("gang", b"the call")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, which only root can")
+def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, tmp_path):
+    os.chown(tmp_path, 65534, 65534)
+    relay.run_rank(relay.Order("gang", 0, SPEC, b""))
+    mailbox._ended.clear()
+    end = worker.said[-1].data
+    assert end["mistake"]
+    assert "can swap the worker's folder" in end["message"]
 
 
 def test_a_relay_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
