@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import queue
 import time
@@ -18,6 +19,7 @@ from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.outcome import explain
 from ddp_hydra.placement import RankSpec, ranges
+from ddp_hydra.pulse import SAVE_S
 from ddp_hydra.rank_host import relay
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
@@ -28,6 +30,7 @@ from ddp_hydra.vitals import Hang, Vitals, waits
 if TYPE_CHECKING:
     from ddp_hydra.dispatch import Gang
 
+log = logging.getLogger(__name__)
 CHECK_S = 0.5
 """How often is looked for what no record tells."""
 SETTLE_S = 0.4
@@ -163,13 +166,22 @@ class Attempt:
         self.drain(
             begin + self.gang.lost_timeout_s + 1, enough=lambda: self.roster.cause_is_known or not self.suspects()
         )
-        self.stop()
-        self.drain(until=time.monotonic() + END_S)
+        self.stop(patiently=all(failure.kind != "hung" for failure in self.roster.failures))
+        end = time.monotonic() + END_S
+        self.drain(until=end, enough=lambda: bool(self.vitals.saving(self.roster.running)))
+        if saving := self.vitals.saving(self.roster.running):
+            log.warning("rank %s is writing a checkpoint: it gets up to %g s more for it", ranges(saving), SAVE_S)
+            end += SAVE_S
+        self.drain(until=end)
 
-    def stop(self) -> None:
-        """Tell all ranks that still run to end."""
+    def stop(self, patiently: bool = False) -> None:
+        """Tell all ranks that still run to end.
+
+        Args:
+            patiently: those that are writing a checkpoint, when it is complete.
+        """
         self.is_stopping = True
-        self.crew.stop(self.roster.running)
+        self.crew.stop(self.roster.running, patiently)
 
     def suspects(self) -> list[int]:
         """Ranks that have missed a beat or two."""

@@ -256,6 +256,7 @@ class Saver:
         self.wait()
         content = state.begin_capture()
         meta = {**asdict(state.position), "metrics": metrics, "best": best}
+        pulse.here().saving = True  # until it is sent
         self.thread = threading.Thread(target=self._write, args=(content, meta), name="checkpoint")
         self.thread.start()
 
@@ -269,6 +270,8 @@ class Saver:
             )
         except BaseException as error:
             self.error = error
+        finally:
+            pulse.here().saving = False
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on its way; raise what went wrong with it."""

@@ -56,9 +56,14 @@ class Crew:
         """Have ranks make a checkpoint at their next step, and end."""
         self.tell({rank: {"finish": pulse.REASONS.index(reason)} for rank in ranks})
 
-    def stop(self, ranks: Iterable[int]) -> None:
-        """Tell ranks to end."""
-        self.tell({rank: {"stop": True} for rank in ranks})
+    def stop(self, ranks: Iterable[int], patiently: bool = False) -> None:
+        """Tell ranks to end.
+
+        Args:
+            ranks: which.
+            patiently: a checkpoint that is under way is completed first.
+        """
+        self.tell({rank: {"stop": True, "patiently": patiently} for rank in ranks})
 
     def tell(self, letters: Mapping[int, mailbox.Message]) -> None:
         """Leave messages for ranks, on all their workers at once."""

@@ -101,6 +101,9 @@ def run(
                 call = agree(store, spec, cloudpickle.dumps((fn, args, kwargs)))
                 with told(store, spec), rank.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
                     return [rank.perform(call)]
+        except Exception:
+            pulse.await_saved()
+            raise
         finally:
             results.connect(None)
             pulse.connect(None)

@@ -7,12 +7,38 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def kill_group(pid: int) -> None:
     """Kill what is left of a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Ask the kernel to make this process the parent of descendants whose own parent ends, whatever their session."""
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def children() -> list[int]:
+    """Return the process ids of this process's children, also of those that wait to be reaped."""
+    found: list[int] = []
+    for thread in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found += map(int, thread.read_text().split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Return the beginning of a process's command line; "" of one that has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return b" ".join(words).decode(errors="replace").strip()[:80]
 
 
 def die_with_parent(parent: int) -> None:

@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,9 @@ REASONS = ("", "interrupt", "time_limit", "preemption")
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first
 _TICKS, _PLACE = struct.Struct("<Q"), struct.Struct("<qBB")
-_FINISH, _DIE, _SIZE = 64, 65, 128
+_FINISH, _DIE, _SAVING, _SIZE = 64, 65, 66, 128
+SAVE_S = 30.0
+"""How long a checkpoint under way may take to be complete, when its gang has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,15 @@ class Board:
         """Whether the rank is to end at once."""
         return bool(self.memory[_DIE])
 
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint of this rank is under way."""
+        return bool(self.memory[_SAVING])
+
+    @saving.setter
+    def saving(self, under_way: bool) -> None:
+        self.memory[_SAVING] = under_way
+
     # -- the relay's side ----------------------------------------------------------------------------------
 
     def read(self) -> Place:
@@ -172,6 +184,13 @@ def at(phase: str, step: int) -> None:
     _here.enter(phase, step)
     for hook in _hooks:
         hook(phase, step)
+
+
+def await_saved() -> None:
+    """Wait until this process has no checkpoint under way, but not for ever."""
+    until = time.monotonic() + SAVE_S
+    while _here.saving and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def tick() -> None:

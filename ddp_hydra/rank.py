@@ -83,10 +83,12 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
             pulse.at("end", board.step)
         end = {"status": "ok", **pack_value(value)}
     except BaseException as error:
-        end = describe(error)
+        failed_at = time.time()
+        pulse.await_saved()
+        end = {**describe(error), "time_s": failed_at}
         if end.get("traceback") and not end["mistake"]:
             traceback.print_exception(error)
-    results.emit("end", {**end, "time_s": time.time()})
+    results.emit("end", {"time_s": time.time(), **end})
     return 0 if end["status"] == "ok" else 1
 
 

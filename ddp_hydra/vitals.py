@@ -28,12 +28,14 @@ class Beat:
         age_s: how long it has not moved from there.
         stopped: its process is suspended (SIGSTOP, a debugger).
         at_s: when it was heard, on the client's clock.
+        saving: it has a checkpoint under way.
     """
 
     place: Place
     age_s: float
     stopped: bool
     at_s: float
+    saving: bool = False
 
     @classmethod
     def of(cls, data: Mapping[str, Any], now: float) -> Beat:
@@ -42,7 +44,8 @@ class Beat:
         step = step if isinstance(step, int) and 0 <= step < 2**63 else 0
         age_s = float(age_s) if isinstance(age_s, (int, float)) and 0 <= age_s < 1e9 else 0.0
         phase = phase if phase in PHASES else "run"
-        return cls(Place(0, step, phase, bool(data.get("first"))), age_s, bool(data.get("stopped")), now)
+        place, stopped = Place(0, step, phase, bool(data.get("first"))), bool(data.get("stopped"))
+        return cls(place, age_s, stopped, now, bool(data.get("saving")))
 
     def stuck_s(self, now: float) -> float:
         """How long the rank has not moved."""
@@ -153,7 +156,7 @@ class Vitals:
 
     def limit_s(self, beat: Beat) -> float:
         """How long a rank may stay where it is."""
-        if beat.stopped or not beat.place.first:
+        if beat.stopped or not beat.place.first or beat.place.phase == "end":
             return self.hang_timeout_s
         return self.join_timeout_s if beat.place.phase == "join" else self.first_step_timeout_s
 
@@ -175,6 +178,10 @@ class Vitals:
     def in_loop(self, running: Collection[int]) -> bool:
         """Whether all ranks run a loop that looks at what is asked of it."""
         return all(rank in self.beats and self.beats[rank].place.phase not in UNREADY for rank in running)
+
+    def saving(self, running: Collection[int]) -> list[int]:
+        """The ranks of `running` that have a checkpoint under way."""
+        return [rank for rank in running if rank in self.beats and self.beats[rank].saving]
 
     @property
     def steps_done(self) -> int:

@@ -30,7 +30,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
-from ddp_hydra.pulse import REASONS, UNREADY, Board
+from ddp_hydra.pulse import REASONS, SAVE_S, UNREADY, Board
 from ddp_hydra.rank_host import environment, farewell, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
@@ -48,6 +48,9 @@ STACK_S = 0.5
 STACK_BYTES = 16 * 1024
 GRACE_S = 0.5
 """From SIGTERM to SIGKILL."""
+DRAIN_S = 1.0
+"""How long after the rank's end is listened to what it said before. A process that it has left behind may keep its
+output open for ever."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Relay:
         self.end: dict[str, Any] | None = None
         self.exit: dict[str, Any] | None = None
         self.stopping_since: float | None = None
+        self.save_until: float | None = None
         self.said = b""
         self.board, self.board_fd = Board.create()
         stack.callback(self.board.close)
@@ -150,18 +154,24 @@ class Relay:
         self.beat_at, self.ready = 0.0, False
         self.stack_until: float | None = None
         self.stacks = b""
+        self.drain_until: float | None = None
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
 
     def run(self) -> dict[str, Any]:
         """Start the rank, relay until it has ended, and return the data of its end record."""
         self.start()
-        while self.exit is None or (self.open and not self.abandoned()):
-            for key, _ in self.selector.select(self.pause_s):
+        is_quiet = False
+        while self.exit is None or (self.open and not self.abandoned() and not self.is_drained(is_quiet)):
+            events = self.selector.select(self.pause_s)
+            is_quiet = not any(key.fileobj in self.open for key, _ in events)
+            for key, _ in events:
                 key.data()
             self.flush()
             self.beat()
             self.send_stacks()
             self.check_stop()
+        if self.open and not self.abandoned():
+            self.say("a process that it has left behind keeps its output open: what that writes from now on is lost")
         self.flush(at_once=True)
         if self.abandoned():  # nobody will come for what the rank had spooled
             spool.clear(self.order.gang, self.worker)
@@ -266,8 +276,16 @@ class Relay:
         self.said = (self.said + chunk)[-8192:]
         if self.stack_until is not None:
             self.stacks += chunk
-        text = self.decoder.decode(chunk)
+        self.log(self.decoder.decode(chunk))
+
+    def log(self, text: str) -> None:
+        """Put a text into the rank's log."""
         self.forward(Record("log", {"text": text}, self.rank, None, time.time(), self.order.attempt).encode())
+
+    def say(self, sentence: str) -> None:
+        """Put a sentence of the relay's own into the rank's log."""
+        newline = "" if self.said.endswith(b"\n") or not self.said else "\n"
+        self.log(f"{newline}rank {self.rank} of {self.order.spec.world_size}: {sentence}\n")
 
     def on_server(self) -> None:
         """Hear from the warm server: the rank's pid, then how it ended; or why there is none."""
@@ -281,6 +299,8 @@ class Relay:
             self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}  # the server died, and its ranks with it
         if self.exit is not None:
             self.selector.unregister(self.server)
+            if left := self.exit.get("left"):
+                self.say(f"it has left processes behind, and they were ended: {', '.join(left)}")
 
     def on_mail(self) -> None:
         """Act on what the client says; what is not for the relay is for the rank."""
@@ -289,7 +309,7 @@ class Relay:
                 self.unacknowledged -= message["acknowledged"]
                 self.listen()
             elif "stop" in message:
-                self.stop()
+                self.stop(patiently=bool(message.get("patiently")))
             elif "finish" in message:
                 self.board.ask_to_finish(message["finish"])
             elif "stacks" in message:
@@ -341,7 +361,7 @@ class Relay:
         """How long nothing has to be looked at, unless somebody says something."""
         if self.buffer:
             return FLUSH_S
-        is_calm = self.ready and self.stopping_since is None and self.stack_until in (None, math.inf)
+        is_calm = self.ready and self.stopping_since is self.save_until is None and self.stack_until in (None, math.inf)
         return CALM_S if is_calm else TICK_S
 
     # -- how it is doing -----------------------------------------------------------------------------------
@@ -360,7 +380,7 @@ class Relay:
         age_s = now - self.moved
         stopped = age_s > BEAT_S and self.is_suspended()
         data = {"step": place.step, "phase": place.phase, "first": place.first, "age_s": age_s, "stopped": stopped}
-        publish(self.worker, self.order, "beat", data)
+        publish(self.worker, self.order, "beat", {**data, "saving": self.board.saving})
 
     def is_suspended(self) -> bool:
         """Whether the rank's process is stopped, by SIGSTOP or a debugger."""
@@ -390,16 +410,34 @@ class Relay:
         task = self.worker.state.tasks.get(self.task)
         return task is None or task.state in ("cancelled", "released")
 
+    def is_drained(self, is_quiet: bool) -> bool:
+        """Whether all is heard that a rank had said that has ended, although somebody keeps its output open.
+
+        Args:
+            is_quiet: nothing has come just now.
+        """
+        now = time.monotonic()
+        if self.drain_until is None or self.unacknowledged >= WINDOW_BYTES:  # it is the client who is slow
+            self.drain_until = now + DRAIN_S
+        return now > self.drain_until + (0.0 if is_quiet else 10 * DRAIN_S)
+
     def check_stop(self) -> None:
         """Stop an abandoned rank, and kill one that does not stop."""
-        if self.stopping_since is None and self.abandoned():
+        is_saved = self.save_until is not None and (not self.board.saving or time.monotonic() > self.save_until)
+        if self.stopping_since is None and (is_saved or self.abandoned()):
             self.stop()
         if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:
             self.signal(signal.SIGKILL)
 
-    def stop(self) -> None:
-        """Ask the rank to end."""
-        if self.stopping_since is None:
+    def stop(self, patiently: bool = False) -> None:
+        """Ask the rank to end.
+
+        Args:
+            patiently: once its checkpoint is complete that is under way.
+        """
+        if patiently and self.board.saving:
+            self.save_until = self.save_until or time.monotonic() + SAVE_S
+        elif self.stopping_since is None:
             self.stopping_since = time.monotonic()
             self.board.ask_to_die()
             self.signal(signal.SIGTERM)

@@ -9,6 +9,10 @@ server answers {"pid": …} and, when the rank has ended, {"exit": …, "peak_rs
 lets it start no process. A line {"signal": n} passes a signal on to the rank's process group, {"signal": n, "alone":
 true} to the rank only. When the caller goes away its rank is killed; when the server goes away the kernel kills all of
 them. So no rank outlives its worker, whatever state it is in. A caller that says something else is hung up on.
+
+What a rank leaves behind is ended with it: its process group at once; processes that have left that (a daemon with a
+session of its own) fall to the server, which is told of them by the kernel, and are named to the caller: {"exit": …,
+"left": […]}.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_hydra.processes import die_with_parent, kill_group
+from ddp_hydra.processes import adopt_orphans, children, command_of, die_with_parent, kill_group
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
@@ -42,6 +46,9 @@ MAX_REQUEST = 2**24
 MAX_FDS = 8
 REQUEST_S = 30.0
 """How long a caller may take from the first byte of a line to its last."""
+LEFT_S = 1.0
+"""How long a process that a rank has left behind may take to end after SIGTERM."""
+MAX_NAMED = 10
 LINGER_S = 30.0
 """How long a server waits for its first connection."""
 
@@ -73,6 +80,9 @@ class Server:
         self.address = address
         self.selector = selectors.DefaultSelector()
         self.callers: dict[int, Caller] = {}
+        self.ranks: set[int] = set()
+        self.left: dict[int, float] = {}
+        """Processes that ranks have left behind, and when they are killed."""
         self.wake_r, self.wake_w = socket.socketpair()
 
     def serve(self) -> None:
@@ -82,6 +92,8 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a host that is shut down: the ranks finish first
         signal.set_wakeup_fd(self.wake_w.fileno())
+        adopt_orphans()
+        self.ranks = set(children())  # of what is preloaded, if any
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.selector.register(self.wake_r, selectors.EVENT_READ)
         timeout_s: float | None = LINGER_S
@@ -96,8 +108,10 @@ class Server:
                     self.hear(self.callers[key.fd])
             self.reap()
             self.drop_slow()
+            self.kill_left()
             timeout_s = REQUEST_S if any(caller.heard for caller in self.callers.values()) else None
-            if not self.callers and self.leave():
+            timeout_s = LEFT_S if self.left else timeout_s
+            if not self.callers and not self.left and self.leave():
                 return
 
     def accept(self) -> None:
@@ -160,6 +174,7 @@ class Server:
             if pid == 0:
                 self.become_rank(request, caller.fds)
             caller.pid = pid
+            self.ranks.add(pid)
             self.tell(caller, {"pid": pid})
         close_all(caller.fds)
 
@@ -170,6 +185,7 @@ class Server:
             server_pid = os.getppid()
             os.setsid()
             die_with_parent(server_pid)
+            adopt_orphans()  # what is left behind is known by its rank's end
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -211,15 +227,41 @@ class Server:
                 return
             if pid == 0:
                 return
+            if pid in self.ranks:
+                self.ranks.discard(pid)
+                kill_group(pid)  # what the rank itself had started, such as data loader processes
+            self.left.pop(pid, None)
+            left = self.end_left(pid)
             for caller in self.callers.values():
                 if caller.pid == pid:
                     caller.pid = None
-                    kill_group(pid)  # what the rank itself had started, such as data loader processes
                     exit_code = os.waitstatus_to_exitcode(status)
-                    self.tell(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024})
-                    break
-            else:
-                kill_group(pid)
+                    self.tell(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
+
+    def end_left(self, group: int) -> list[str]:
+        """Ask processes that have come to this one since to end; returns the first of them by name.
+
+        Args:
+            group: a process group that is killed already.
+        """
+        named = []
+        for pid in children():
+            command = command_of(pid)
+            if pid in self.ranks or pid in self.left or not command:
+                continue
+            with contextlib.suppress(OSError):  # it has just ended
+                if os.getpgid(pid) != group:
+                    os.kill(pid, signal.SIGTERM)
+                    self.left[pid] = time.monotonic() + LEFT_S
+                    named.append(f"{command} (process {pid})")
+        return named[:MAX_NAMED]
+
+    def kill_left(self) -> None:
+        """Kill those that have not ended in time."""
+        for pid, until in self.left.items():
+            if time.monotonic() > until:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
 
     def kill(self, caller: Caller, number: int, alone: bool = False) -> None:
         """Send a signal to a caller's rank, and to what it started."""

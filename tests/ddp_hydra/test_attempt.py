@@ -142,6 +142,24 @@ def test_a_failure_stops_the_others_and_names_its_attempt(make):
     assert is_cleared_up(one)
 
 
+def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkeypatch, caplog):
+    monkeypatch.setattr(module, "END_S", 0.0)
+
+    def finish_saving(rank, message):
+        assert message == {"stop": True, "patiently": True}
+        one.client.say(Record("file", {"path": "checkpoints/step-000020.pt"}, rank))
+        one.client.say(end(rank, "stopped"))
+
+    saving = {"step": 21, "phase": "backward", "age_s": 0.0, "saving": True}
+    one = make(Record("beat", saving, 0), end(1, "raised", message="ValueError: bad"), polite=False)
+    one.client.on_told = finish_saving
+    with pytest.raises(RankFailed, match="rank 1 on h: ValueError: bad"):
+        one.run(b"")
+    assert [record.kind for record in one.gang.records] == ["file"]
+    assert "rank 0 is writing a checkpoint: it gets up to 30 s more for it" in caplog.text
+    assert one.client.heard("stop") == [0]  # and not again
+
+
 def test_a_lost_worker_outranks_the_echo_of_those_who_talked_to_its_rank(make):
     lost = {"action": "remove-worker", "worker": "tcp://h:1"}
     one = make(end(0, "raised", message="RuntimeError: Connection closed by peer"), lost)

@@ -205,6 +205,22 @@ def test_what_is_asked_of_a_rank_survives_where_it_goes(visits):
     assert (board.finish, board.die) == (2, False)
 
 
+def test_a_checkpoint_under_way_is_on_the_page_and_waited_for(page, monkeypatch):
+    assert not page[0].saving
+    other = Board.of(os.dup(page[1]))
+    pulse.connect(other)
+    other.saving = True
+    assert page[0].saving
+    monkeypatch.setattr(pulse.time, "sleep", lambda seconds: setattr(page[0], "saving", False))
+    pulse.await_saved()
+    assert not other.saving
+    other.saving = True
+    monkeypatch.setattr(pulse, "SAVE_S", 0.0)
+    pulse.await_saved()
+    pulse.connect(None)
+    other.close()
+
+
 # -- of this process ---------------------------------------------------------------------------------------
 
 

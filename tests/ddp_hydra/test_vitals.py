@@ -81,7 +81,7 @@ def test_time_since_the_last_beat_counts_too():
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "run"])
 def test_a_phase_that_is_visited_for_the_first_time_may_take_longer(phase):
-    limit_s = JOIN_S if phase == "join" else FIRST_S
+    limit_s = {"join": JOIN_S, "end": HANG_S}.get(phase, FIRST_S)  # nothing is set up on the way out
     assert gang(at(phase, age_s=limit_s - 1, first=True)).hang([0], 0.0) is None
     assert gang(at(phase, age_s=limit_s + 1, first=True)).hang([0], 0.0).rank == 0
     assert gang(at(phase, age_s=HANG_S + 1, first=False)).hang([0], 0.0).rank == 0
@@ -120,6 +120,11 @@ def test_a_gang_that_does_not_come_out_of_its_end_hangs_there():
 
 def test_every_phase_in_which_a_rank_can_hang_has_words_for_it():
     assert DOING.keys() == set(PHASES) - {"run"}
+
+
+def test_ranks_that_write_a_checkpoint_are_known():
+    seen = gang(at("backward", saving=True), at("backward"), at("save", saving=1))
+    assert (seen.saving([0, 1, 2]), seen.saving([1]), seen.saving([7])) == ([0, 2], [], [])
 
 
 def test_before_the_first_step_no_step_is_named():

@@ -193,6 +193,13 @@ def test_two_faults_on_end_and_the_curves_read_as_one(chaos, client2, uninterrup
         assert [(event.step, event.value) for event in events.Scalars(name)] == points
 
 
+def test_a_checkpoint_under_way_is_completed_when_another_rank_fails(chaos, client2, uninterrupted, caplog):
+    story = chaos.done(client2, "slow,rank=0,step=8,at=write,seconds=3", "raise,rank=1,step=9")
+    assert [record.step for record in story.records if record.kind == "start"] == [0, 8]
+    assert "rank 0 is writing a checkpoint: it gets up to 30 s more for it" in caplog.text
+    assert_survived(story, uninterrupted(client2, 2), restarts=1)
+
+
 def test_a_fault_after_the_last_checkpoint_costs_no_result(chaos, client2, uninterrupted):
     """Nothing is left to be done then, but to say how it went."""
 

@@ -135,19 +135,46 @@ def test_ranks_that_do_not_talk_to_the_failed_one_are_stopped_all_the_same(clien
     assert_clean_stop(client4, caught.value, heard, alive, ranks=4)
 
 
-def test_what_a_rank_has_started_itself_goes_with_it(client2, gang, heard, alive, wait_for):
-    def with_a_child():
-        import subprocess
+def leave_a_child(own_session):
+    """Start a process that keeps this rank's output open."""
+    import subprocess
 
-        child = subprocess.Popen(["sleep", "60"])
-        results.text("child", str(child.pid))
-        the_last_one_fails(raise_value_error, asleep)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=own_session)
+    results.text("child", str(child.pid))
 
-    with pytest.raises(RankFailed):
-        gang(client2).run(with_a_child)
+
+def assert_children_end(heard, alive, wait_for):
     children = [int(pid) for pid in heard.texts("child").values()]
     assert len(children) == 2
     wait_for(lambda: not any(alive(child) for child in children), STOP_S, "the ranks' children are gone")
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_what_a_rank_has_started_itself_goes_with_it(client2, gang, heard, alive, wait_for, own_session):
+    def with_a_child():
+        leave_a_child(own_session)
+        the_last_one_fails(raise_value_error, in_a_collective)
+
+    with pytest.raises(RankFailed, match=r"rank 1 on 127\.0\.0\.1: ValueError: boom 42"):
+        gang(client2).run(with_a_child)
+    assert_children_end(heard, alive, wait_for)
+
+
+def test_a_process_left_behind_does_not_hold_the_job_and_is_named_in_the_log(client2, gang, heard, alive, wait_for):
+    def stubborn_daemon():
+        """The rank's child ends, and its grandchild is deaf to SIGTERM and writes on."""
+        leave_a_child(own_session=True)
+        subprocess.run(["sh", "-c", "trap '' TERM; setsid sh -c 'while sleep 0.01; do echo y; done' &"], check=True)
+        print("without a newline", end="")
+        return rank()
+
+    assert gang(client2).run(stubborn_daemon) == [0, 1]
+    assert_children_end(heard, alive, wait_for)
+    for number in range(2):
+        said = heard.output(number)
+        assert f"\nrank {number} of 2: it has left processes behind, and they were ended: " in said
+        assert "sleep 60 (process " in said
+        assert "while sleep 0.01" in said
 
 
 def test_all_ranks_failing_at_once_is_one_error_with_the_others_as_symptoms(client4):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -117,6 +118,57 @@ def test_a_relay_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
         one.stopping_since = None
         end = one.judge()
     assert (end["status"], end["message"], end["step"], end["phase"]) == ("killed", "killed by SIGTERM", 20, "save")
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()
+
+
+def test_a_rank_that_is_writing_a_checkpoint_is_stopped_when_it_is_complete_or_at_once(worker, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now)
+    signals: list[int] = []
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b""), stack)
+        worker.state.tasks["task"] = SimpleNamespace(state="executing")
+        one.signal = lambda number, alone=False: signals.append(number)
+        one.board.saving = True
+        one.stop(patiently=True)
+        one.check_stop()
+        assert (one.board.die, signals, one.pause_s) == (False, [], relay.TICK_S)
+        one.board.saving = False
+        one.check_stop()
+        assert (one.board.die, signals) == (True, [signal.SIGTERM])
+
+        for end_it in (one.stop, lambda: None):  # somebody has lost patience, or it takes too long
+            one.stopping_since = one.save_until = None
+            signals.clear()
+            one.board.saving = True
+            one.stop(patiently=True)
+            end_it()
+            now += relay.SAVE_S + 1
+            one.check_stop()
+            assert signals[0] == signal.SIGTERM
+    mailbox.remove("gang", 0)
+    mailbox._ended.clear()
+
+
+def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_longer_where_the_client_is_slow(
+    worker, monkeypatch
+):
+    now = 1000.0
+    monkeypatch.setattr(relay.time, "monotonic", lambda: now)
+    with ExitStack() as stack:
+        one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b""), stack)
+        assert not one.is_drained(is_quiet=False)
+        now += relay.DRAIN_S + 0.1
+        assert one.is_drained(is_quiet=True)
+        assert not one.is_drained(is_quiet=False)  # there is still something
+        one.unacknowledged = relay.WINDOW_BYTES
+        assert not one.is_drained(is_quiet=True)
+        now += 100.0
+        assert not one.is_drained(is_quiet=True)
+        one.unacknowledged = 0
+        now += 20 * relay.DRAIN_S
+        assert one.is_drained(is_quiet=False)
     mailbox.remove("gang", 0)
     mailbox._ended.clear()
 
