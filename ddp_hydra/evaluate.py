@@ -105,7 +105,7 @@ def main() -> None:
     from ddp_hydra import build, trained
 
     options, overrides = parse(Options, sys.argv[1:], USAGE)
-    run = trained.load(options.run, "last" if options.which == "last" else "best", overrides)
+    run = trained.load(options.run, options.which, overrides)
     node = run.cfg.data.get("val")
     if node is None:
         raise ConfigError("this run has no validation data (data.val is null): name a data set with data.val…=")

@@ -45,7 +45,7 @@ def main() -> None:
         raise ConfigError(
             f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"
         )
-    run = trained.load(options.run, "last" if options.which == "last" else "best", overrides)
+    run = trained.load(options.run, options.which, overrides)
     if not hasattr(run.train_set, "sample"):
         raise ConfigError(
             f"{type(run.train_set).__name__} has no sample(model, n, temperature, seed), so this run can't generate; "

@@ -125,7 +125,8 @@ def _named(folder: Path, which: str) -> Path:
         steps = [name for name in steps if entries[name].get("sha256") == digest]
     if steps:  # the writer was stopped between a step file and the name, or the folder comes from a bucket
         return folder / steps[0]
-    raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}")
+    advice = f"; for the last one type which=last, or give {folder / 'last.pt'}" if "last.pt" in entries else ""
+    raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}{advice}")
 
 
 def _newest_whole(folder: Path) -> Path:

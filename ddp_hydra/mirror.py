@@ -61,7 +61,10 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
         digest = entries.get("best.pt", {}).get("sha256")
         names = [name for name in names if entries[name].get("sha256") == digest][:1]
     if not names:
-        raise CheckpointError(f"{remote.url}/{NAME} names no {which} checkpoint; it has {', '.join(entries) or 'none'}")
+        advice = "; for the last one type which=last" if "last.pt" in entries else ""
+        raise CheckpointError(
+            f"{remote.url}/{NAME} names no {which} checkpoint; it has {', '.join(entries) or 'none'}{advice}"
+        )
     reasons: dict[str, str] = {}
     for name in names:
         reason = _download(remote, name, entries[name], folder, retry_s)

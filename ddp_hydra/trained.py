@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from omegaconf import DictConfig
@@ -15,6 +15,7 @@ from torch import nn
 
 from ddp_hydra import build, mirror, project, store, stored
 from ddp_hydra.checkpoint import load_weights, read
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.manifest import find_checkpoint
 
 
@@ -39,23 +40,26 @@ class Trained:
     path: Path
 
 
-def load(run: str | Path, which: Literal["last", "best"] = "best", overrides: Sequence[str] = ()) -> Trained:
+def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) -> Trained:
     """Bring back a run's model and training data.
 
     Args:
         run: run directory or checkpoint file, or the URL of a run.
-        which: the checkpoint to take of a run directory.
+        which: the checkpoint to take of a run directory, "best" or "last".
         overrides: "key=value" changes of the run's config, such as data.source=<path>; other keys follow them.
 
     Raises:
         CheckpointError: there is no run, or no whole checkpoint.
-        ConfigError: an override does not fit the run's config.
+        ConfigError: an override does not fit the run's config, or there is no such checkpoint.
     """
+    if which not in ("best", "last"):
+        raise ConfigError(f"which={which}: give best or last")
+    name = cast('Literal["last", "best"]', which)
     sys.path.insert(0, str(project.find()))
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         place = store.find(str(run))
         is_away = store.is_url(place)
-        path = mirror.fetch_checkpoint(place, Path(folder), which) if is_away else find_checkpoint(place, which)
+        path = mirror.fetch_checkpoint(place, Path(folder), name) if is_away else find_checkpoint(place, name)
         content = read(path)
     cfg = stored.composed(content["config"], overrides)
     train_set = build.dataset(cfg.data.train)

@@ -7,6 +7,7 @@ import torch
 
 from ddp_hydra import trained
 from ddp_hydra.checkpoint import read
+from ddp_hydra.errors import ConfigError
 from tests.ddp_hydra.test_train import group as group
 from tests.ddp_hydra.test_train import train as train
 
@@ -30,3 +31,8 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
     for name, value in (content["ema"] if ema_decay else content)["model"].items():
         assert torch.equal(found.model.state_dict()[name], value)
     assert (found.step, found.model.training, len(found.train_set)) == (8, False, 9)
+
+
+def test_there_are_two_checkpoints_to_choose_from(tmp_path):
+    with pytest.raises(ConfigError, match="which=lst: give best or last"):
+        trained.load(tmp_path, "lst")
