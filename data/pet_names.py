@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from data.holdout import check, is_of
-from data.user_cache import user_cache
+from data.user_cache import private_folder, user_cache
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")
@@ -205,13 +205,13 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
     if scheme not in ("http", "https", "s3"):
         return _parse(_read_file(source), source)
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache()
-    kept = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"
+    name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"
     with contextlib.suppress(OSError, ValueError):  # not there yet, or damaged
-        return _parse(kept.read_bytes(), source)
+        return _parse((private_folder(folder) / name).read_bytes(), source)
     content = _read_s3(source, access) if scheme == "s3" else _download(source, timeout_s)
     names = _parse(content, source)
     try:
-        _write_whole(kept, content)
+        _write_whole(private_folder(folder) / name, content)
     except OSError as error:
         warnings.warn(f"the names can't be kept for the next time: {error}; type data.cache_dir=...", stacklevel=3)
     return names
@@ -219,7 +219,6 @@ def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str
 
 def _write_whole(path: Path, content: bytes | bytearray) -> None:
     """Write so that the name is never that of a half-written file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         temporary = Path(file.name)
         try:

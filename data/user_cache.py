@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 
 def user_cache() -> Path:
     """Return the folder of this project in the user's cache folder (XDG_CACHE_HOME)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_hydra"
+
+
+def private_folder(path: Path) -> Path:
+    """Return a folder that only this user may write to, made where it is missing.
+
+    Who may write to a folder may swap the files in it. So where the folder given is somebody else's, or others may
+    write to it, it is a folder in there that is this user's own: users that share a cache share no files.
+
+    Args:
+        path: the folder, as the user gave it.
+
+    Raises:
+        OSError: it can't be made, or somebody else has made it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _only_mine(path.stat()):
+        return path
+    mine = path / f"user-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        mine.mkdir(mode=0o700)
+    if not _only_mine(mine.lstat()):
+        raise PermissionError(errno.EACCES, f"{mine} is another user's, or others may write to it")
+    return mine
+
+
+def _only_mine(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -33,7 +33,7 @@ class WidsShards(Dataset):
         base: the folder or URL below which the shards are; None: where the index says, or else beside it.
         dataset: only the shards of the sub-dataset of this name; None: all.
         cache_dir: where shards from elsewhere are kept; None: ddp_hydra/shards in the user's cache folder
-            (XDG_CACHE_HOME) of each host.
+            (XDG_CACHE_HOME) of each host. Where others may write to it, each user has a part of it.
         cache_gb: what that folder may take, GiB.
         look_ahead_shards: shards downloaded before they are needed, where `expect` says which.
         access: how URLs are read; None: as the environment says.

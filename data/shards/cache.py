@@ -22,7 +22,7 @@ from data.shards.download import download, is_packed
 from data.shards.folder import ShardFolder, with_index
 from data.shards.index import Shard, shown
 from data.shards.look_ahead import LookAhead
-from data.shards.tar_members import TarMembers, load_members, read_members
+from data.shards.tar_members import TarMembers, checksum_of_some, load_members, read_members
 from data.stores import Access
 from data.user_cache import user_cache
 
@@ -254,7 +254,7 @@ class ShardCache:
         while True:
             descriptor, fresh = self._obtain(number)
             try:
-                shard = self._map(number, descriptor)
+                shard = self._map(number, descriptor, fresh)
                 self._folder().note_read(self._names[number])
                 self._sizes[number] = len(shard.content)
                 return shard
@@ -266,10 +266,12 @@ class ShardCache:
             finally:
                 os.close(descriptor)  # what is mapped keeps a copy, and with it the lock
 
-    def _map(self, number: int, descriptor: int) -> OpenShard:
+    def _map(self, number: int, descriptor: int, fresh: bool) -> OpenShard:
         folder, name = self._folder(), self._names[number]
         size = os.fstat(descriptor).st_size
-        members = load_members(folder.index_path(name), size)
+        members = None if fresh else load_members(folder.index_path(name), size)
+        if members is not None and members.checksum != checksum_of_some(descriptor):
+            raise ValueError(f"{folder.path / name} was changed since it was downloaded")
         if members is None or len(members) != self.shards[number].n_samples:
             members = self._check(number, read_members(folder.path / name, descriptor))
             self._settle(number, descriptor, members)
@@ -282,6 +284,7 @@ class ShardCache:
         def settle() -> None:
             with contextlib.suppress(OSError):  # then the next process reads the headers again
                 os.fsync(copy)
+                members.checksum = checksum_of_some(copy)
                 members.save(self._folder().index_path(self._names[number]))
 
         with self._lock:

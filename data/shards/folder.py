@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from data.user_cache import private_folder
+
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
 """Only such files are ever removed, whatever else is in the folder."""
 _BUSY_S = 0.002
@@ -77,7 +79,8 @@ class ShardFolder:
     each lock it is checked that the name still means the same file.
 
     Args:
-        path: the folder; it is made where it is missing.
+        path: the folder; it is made where it is missing. Where others may write to it, a part of it is used, see
+            `private_folder`.
         budget_bytes: what all its shards may take.
 
     Raises:
@@ -85,9 +88,8 @@ class ShardFolder:
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
-        self.path = path
+        self.path = private_folder(path)
         self.budget_bytes = budget_bytes
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def open(self, name: str) -> int | None:
         """Open a shard for reading: nobody evicts it before the descriptor, and all that is mapped of it, is gone."""

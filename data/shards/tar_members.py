@@ -8,6 +8,7 @@ import os
 import posixpath
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,13 +18,14 @@ import numpy as np
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
-_FORMAT = 1
+_FORMAT = 2
 _FILES = (b"0", b"\0", b"7")
 _WITHOUT_CONTENT = (b"3", b"4", b"5", b"6")
 """Devices, folders and pipes."""
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 """What compressed files start with."""
 _CHECKED_AT_ONCE = 4096
+_CHECKED_BLOCKS, _CHECKED_BYTES = 64, 4096
 _MOST_LINKS = 40
 _NAME, _SIZE, _CHECKSUM, _KIND, _MAGIC, _PREFIX = (
     slice(0, 100),
@@ -51,9 +53,14 @@ class TarMembers:
         offset: int64 (fields,), bytes from the start of the file.
         size: int64 (fields,), bytes.
         file_size: of the tar file, bytes.
+
+    Attributes:
+        checksum: `checksum_of_some` of the tar file, to know it again; 0: none yet.
     """
 
-    __slots__ = ("_ends", "_extension", "_first", "_offset", "_size", "arrays", "extensions", "file_size", "keys")
+    __slots__ = (
+        "_ends", "_extension", "_first", "_offset", "_size", "arrays", "checksum", "extensions", "file_size", "keys",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class TarMembers:
         self.keys = keys
         self.extensions = extensions
         self.file_size = file_size
+        self.checksum = 0
         self.arrays: dict[str, Any] = {
             "key_ends": key_ends,
             "first": first,
@@ -105,7 +113,7 @@ class TarMembers:
                 fcntl.flock(file, fcntl.LOCK_EX)  # who tidies up sees that it is being written
                 extensions = "\0".join(self.extensions).encode("utf-8", "surrogateescape")
                 texts: Any = {"keys": np.frombuffer(self.keys, np.uint8), "names": np.frombuffer(extensions, np.uint8)}
-                np.savez(file, head=np.array([_FORMAT, self.file_size]), **texts, **self.arrays)
+                np.savez(file, head=np.array([_FORMAT, self.file_size, self.checksum]), **texts, **self.arrays)
                 file.flush()
                 temporary.replace(path)
             except BaseException:
@@ -124,12 +132,24 @@ def load_members(path: Path, file_size: int) -> TarMembers | None:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             arrays: dict[str, Any] = {name: saved[name] for name in saved.files}
         head, keys, names = (arrays.pop(name) for name in ("head", "keys", "names"))
-        if head.tolist() != [_FORMAT, file_size]:
+        *known, checksum = head.tolist()
+        if known != [_FORMAT, file_size]:
             return None
         extensions = tuple(names.tobytes().decode("utf-8", "surrogateescape").split("\0"))
-        return TarMembers(keys.tobytes(), extensions=extensions, file_size=file_size, **arrays)
+        members = TarMembers(keys.tobytes(), extensions=extensions, file_size=file_size, **arrays)
+        members.checksum = checksum
+        return members
     except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile):
         return None
+
+
+def checksum_of_some(descriptor: int) -> int:
+    """Return a checksum of blocks spread over a file: of all of it, it would take as long as reading the data does."""
+    size, checksum = os.fstat(descriptor).st_size, 0
+    for number in range(_CHECKED_BLOCKS):
+        start = max(0, size - _CHECKED_BYTES) * number // (_CHECKED_BLOCKS - 1)
+        checksum = zlib.crc32(os.pread(descriptor, _CHECKED_BYTES, start), checksum)
+    return checksum
 
 
 def read_members(path: Path, descriptor: int | None = None) -> TarMembers:

@@ -288,6 +288,17 @@ def test_a_file_that_was_cut_off_in_the_cache_is_downloaded_again(server, cache_
     assert server.gets("/a.tar") == 2
 
 
+def test_a_file_that_was_changed_in_the_cache_is_downloaded_again(server, cache_of, tmp_path):
+    shards = serve(server, "a")
+    first = cache_of(shards)
+    assert label(first, 0) == 0
+    settle(first)
+    (path,) = (tmp_path / "cache").glob("*.tar")
+    path.write_bytes(numbered(500, COUNT))  # of the same size and names
+    assert label(cache_of(shards), 0, 5) == 5
+    assert server.gets("/a.tar") == 2
+
+
 def test_a_damaged_index_of_members_is_made_anew(server, cache_of, tmp_path):
     shards = serve(server, "a")
     first = cache_of(shards)

@@ -43,3 +43,27 @@ def test_a_shard_that_gets_its_name_while_it_is_counted_is_counted(tmp_path, mon
         publisher.join()
         os.close(part)
         os.close(other)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("owner", ["me", "other"])
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777])
+def test_who_shares_a_folder_with_others_has_a_part_that_only_they_write_to(tmp_path, owner, mode):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    os.chown(shared, 0 if owner == "me" else 12345, -1)
+    own = owner == "me" and mode == 0o755
+    found = ShardFolder(shared, SIZE).path
+    assert found == (shared if own else shared / "user-0")
+    if own:
+        return
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert ShardFolder(shared, SIZE).path == found
+    os.chown(found, 12345, -1)  # who was first
+    with pytest.raises(PermissionError, match=r"shared/user-0 is another user's"):
+        ShardFolder(shared, SIZE)
+    found.rmdir()
+    found.symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match=r"shared/user-0 is another user's"):
+        ShardFolder(shared, SIZE)
