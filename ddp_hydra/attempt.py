@@ -68,6 +68,7 @@ class Attempt:
         self.is_stopping = False
         self.begun = time.monotonic()
         self.checked = 0.0
+        self.slow_record: Record | None = None
         self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s, gang.start_timeout_s)
         self.roster = Roster(specs, number, self.vitals)
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
@@ -228,6 +229,7 @@ class Attempt:
     def check_reader(self) -> None:
         """Raise what the reader of the records has raised, unless it was about a file of a lost host."""
         if self.reader.error is None:
+            self.watch_reader()
             return
         failed = self.reader.failed
         if failed is not None and failed.kind == "file":
@@ -239,6 +241,21 @@ class Attempt:
                 self.reader.forgive()
                 return
         raise self.reader.error
+
+    def watch_reader(self) -> None:
+        """Count no standstill against ranks that may be waiting for the client to read on, and say so if it is long."""
+        busy = self.reader.busy
+        if busy is None or self.reader.busy_s < CHECK_S:
+            return
+        self.vitals.excuse(time.monotonic())
+        record = busy[0]
+        if self.reader.busy_s > self.gang.hang_timeout_s and record is not self.slow_record:
+            self.slow_record = record
+            log.warning(
+                "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
+                "more to say wait for it",
+                record.rank, record.kind, self.reader.busy_s,
+            )  # fmt: skip
 
     def check_interrupt(self) -> None:
         """Have the ranks finish where the user wants to end."""

@@ -91,6 +91,14 @@ class Crew:
         is_lost = lambda: spec.worker in self.lost  # noqa: E731
         transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost)
 
+    def drop(self, record: Record) -> None:
+        """Remove a spooled file that nobody wants; that it is gone there lets the rank know."""
+        spec = self.specs[record.rank]
+        if spec.worker not in self.lost:
+            where = (self.folders[spec.worker], self.name, spec.rank)
+            with contextlib.suppress(OSError):  # lost just now
+                transfer.drop(self.client, spec.worker, *where, record.data, lambda: spec.worker in self.lost)
+
     def returned(self, record: Record) -> Any:
         """Decode what a rank returned.
 

@@ -13,7 +13,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
 from ddp_hydra.script import Script, script
 from ddp_hydra.text import plain
+from ddp_hydra.unread import Unread
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
 log = logging.getLogger(__name__)
@@ -95,7 +97,8 @@ class Gang:
         backend: gloo, nccl, or auto (by device).
         group: whether functions find the process group initialised; False leaves that to them, as to scripts.
         project: packed project space that the ranks import from.
-        on_record: called with each record, on a thread of its own, in each rank's order.
+        on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
+            `fetch` is dropped. Without it, what ranks send is counted, and said to be dropped.
         threads: CPU threads per rank; 0 shares each host's cores out.
         timeout_s: of the ranks' collectives.
         queue_timeout_s: how long to wait for workers that other jobs hold.
@@ -124,7 +127,7 @@ class Gang:
     backend: str = "auto"
     group: bool = True
     project: Project | None = None
-    on_record: Callable[[Record], None] = field(default=lambda record: None, repr=False)
+    on_record: Callable[[Record], None] | None = field(default=None, repr=False)
     threads: int = 0
     timeout_s: float = 1800.0
     queue_timeout_s: float = 86400.0
@@ -148,6 +151,8 @@ class Gang:
     lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
     read_from: Attempt | None = field(default=None, init=False, repr=False)
+    fetched: bool = field(default=False, init=False, repr=False)
+    unread: Unread = field(default_factory=Unread, init=False, repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
@@ -166,9 +171,9 @@ class Gang:
             call_of: what attempt `number` runs on `world_size` ranks; asked before each.
         """
         name = f"{self.name}-{secrets.token_hex(4)}"
-        self.restarts = Restarts(self.max_restarts)
+        self.restarts, self.unread = Restarts(self.max_restarts), Unread()
         reserved = Reservation(self.client, name, self.ranks, self.sweep)
-        with self.interrupts.caught(self.grace_s > 0), reserved as reservation:
+        with self.dropped_said(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = self.first_attempt, name
             workers = reservation.take(topic, self.queue_timeout_s)
             self.ask(workers)
@@ -192,6 +197,15 @@ class Gang:
         """Whether the ranks are in their loop, where they can be asked to finish."""
         attempt = self.attempt
         return attempt is not None and attempt.vitals.in_loop(attempt.roster.running)
+
+    @contextmanager
+    def dropped_said(self) -> Iterator[None]:
+        """Say at the end what was dropped for want of a reader."""
+        try:
+            yield
+        finally:
+            if said := self.unread.sentence():
+                log.warning("%s", said)
 
     def ask(self, workers: Iterable[str]) -> None:
         """See whether those workers that were not asked before have what the ranks need.
@@ -234,12 +248,19 @@ class Gang:
     def read(self, attempt: Attempt, record: Record) -> None:
         """Hand on a record, one at a time: the last of a failed attempt may still be read when the next one begins."""
         with self.lock:
-            self.read_from = attempt
-            self.on_record(record)
+            self.read_from, self.fetched = attempt, False
+            if self.on_record is not None:
+                self.on_record(record)
+            is_left = "source" in record.data and not self.fetched
+            if is_left or self.on_record in (None, show):
+                self.unread.note(record)
+            if is_left:  # the rank waits for room in its spool
+                attempt.crew.drop(record)
 
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""
         assert self.read_from is not None, "fetch belongs into on_record"
+        self.fetched = True
         self.read_from.crew.fetch(record, target)
 
     def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> relay.Order:

@@ -133,9 +133,12 @@ class PipeSender:
 
     @property
     def spool(self) -> Path:
-        """The spool, once there is room in it."""
-        while len(list(self._spool.iterdir())) >= MAX_SPOOLED:
-            pulse.tick()  # it is the client who is slow
+        """The spool, once there is room in it. A client that is busy with a file for long knows what is waited for."""
+        before: set[Path] = set()
+        while len(files := set(self._spool.iterdir())) >= MAX_SPOOLED:
+            if files != before:
+                pulse.tick()
+            before = files
             time.sleep(0.01)
         return self._spool
 

@@ -31,6 +31,7 @@ class Reader:
     Attributes:
         error: what it raised.
         failed: the record that it was about.
+        busy: the record that it takes just now, and since when.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Reader:
         self.on_record, self.acknowledge, self.on_error = on_record, acknowledge, on_error
         self.error: BaseException | None = None
         self.failed: Record | None = None
+        self.busy: tuple[Record, float] | None = None
         self.waiting: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
         self.put_count = self.read_count = 0
         self.go_on = threading.Event()
@@ -67,6 +69,12 @@ class Reader:
             time.sleep(0.002)
         return self.read_count == self.put_count
 
+    @property
+    def busy_s(self) -> float:
+        """How long it has been taking the same record."""
+        busy = self.busy
+        return time.monotonic() - busy[1] if busy else 0.0
+
     def forgive(self) -> None:
         """Go on after the record that could not be read."""
         log.warning("lost with its host: %s", self.error)
@@ -83,6 +91,7 @@ class Reader:
     def _read(self) -> None:
         while (item := self.waiting.get()) is not None and not self.closed:
             record, size = item
+            self.busy = record, time.monotonic()
             try:
                 self.on_record(record)
                 self.acknowledge(record.rank, size)
@@ -92,4 +101,5 @@ class Reader:
                 self.on_error()
                 if not self.closed:
                     self.go_on.wait()
+            self.busy = None
             self.read_count += 1

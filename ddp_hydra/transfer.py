@@ -54,6 +54,23 @@ def fetch(
         call(client, worker, spool.remove, gang, rank, name, is_lost=is_lost)
 
 
+def drop(
+    client: Client,
+    worker: str,
+    local_directory: str,
+    gang: str,
+    rank: int,
+    file: Mapping[str, Any],
+    is_lost: Callable[[], bool] = lambda: False,
+) -> None:
+    """Remove a spooled file; the arguments are those of `fetch`."""
+    source = spool.path(local_directory, gang, rank) / Path(str(file["source"])).name
+    if _is_here(source, file.get("size")):
+        source.unlink(missing_ok=True)
+    else:
+        call(client, worker, spool.remove, gang, rank, source.name, is_lost=is_lost)
+
+
 def call(
     client: Client,
     worker: str,
@@ -81,11 +98,16 @@ def call(
 
 
 def _take_local(source: Path, size: int, target: Path) -> bool:
-    """Move within this host, where the spool is visible from here and holds the file itself, not a link."""
-    if not source.is_file() or source.resolve() != source.absolute() or source.stat().st_size != size:
+    """Move within this host, where the spool is visible from here."""
+    if not _is_here(source, size):
         return False
     shutil.move(source, target)
     return True
+
+
+def _is_here(source: Path, size: int | None) -> bool:
+    """Whether a spool is visible from here, and holds the file itself, not a link."""
+    return source.is_file() and source.resolve() == source.absolute() and source.stat().st_size == size
 
 
 def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -102,6 +103,7 @@ class Vitals:
         self.heard_s: dict[int, float] = {}
         self.beats: dict[int, Beat] = {}
         self.looked_s: float | None = None
+        self.excused_s = -math.inf
         self.away_s = 0.0
 
     def hear(self, rank: int, now: float) -> None:
@@ -120,6 +122,14 @@ class Vitals:
             self.heard_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.heard_s.items()}
             self.beats = {rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.beats.items()}
         self.looked_s = now
+
+    def excuse(self, now: float) -> None:
+        """Note that ranks may be waiting for the client: that they stood still until now says nothing."""
+        self.excused_s = now
+
+    def stuck_s(self, beat: Beat, now: float) -> float:
+        """How long a rank has not moved, as far as that is its own affair."""
+        return min(beat.stuck_s(now), now - self.excused_s)
 
     def silent(self, running: Collection[int], now: float) -> list[int]:
         """The ranks of `running` from whose host nothing has been heard for too long."""
@@ -150,9 +160,9 @@ class Vitals:
         rank = min(judged, key=lambda rank: (judged[rank].place.order, not judged[rank].stopped, rank in waiting, rank))
         beat = judged[rank]
         # Of all: who has long waited for one that has just gone on will go on, too, and say so with its next beat.
-        if min(other.stuck_s(now) for other in judged.values()) <= self.limit_s(beat):
+        if min(self.stuck_s(other, now) for other in judged.values()) <= self.limit_s(beat):
             return None
-        return Hang(rank, self._say(rank, beat, beat.stuck_s(now), judged))
+        return Hang(rank, self._say(rank, beat, self.stuck_s(beat, now), judged))
 
     def limit_s(self, beat: Beat) -> float:
         """How long a rank may stay where it is."""

@@ -28,7 +28,7 @@ FLOORS = [
     # 4: on the client
     (
         "cluster", "clusters", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts",
-        "output", "run_dir", "dispatch", "inline", "launched", "rehearsal",
+        "output", "run_dir", "dispatch", "unread", "inline", "launched", "rehearsal",
     ),
     # 5: a job, many jobs, the command line
     ("job", "sweep", "shared", "driver", "attach", "arguments", "completion", "output", "cli", "__main__"),

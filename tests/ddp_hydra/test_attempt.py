@@ -160,6 +160,25 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
     assert one.client.heard("stop") == [0]  # and not again
 
 
+def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_meanwhile(make, caplog):
+    stuck = {"step": 3, "phase": "save", "age_s": 1000.0, "first": False}
+    one = make(Record("text", {"n": 1}, 0), Record("beat", stuck, 0), Record("beat", stuck, 1))
+    one.vitals.hang_timeout_s = one.gang.hang_timeout_s = 0.1
+    said = "busy with one record of rank 0 (text) for 0 s, in on_record"
+
+    def take_time(attempt, record):
+        deadline = time.monotonic() + 20
+        while said not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        one.gang.records.append(record)
+
+    one.gang.read = take_time
+    with pytest.raises(RankFailed, match="hangs: no progress for 0 s in saving a checkpoint"):
+        one.run(b"")
+    assert len(one.gang.records) == 1
+    assert caplog.text.count(said) == 1
+
+
 def test_a_lost_worker_outranks_the_echo_of_those_who_talked_to_its_rank(make):
     lost = {"action": "remove-worker", "worker": "tcp://h:1"}
     one = make(end(0, "raised", message="RuntimeError: Connection closed by peer"), lost)

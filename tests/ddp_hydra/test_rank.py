@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import rank
+from ddp_hydra import pulse, rank
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -25,6 +25,24 @@ def test_groups_made_beside_the_main_one_have_its_timeout():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert timeout_of(dist.group.WORLD) == timedelta(seconds=77)
     assert distributed_c10d.default_pg_timeout == usual
+
+
+def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_there_is_some(tmp_path, monkeypatch):
+    def wait(seconds):
+        waited.append(seconds)
+        if len(waited) == 50:  # the client takes a file, and the rank's other thread adds one
+            (tmp_path / "0").rename(tmp_path / "new")
+        if len(waited) == 100:
+            (tmp_path / "1").unlink()
+
+    waited = []
+    monkeypatch.setattr(rank.time, "sleep", wait)
+    pulse.connect(None)
+    for number in range(rank.MAX_SPOOLED):
+        (tmp_path / str(number)).touch()
+    assert rank.PipeSender(None, tmp_path).spool == tmp_path
+    assert (len(waited), pulse.here().ticks) == (100, 2)
+    pulse.connect(None)
 
 
 class Mute(Exception):

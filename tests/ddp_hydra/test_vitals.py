@@ -122,6 +122,13 @@ def test_every_phase_in_which_a_rank_can_hang_has_words_for_it():
     assert DOING.keys() == set(PHASES) - {"run"}
 
 
+def test_a_standstill_while_the_client_was_busy_is_not_held_against_a_rank():
+    seen = gang(at("save", age_s=900), at("backward", age_s=900), now=100.0)
+    seen.excuse(100.0)
+    assert seen.hang([0, 1], 100.0 + HANG_S - 1) is None
+    assert seen.hang([0, 1], 100.0 + HANG_S + 1).message.startswith("hangs: no progress for 61 s in the backward pass")
+
+
 def test_ranks_that_write_a_checkpoint_are_known():
     seen = gang(at("backward", saving=True), at("backward"), at("save", saving=1))
     assert (seen.saving([0, 1, 2]), seen.saving([1]), seen.saving([7])) == ([0, 2], [], [])

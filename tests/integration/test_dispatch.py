@@ -104,6 +104,23 @@ def test_collectives_work(client2, client4):
     assert dispatch.run(client4, sum_of_ranks) == [10.0] * 4
 
 
+def test_results_that_nobody_takes_are_counted_and_nothing_waits_for_a_reader(client2, caplog):
+    """As the users of dask-pytorch-ddp do: a checkpoint now and then, and nobody who reads."""
+
+    def train():
+        for step in range(10):
+            results.log({"loss": 0.5}, step=step)
+            results.submit(f"step-{step}.pt", bytes(100_000))
+        return dist.get_rank()
+
+    def spooled(dask_worker):
+        return [path.name for path in (Path(dask_worker.local_directory) / "ddp_hydra").rglob("*")]
+
+    assert dispatch.run(client2, train) == [0, 1]
+    assert "results.*: 20 metrics, 20 files (1.9 MiB); take it with dispatch.Gang(client, on_record=" in caplog.text
+    assert list(client2.run(spooled).values()) == [[], []]
+
+
 def test_a_gang_may_take_fewer_ranks_than_there_are_workers(client4, gang):
     assert gang(client4, ranks=3).run(sum_of_ranks) == [6.0] * 3
 

@@ -1,0 +1,37 @@
+"""What ranks send with `results.*` and nobody takes: counted, and said once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ddp_hydra.results import Record
+
+KINDS = {"metrics": "metrics", "text": "texts", "image": "images", "file": "files"}
+"""What `results.log`, `text`, `image` and `submit` send, and what several are called."""
+
+
+class Unread:
+    """Counts dropped records by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bytes = 0
+
+    def note(self, record: Record) -> None:
+        """Count a record, if it is one of `results.*`."""
+        if record.kind in KINDS:
+            self.counts[record.kind] += 1
+            size = record.data.get("size", 0)
+            self.bytes += size if isinstance(size, int) and size > 0 else 0
+
+    def sentence(self) -> str:
+        """Say what was dropped, and how to have it; "" where nothing was."""
+        if not self.counts:
+            return ""
+        named = [f"{self.counts[kind]:,} {name}" for kind, name in KINDS.items() if self.counts[kind]]
+        size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
+        return (
+            f"dropped, for nobody takes what the ranks sent with results.*: {', '.join(named)}{size}; take it with "
+            "dispatch.Gang(client, on_record=<function of a record>), and files in there with the gang's "
+            "fetch(record, path)"
+        )
