@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra import faults, pulse, results
-from ddp_hydra.errors import DdpHydraError, RankFailed
+from ddp_hydra.errors import ClusterError, DdpHydraError, RankFailed
 from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.outcome import Failure, explain, root_cause
 from ddp_hydra.placement import RankSpec
@@ -60,6 +60,7 @@ def run(
     spec: RankSpec = ALONE,
     backend: str = "auto",
     timeout_s: float = 1800.0,
+    wait_timeout_s: float | None = None,
     notice: Callable[[], str] = str,
     attempt: int = 0,
     **kwargs: Any,
@@ -74,6 +75,7 @@ def run(
         spec: this rank's place; of several, a launcher has set the environment.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
+        wait_timeout_s: how long other ranks may take to come; None for as long as collectives.
         notice: returns what is said when the user wants to end; "" for nothing.
         attempt: number of this start, in its records.
         kwargs: passed to the function.
@@ -97,7 +99,7 @@ def run(
         pulse.connect(None)
         try:
             with interrupts.caught():
-                store = meet_nobody(timeout_s) if spec is ALONE else meet_launched(spec, timeout_s)
+                store = meet_nobody(timeout_s) if spec is ALONE else meet_launched(spec, timeout_s, wait_timeout_s)
                 call = agree(store, spec, cloudpickle.dumps((fn, args, kwargs)))
                 with told(store, spec), rank.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
                     return [rank.perform(call)]
@@ -122,17 +124,32 @@ def meet_nobody(timeout_s: float) -> Store:
     return rank.meet(0, "127.0.0.1", port, timeout_s, listener.detach())
 
 
-def meet_launched(spec: RankSpec, timeout_s: float) -> Store:
-    """The store that a launcher's variables point to, served by itself or by rank 0."""
+def meet_launched(spec: RankSpec, timeout_s: float, wait_timeout_s: float | None = None) -> Store:
+    """Connect to the store that a launcher's variables point to, served by itself or by rank 0.
+
+    Raises:
+        ClusterError: rank 0, or another rank, does not come.
+    """
     from datetime import timedelta
 
+    from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
 
     from ddp_hydra.rank_host import environment
 
     os.environ.update(environment.own_gpu_first(os.environ, spec.local_rank))
-    place = rendezvous("env://", spec.rank, spec.world_size, timeout=timedelta(seconds=timeout_s))
-    store: Store = next(place)[0]
+    wait_s = timeout_s if wait_timeout_s is None else wait_timeout_s
+    try:
+        place = rendezvous("env://", spec.rank, spec.world_size, timeout=timedelta(seconds=wait_s))
+        store: Store = next(place)[0]
+    except DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ClusterError(
+            f"rank {spec.rank} of {spec.world_size} did not meet the others at {where} in {wait_s:g} s: start all of "
+            "them, with the same MASTER_ADDR and MASTER_PORT, or wait longer with cluster.wait_timeout_s="
+            f"{round(3 * wait_s) or 60}. {str(error).partition(chr(10))[0]}"
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 

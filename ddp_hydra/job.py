@@ -210,7 +210,8 @@ def follow(cfg: DictConfig, spec: RankSpec) -> None:
 
 def how_here(cfg: DictConfig) -> dict[str, Any]:
     """Settings of a rank in this process."""
-    return {"threads": cfg.trainer.threads, "backend": backend(cfg), "timeout_s": cfg.dispatch.timeout_s}
+    timeouts = {"timeout_s": cfg.dispatch.timeout_s, "wait_timeout_s": cfg.cluster.get("wait_timeout_s")}
+    return {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts}
 
 
 def backend(cfg: DictConfig) -> str:

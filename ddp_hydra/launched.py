@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.placement import RankSpec
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -62,6 +62,7 @@ def place(cfg: DictConfig) -> RankSpec | None:
 
     Raises:
         ConfigError: the config and the environment do not agree.
+        ClusterError: this rank lacks something of `cluster.pip`.
     """
     typed = " ".join(word for word in sys.argv[1:] if word not in NO_FOLDER)
     if not is_wanted(cfg):
@@ -85,4 +86,34 @@ def place(cfg: DictConfig) -> RankSpec | None:
         node_rank = int(os.environ.get("GROUP_RANK", 0))
     except ValueError as error:
         raise ConfigError(f"{', '.join(NEEDED[:3])} in the environment must be whole numbers: {error}") from None
+    check(cfg, world_size)
     return RankSpec(rank, world_size, local_rank, local_world_size, node_rank, "", socket.gethostname())
+
+
+def check(cfg: DictConfig, world_size: int) -> None:
+    """Hold the keys that mean the same for every cluster against what the launcher has started.
+
+    Args:
+        cfg: of the cluster.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: they do not fit.
+        ClusterError: this rank lacks something of `cluster.pip`.
+    """
+    if cfg.get("n_workers") not in (None, world_size):
+        raise ConfigError(
+            f"cluster.n_workers={cfg.n_workers}, but torchrun has started {world_size} ranks: give it "
+            f"--nproc-per-node {cfg.n_workers}, or leave cluster.n_workers out"
+        )
+    if cfg.get("keep"):
+        raise ConfigError("cluster.keep=true: cluster=torchrun has no cluster that could be kept: leave it out")
+    if cfg.get("pip"):
+        from ddp_hydra import needs, probe
+
+        lacking = [lack for text in needs.check_requirements(cfg.pip) for lack in probe.missing(text)]
+        if lacking:
+            said = ", ".join(f"{need} ({there})" for need, there in lacking)
+            install = " ".join(f"'{need}'" for need, _ in lacking)
+            host = socket.gethostname()
+            raise ClusterError(f"cluster.pip asks for what host {host} lacks: {said}: type there pip install {install}")

@@ -61,6 +61,12 @@ class StandIn:
     def __init__(self, CUDA_VISIBLE_DEVICES=None, n_workers=None, threads_per_worker=1, **kwargs):  # noqa: N803
         self.given = {"CUDA_VISIBLE_DEVICES": CUDA_VISIBLE_DEVICES, "n_workers": n_workers, **kwargs}
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
 
 # -- every option ------------------------------------------------------------------------------------------
 
@@ -71,7 +77,7 @@ def test_the_options_are_there():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("inline", "torchrun")])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "inline"])
 def test_our_own_keys_are_keys_of_every_option(name):
     assert {"n_workers", "wait_timeout_s", "keep", "pip"} <= set(option(name))
 
@@ -215,7 +221,8 @@ def test_more_workers_than_gpus(gpus):
 def test_local_cuda_gets_its_arguments(gpus, given, workers):
     chosen = manager("local_cuda", *given)
     chosen.check()
-    native = chosen.open().given
+    with chosen.open() as opened:
+        native = opened.given
     assert (chosen.expected, native["n_workers"]) == (workers, workers)
     assert native["preload"] == ["ddp_hydra.rank_host.preload"]
     assert type(native["preload"]) is list  # dask-cuda adds its own to it

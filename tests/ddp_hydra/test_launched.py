@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import socket
 import sys
 
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import launched
-from ddp_hydra.errors import ConfigError
+from ddp_hydra import inline, launched
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 
 TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.launched.Torchrun"})
 LOCAL = OmegaConf.create({"_target_": "distributed.LocalCluster"})
@@ -64,6 +65,33 @@ def test_what_starts_ranks_itself_does_not_go_with_a_launcher(started):
         launched.place(LOCAL)
     with pytest.raises(ConfigError, match="a sweep starts its jobs itself"):
         launched.arguments(["-m", "seed=1,2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_workers": 2}, r"cluster.n_workers=2, but torchrun has started 4 ranks: give it --nproc-per-node 2, or"),
+        ({"keep": True}, r"cluster.keep=true: cluster=torchrun has no cluster that could be kept"),
+        ({"pip": ["pytest", "not-there>=1"]}, r"lacks: not-there>=1 \(not installed\): .* pip install 'not-there>=1'$"),
+        ({"pip": ["=1"]}, r"cluster.pip names '=1', which is no requirement"),
+    ],
+)
+def test_the_keys_of_every_cluster_are_held_against_what_was_started(started, given, said):
+    started(0)
+    fits = {"n_workers": 4, "wait_timeout_s": 5, "keep": False, "pip": ["pytest"]}
+    assert launched.place(OmegaConf.merge(TORCHRUN, fits)) is not None
+    with pytest.raises(DdpHydraError, match=said):
+        launched.place(OmegaConf.merge(TORCHRUN, given))
+
+
+def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said(started, monkeypatch):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        started(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(nobody.getsockname()[1]))
+        spec = launched.place(TORCHRUN)
+        said = r"rank 1 of 4 did not meet the others at 127.0.0.1:\d+ in 1 s: .*cluster.wait_timeout_s=3\. "
+        with pytest.raises(ClusterError, match=said):
+            inline.meet_launched(spec, 1800.0, 1.0)
 
 
 def test_what_is_no_number_is_refused(started):

@@ -92,8 +92,11 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "manifest.json").write_text("{}")
     job = planned(tmp_path, row(0, "", state), is_ours)
+    if job.earlier is not None:
+        job.earlier.wall_s = 60.0
     plan.go_on(job)
     assert (job.config.resume == str(tmp_path)) == resumes
+    assert job.spent_s == 60.0 * resumes, "the time that it took before counts, where it is not begun anew"
 
 
 def test_the_folder_of_another_job_is_not_taken(tmp_path):
