@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra import faults, pulse, results
-from ddp_hydra.errors import ClusterError, DdpHydraError, RankFailed
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, RankFailed
 from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.outcome import Failure, explain, root_cause
 from ddp_hydra.placement import RankSpec
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="", host="127.0.0.1")
 NEWS_S = 1.0
 """How long a rank that lost its partners waits to hear why."""
+CHOICES = "ddp_hydra/choices"
+"""Where rank 0 says in the store what only it knows."""
+NAMED = 5
+"""Keys that are named in a message; the rest are counted."""
 BURST_S = 2.0
 """Ctrl-C comes twice to what a launcher has started: from the terminal, and passed on."""
 
@@ -68,8 +72,8 @@ def run(
     """Run a function as one rank of a process group.
 
     Args:
-        fn: the function, or "module:name". Of several ranks, all run rank 0's, with its arguments.
-        args: passed to it.
+        fn: the function, or "module:name".
+        args: passed to it. Of several ranks, all have to give the same.
         on_record: called with each record of this rank.
         threads: CPU threads; 0 for this rank's share of the host, or, alone, as they are.
         spec: this rank's place; of several, a launcher has set the environment.
@@ -78,7 +82,7 @@ def run(
         wait_timeout_s: how long other ranks may take to come; None for as long as collectives.
         notice: returns what is said when the user wants to end; "" for nothing.
         attempt: number of this start, in its records.
-        kwargs: passed to the function.
+        kwargs: passed to the function. Of several ranks, all get rank 0's `files`.
 
     Returns:
         A list of this rank's value.
@@ -100,8 +104,11 @@ def run(
         try:
             with interrupts.caught():
                 store = meet_nobody(timeout_s) if spec is ALONE else meet_launched(spec, timeout_s, wait_timeout_s)
-                call = agree(store, spec, cloudpickle.dumps((fn, args, kwargs)))
+                mine = fingerprints(args) if spec.world_size > 1 else {}
+                kwargs, wanted = agree(store, spec, kwargs, mine)
+                call = cloudpickle.dumps((fn, args, kwargs))
                 with told(store, spec), rank.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
+                    check_same(mine, wanted, spec)
                     return [rank.perform(call)]
         except Exception:
             pulse.await_saved()
@@ -153,15 +160,56 @@ def meet_launched(spec: RankSpec, timeout_s: float, wait_timeout_s: float | None
     return store
 
 
-def agree(store: Store, spec: RankSpec, call: bytes) -> bytes:
-    """Rank 0's call, on all ranks: what it has composed is what runs."""
-    if spec.world_size == 1:
-        return call
+def agree(
+    store: Store, spec: RankSpec, kwargs: dict[str, Any], mine: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Have all ranks know rank 0's files, and the fingerprints of its arguments.
+
+    Whoever reaches the store can write to it. So nothing that is run is taken from there, and what is taken is plain.
+
+    Returns:
+        The arguments of this rank, and the fingerprints of rank 0.
+
+    Raises:
+        DdpHydraError: what is in the store does not come from a rank 0.
+    """
     if spec.rank == 0:
-        store.set("ddp_hydra/call", base64.b64encode(call).decode())
-    while not store.check(["ddp_hydra/call"]):  # in Python, where a launcher's signal is heard
+        if spec.world_size > 1:
+            store.set(CHOICES, json.dumps({"files": kwargs.get("files", {}), "arguments": mine}))
+        return kwargs, mine
+    while not store.check([CHOICES]):  # in Python, where a launcher's signal is heard
         time.sleep(0.02)
-    return base64.b64decode(store.get("ddp_hydra/call"))
+    try:
+        said = json.loads(store.get(CHOICES))
+        files, theirs = ({str(name): str(value) for name, value in said[key].items()} for key in ("files", "arguments"))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DdpHydraError(f"rank {spec.rank} can't read what rank 0 has chosen: {error!r:.200}") from None
+    return {**kwargs, "files": files}, theirs
+
+
+def fingerprints(value: Any, name: str = "") -> dict[str, str]:
+    """Return a hash of each value of nested lists and dicts, by its dotted name."""
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return {key: its for part, inner in items for key, its in fingerprints(inner, f"{name}.{part}").items()}
+    return {name: hashlib.sha256(json.dumps(value, default=repr).encode()).hexdigest()[:16]}
+
+
+def check_same(mine: dict[str, str], theirs: dict[str, str], spec: RankSpec) -> None:
+    """Refuse to train with other arguments than rank 0.
+
+    Raises:
+        ConfigError: with their names.
+    """
+    names = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
+    if names:
+        said = ", ".join(sorted(name.lstrip(".0123456789") for name in names)[:NAMED])
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        raise ConfigError(
+            f"rank {spec.rank} on {spec.host} has composed another config than rank 0: {said}{more} differ. Type the "
+            "same command on all hosts, with the same conf/, and give such keys a value that does not depend on the "
+            "host or the time, e.g. data.root=<folder>"
+        )
 
 
 @contextmanager

@@ -183,8 +183,7 @@ def find_weights(cfg: DictConfig) -> Path | None:
     Raises:
         CheckpointError: it looks like a path, and there is nothing.
     """
-    given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
-    if not isinstance(given, str) or not ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth"))):
+    if (given := weights_path(cfg)) is None:
         return None
     path = Path(given).expanduser()
     if path.is_dir():
@@ -192,6 +191,13 @@ def find_weights(cfg: DictConfig) -> Path | None:
     if not path.is_file():
         raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
     return path.absolute()
+
+
+def weights_path(cfg: DictConfig) -> str | None:
+    """Return `model.weights` where it looks like a path."""
+    given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
+    is_path = isinstance(given, str) and ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth")))
+    return given if is_path else None
 
 
 def follow(cfg: DictConfig, spec: RankSpec) -> None:
@@ -203,7 +209,10 @@ def follow(cfg: DictConfig, spec: RankSpec) -> None:
     """
     if not cfg.dry_run:
         check(cfg)
-        value = read_value(inline.run(TRAIN, {}, on_record=inline.ignore, spec=spec, **how_here(cfg))[0])
+        plain = configs.plain(cfg)
+        if weights_path(cfg) is not None:  # rank 0 reads them
+            plain["model"]["weights"] = None
+        value = read_value(inline.run(TRAIN, plain, on_record=inline.ignore, spec=spec, **how_here(cfg))[0])
         if value["interrupted"]:
             raise Interrupted(f"rank {spec.rank}: {_why(value['interrupted'], value['steps'])}")
 

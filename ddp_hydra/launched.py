@@ -1,7 +1,7 @@
 """Ranks that somebody else has started: torchrun, or whatever sets the same variables.
 
 Each process composes the same command line. Rank 0 runs the job, with its one run directory; the others follow: they
-make no folder, and run what rank 0 tells them.
+make no folder, and run what they have composed themselves, which has to be the same.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import pickle
 import socket
 import sys
 
@@ -8,6 +10,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra import inline, launched
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
+from ddp_hydra.placement import RankSpec
 
 TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.launched.Torchrun"})
 LOCAL = OmegaConf.create({"_target_": "distributed.LocalCluster"})
@@ -98,3 +101,44 @@ def test_what_is_no_number_is_refused(started):
     started(0, WORLD_SIZE="all")
     with pytest.raises(ConfigError, match=r"must be whole numbers: .*'all'"):
         launched.place(TORCHRUN)
+
+
+# -- what the ranks tell each other ------------------------------------------------------------------------
+
+
+class Store(dict):
+    """As much of torch's as `agree` touches."""
+
+    set = dict.__setitem__
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+FIRST, SECOND = (RankSpec(rank, 2, rank, 2, 0, "", "h") for rank in range(2))
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it was unpickled')",)
+
+
+@pytest.mark.parametrize("payload", [base64.b64encode(pickle.dumps(Bomb())), b"[1]", b"\xff", b'{"files": 3}'])
+def test_nothing_that_a_stranger_puts_into_the_store_is_run(payload):
+    with pytest.raises(DdpHydraError, match="rank 1 can't read what rank 0 has chosen"):
+        inline.agree(Store({"ddp_hydra/call": payload, inline.CHOICES: payload}), SECOND, {}, {})
+
+
+def test_rank_0_tells_where_its_files_are_and_each_rank_runs_what_it_has_composed_itself():
+    store = Store()
+    mine = inline.fingerprints(({"model": {"_target_": "models.Mine"}},))
+    assert inline.agree(store, FIRST, {"files": {"resume": "/r/last.pt"}, "kept": {}}, mine)[0]["kept"] == {}
+    assert inline.agree(store, SECOND, {}, mine) == ({"files": {"resume": "/r/last.pt"}}, mine)
+    assert "Mine" not in store[inline.CHOICES]
+
+
+def test_a_rank_that_has_composed_something_else_says_what_differs():
+    one, other = ({"seed": seed, "data": {"root": "/a"}, "tags": []} for seed in (1, 2))
+    inline.check_same(inline.fingerprints((one,)), inline.fingerprints((dict(one),)), SECOND)
+    with pytest.raises(ConfigError, match="rank 1 on h has composed another config than rank 0: seed differ"):
+        inline.check_same(inline.fingerprints((one,)), inline.fingerprints((other,)), SECOND)
