@@ -43,7 +43,7 @@ from hydra.utils import get_class, get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import objective, targets
+from ddp_hydra import keys, objective, targets
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.evaluate import Evaluation
 from ddp_hydra.loader import Loader
@@ -65,7 +65,22 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
             raise ConfigError(f"{node.get('_target_')}: {targets.explain(str(node.get('_target_')), error)}") from error
         raise
     except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{node.get('_target_')}: {error}") from error
+        raise ConfigError(f"{node.get('_target_')}: {not_taken(node) or error}") from error
+
+
+def not_taken(node: DictConfig) -> str:
+    """Say which keys of a node its target does not take, as those of another optimizer; "" for none."""
+    taken = parameters(str(node.get("_target_")))
+    if not taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+        return ""
+    refused = [str(key) for key in node if key not in taken and not str(key).startswith("_")]
+    if not refused:
+        return ""
+    names = [name for name in taken if name not in ("self", "params")]
+    hints = "".join(keys.meant(key, names) for key in refused)
+    leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
+    there = ", ".join(names)
+    return f"it takes no {', '.join(refused)}{hints}; it takes {there}; to leave the others out, type {leave_out}"
 
 
 def dataset(node: DictConfig | None) -> Any:

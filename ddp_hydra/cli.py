@@ -7,18 +7,18 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, completion, config, interrupts, launched, output, project
+from ddp_hydra import arguments, completion, config, interrupts, keys, launched, output, project
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.text import traceback_of
@@ -37,6 +37,11 @@ def main(cfg: DictConfig) -> float | None:
         job.follow(cfg, spec)
         return None
     hydra_cfg = HydraConfig.get()
+    loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    repository = getattr(loader, "repository", None)
+    keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)
+    if cfg.resume and "://" not in cfg.resume and hydra_cfg.job.chdir:
+        cfg.resume = str(project.typed_in() / cfg.resume)
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
     if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
@@ -90,10 +95,8 @@ def sentence(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
-        lines = [str(part) for part in (error, error.__cause__) if part]
-        if "not in 'Config'" in lines[-1]:  # Hydra would have it appended, which is no help for a misspelt name
-            lines.append(f"the groups and keys are {', '.join(field.name for field in fields(config.Config))}")
-        return "\n".join(lines)
+        # Hydra would have an unknown key appended, which is no help for a misspelt one.
+        return keys.explain(error.__cause__) or "\n".join(str(part) for part in (error, error.__cause__) if part)
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError) and not any(frame.filename == __file__ and frame.name == "main" for frame in frames):
         return (

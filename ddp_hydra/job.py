@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, launched, mirror, project, store, stored, targets
+from ddp_hydra import bound, cluster, faults, inline, keys, launched, mirror, project, store, stored, targets
 from ddp_hydra import config as configs
 from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.errors import (
@@ -140,6 +140,7 @@ def packed_project(cfg: DictConfig, plain: dict[str, Any]) -> project.Project:
 
 def check(cfg: DictConfig) -> None:
     """Refuse what no job can mean."""
+    keys.check(cfg)
     configs.check(cfg)
     faults.parse(cfg.faults)
 
@@ -503,7 +504,7 @@ def _why(reason: str, steps: int) -> str:
 
 
 def _short(path: Path) -> str:
-    relative = os.path.relpath(path)
+    relative = os.path.relpath(path, project.typed_in())
     return str(path) if relative.startswith("..") else relative
 
 

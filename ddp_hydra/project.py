@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import shutil
+import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -56,13 +57,21 @@ def find(start: Path | None = None) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    folder = Path(os.environ.get("DDP_HYDRA_PROJECT") or start or Path.cwd()).absolute()
+    folder = typed_in() / (os.environ.get("DDP_HYDRA_PROJECT") or start or "")
     if not (folder / "conf" / "config.yaml").is_file():
         raise ConfigError(
             f"no project here: {folder} has no conf/config.yaml. Go to the checkout (the folder with conf/, models/ "
             "and data/), or name it in DDP_HYDRA_PROJECT"
         )
     return folder
+
+
+def typed_in() -> Path:
+    """Return the folder that the command was typed in: with `hydra.job.chdir=true`, a job is in its run directory."""
+    module = sys.modules.get("hydra.core.hydra_config")  # on a worker, it need not be imported
+    if module is not None and module.HydraConfig.initialized() and module.HydraConfig.get().job.chdir:
+        return Path(module.HydraConfig.get().runtime.cwd)
+    return Path.cwd()
 
 
 def pack(root: Path) -> Project:

@@ -8,6 +8,7 @@ from hydra.errors import ConfigCompositionException, InstantiationException, Mis
 
 from ddp_hydra import cli
 from ddp_hydra.errors import ConfigError, Interrupted
+from tests.ddp_hydra.test_config import composed
 
 
 def raising(error: BaseException):
@@ -17,6 +18,13 @@ def raising(error: BaseException):
     return run
 
 
+def misspelt(word: str) -> BaseException:
+    """What Hydra raises of it."""
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed(word)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -24,9 +32,9 @@ def raising(error: BaseException):
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (Interrupted("interrupted; saved at step 3: go on with resume=x"), 130, "interrupted; saved at step 3: go on"),
         (
-            ConfigCompositionException("Key 'modell' not in 'Config'"),
+            misspelt("modle=resnet18"),
             1,
-            "the groups and keys are cluster, data, model, sampler",
+            "modle: there is no such key: did you mean model?; the groups and keys are cluster, data, model, sampler",
         ),
         (MissingConfigException("?", "hydra/sweeper/optuna"), 1, "type pip install 'ddp-hydra[optuna]'\n"),
         (MissingConfigException("no such model", "model/resnet19"), 1, "ddp_hydra: no such model\n"),

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import config
+from ddp_hydra import config, keys
 from ddp_hydra.clusters.manager import signals_kept
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.versions import VERSION_BASE
@@ -71,6 +71,7 @@ NEEDED = {
 def test_every_option_of_every_group_composes_to_a_job(option):
     cfg = composed(option, *NEEDED.get(option, []))
     config.check(cfg)
+    keys.check(cfg)
     plain = config.plain(cfg)
     assert json.loads(json.dumps(plain)) == plain
     assert "${" not in json.dumps(plain)

@@ -194,6 +194,17 @@ def test_a_dry_run_builds_everything_and_starts_no_cluster(cli):
     assert not list(cli.folder.rglob("metrics.jsonl"))
 
 
+def test_a_job_may_run_inside_its_run_directory(cli):
+    """Paths that were typed are as from where they were typed."""
+    words = (*TINY, "cluster=inline", "hydra.job.chdir=true", "hydra.run.dir=first")
+    where = os.path.relpath(cli.project, cli.folder)
+    ended = cli.done(*words, "trainer.max_steps=1", DDP_HYDRA_PROJECT=where)
+    assert "->  first" in ended.stdout
+    again = (*words[:-1], "trainer.max_steps=2", "resume=first", "hydra.run.dir=second")
+    cli.done(*again, DDP_HYDRA_PROJECT=where)
+    assert summary_of(cli.folder / "second")["steps"] == 2
+
+
 def test_two_runs_of_the_same_second_get_two_run_directories(cli):
     runs = [cli.start(*TINY, "cluster.n_workers=1", "trainer.max_steps=1") for _ in range(2)]
     assert [(run.communicate(timeout=60)[1], run.returncode) for run in runs] == [("", 0), ("", 0)]

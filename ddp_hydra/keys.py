@@ -1,0 +1,151 @@
+"""Keys that a config can't have or nobody reads, and values of the wrong kind: said with the keys there are."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from ddp_hydra.config import Config
+from ddp_hydra.errors import ConfigError
+
+log = logging.getLogger(__name__)
+SCHEMAS = {field.name: field.default_factory for field in fields(Config) if is_dataclass(field.default_factory)}
+"""The groups with a schema."""
+OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "look_ahead", "memory_mb")
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse keys that no schema has, which `+` lets through.
+
+    Args:
+        cfg: the composed config.
+
+    Raises:
+        ConfigError: with the key that may be meant, and those there are.
+    """
+    raw = OmegaConf.to_container(cfg)
+    assert isinstance(raw, dict)
+    read = set(_interpolated(raw))
+    for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
+        known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
+        for key in node:
+            if str(key) not in known and str(key) not in read:
+                raise ConfigError(unknown(f"{prefix}{key}", known))
+    for key, value in (raw.get("metrics") or {}).items():
+        if not isinstance(value, dict) or "_target_" not in value:
+            raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
+
+
+def _interpolated(node: Any) -> Iterator[str]:
+    """Yield the words inside all interpolations: the keys that others take over are among them."""
+    if isinstance(node, str):
+        if "${" in node:
+            yield from re.findall(r"\w+", node)
+    elif isinstance(node, dict | list):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _interpolated(value)
+
+
+def unknown(key: str, known: Iterable[str], more: str = "") -> str:
+    """Say that there is no such key.
+
+    Args:
+        key: "trainer.epoch".
+        known: the keys beside it.
+        more: what else there is to say.
+    """
+    group, _, name = key.rpartition(".")
+    names = [one for one in known if not one.startswith("_") and one != "hydra"]
+    there = f"the keys of {group} are" if group else "the groups and keys are"
+    hint = meant(name, names, f"{group}." if group else "")
+    return f"{key}: there is no such key{hint}; {there} {', '.join(names)}{more}"
+
+
+def explain(error: BaseException | None) -> str | None:
+    """Return what to say of a key that Hydra did not find; None for another error."""
+    if not isinstance(error, ConfigAttributeError | ConfigKeyError) or not isinstance(error.parent_node, DictConfig):
+        return None
+    key, node = str(error.full_key), error.parent_node
+    more = ""
+    if "_target_" in node:
+        more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
+    return unknown(key, map(str, node), more)
+
+
+def meant(word: str, words: Iterable[str], prefix: str = "") -> str:
+    """Return ": did you mean …?", where a word is like one of others: misspelt, or one that is written out."""
+    names = list(words)
+    short = [name for name in names if name == _initials(word) or _initials(name) == word]
+    near = difflib.get_close_matches(word, names, 1, 0.7) or (short if len(word) > 1 else [])
+    return f": did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(part[0] for part in name.split("_") if part)
+
+
+def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any) -> None:
+    """Refuse words that were typed where the group's own file has a number; warn of new keys that nothing reads.
+
+    Args:
+        cfg: the composed config.
+        typed: the overrides.
+        choices: the option that was chosen of each group.
+        repository: of Hydra, it reads the files of the search path; None where it is not known.
+
+    Raises:
+        ConfigError: with what is there otherwise.
+    """
+    _warn_of_unread(cfg, [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")])
+    for word in typed:
+        key = word.partition("=")[0]
+        group, _, name = key.partition(".")
+        # of a cluster, memory_limit=4GB is fine where 0 was
+        if not name or group in SCHEMAS or group == "cluster" or not choices.get(group) or repository is None:
+            continue
+        value = OmegaConf.select(cfg, key, throw_on_missing=False)
+        if not isinstance(value, str):
+            continue
+        usual = _usual(repository, f"{group}/{choices[group]}", name)
+        if isinstance(usual, bool | int | float):
+            kind = "true or false" if isinstance(usual, bool) else "a number"
+            raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
+
+
+def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
+    """Warn of keys of groups that are no arguments of a `_target_`, where no other key takes them over."""
+    read = set(_interpolated(OmegaConf.to_container(cfg)))
+    for key in new:
+        group, _, name = key.partition(".")
+        node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
+        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or name in read:
+            continue
+        if not isinstance(node.get(name), DictConfig):
+            others = [str(other) for other in node if other != name]
+            log.warning("%s: nothing reads it%s", key, meant(name, others, f"{group}."))
+
+
+def _usual(repository: Any, path: str, name: str) -> Any:
+    """Return what a file of the search path has for a key, or one that it is based on; None for nothing."""
+    found = repository.load_config(path)
+    if found is None:
+        return None
+    value = OmegaConf.to_container(found.config)
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is not None:
+        return value
+    folder = path.rpartition("/")[0]
+    for base in found.defaults_list:
+        option = "/".join(str(part) for part in (getattr(base, "group", None), getattr(base, "value", None)) if part)
+        inner = getattr(base, "path", None) or option
+        if inner and inner != "_self_" and (value := _usual(repository, f"{folder}/{inner}", name)) is not None:
+            return value
+    return None
