@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -42,6 +43,12 @@ def load() -> None:
     """Import Dask's distributed, which sets up its loggers at that moment: from warnings on."""
     with held_back(), dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
         import distributed  # noqa: F401
+    logging.getLogger("distributed.client").addFilter(_is_no_end)
+
+
+def _is_no_end(record: logging.LogRecord) -> bool:
+    """Whether a client shall log it: not that it was closed while it looked for a scheduler that is gone."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 @contextlib.contextmanager

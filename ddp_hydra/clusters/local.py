@@ -38,8 +38,11 @@ class Local(Manager):
             except KeyboardInterrupt:
                 _abandon(runner.loop)
                 raise
-            with cluster:
-                yield cluster
+            with contextlib.ExitStack() as closing, cluster:
+                try:
+                    yield cluster
+                finally:
+                    closing.enter_context(_no_word_of_slow_workers())
         finally:
             runner.stop()
 
@@ -89,6 +92,21 @@ def gpus() -> int:
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     nvml.nvmlShutdown()
     return count.value
+
+
+@contextlib.contextmanager
+def _no_word_of_slow_workers() -> Iterator[None]:
+    """Let nannies end workers that take long without a warning: the job is over, and nothing is lost."""
+    logger = logging.getLogger("distributed.nanny")
+    logger.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Worker process still alive")
 
 
 def _abandon(loop: Any) -> None:

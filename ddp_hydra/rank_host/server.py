@@ -284,7 +284,11 @@ class Server:
 
     def leave(self) -> bool:
         """Remove the socket and say True, unless somebody is just coming."""
-        folder = os.open(self.address.parent, os.O_RDONLY)
+        try:
+            folder = os.open(self.address.parent, os.O_RDONLY)
+        except OSError:  # logind removes it with the last session of its user: nobody finds us any more
+            self.accept()
+            return not self.callers
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             self.accept()

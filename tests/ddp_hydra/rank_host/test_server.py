@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,16 @@ def test_garbage_ends_the_connection_it_came_on_and_nothing_else(server, said):
         assert len(server.callers) == 1
         other.sendall(NOBODY)
         server.hear(next(iter(server.callers.values())))
+
+
+def test_where_its_folder_was_removed_it_leaves_without_it(server):
+    """As logind does when a user has left; who had found the server before is served first."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(server.address))
+        shutil.rmtree(server.address.parent)
+        assert not server.leave()
+    server.hear(next(iter(server.callers.values())))
+    assert server.leave()
 
 
 def test_a_line_has_a_bound(server, monkeypatch):
