@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Future
 
+from ddp_hydra import room
 from ddp_hydra.book import SUSPENDED_S
 from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
@@ -24,7 +25,7 @@ from ddp_hydra.rank_host import relay
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
 from ddp_hydra.roster import Roster
-from ddp_hydra.text import MESSAGE_CHARS, plain
+from ddp_hydra.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.vitals import Hang, Vitals, waits
 
 if TYPE_CHECKING:
@@ -377,6 +378,9 @@ class Attempt:
             self.vitals.beat(record.rank, record.data, time.monotonic())
         elif record.kind == "stack":
             self.stacks[record.rank] = plain(str(record.data.get("text", "")))
+        elif record.kind == "warning":
+            text = plain(shorten(str(record.data.get("text", "")), MESSAGE_CHARS))
+            log.warning("rank %d: %s", record.rank, text)
         elif record.kind == "preempted":
             self.crew.finish(self.roster.running, "preemption")
         elif record.kind == "end":
@@ -411,7 +415,12 @@ class Attempt:
         """
         first = self.specs[0]
         try:
-            return self.crew.send(first.rank, files)
+            return room.patiently(
+                lambda: self.crew.send(first.rank, files),
+                lambda: f"the temporary folder {self.crew.folders[first.worker]} of worker {first.worker} is full",
+                self.gang.retry_s,
+                log.warning,
+            )
         except OSError as error:
             if error.errno is not None:  # of a file, here or there
                 raise

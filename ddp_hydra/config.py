@@ -181,7 +181,8 @@ class ResultsConfig:
         handler: client: the writers run where the command was typed; rank0: on the cluster's side, into `root`.
         root: of rank0: s3://bucket/runs or a folder of a shared disk; each run gets its own folder there.
         keep_checkpoints: newest step files to keep besides last and best; null keeps all.
-        retry_s: how long a write is tried again while the disk is full or away, or the bucket fails; 0: not at all.
+        retry_s: how long a write is tried again while the disk is full or away, or that of a worker's temporary
+            folder, or the bucket fails; 0: not at all.
         mirror: s3://bucket/folder, where checkpoints are copied to, too; null for nowhere.
     """
 

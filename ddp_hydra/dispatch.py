@@ -101,6 +101,7 @@ class Gang:
             `fetch` is dropped. Without it, what ranks send is counted, and said to be dropped.
         threads: CPU threads per rank; 0 shares each host's cores out.
         timeout_s: of the ranks' collectives.
+        retry_s: how long room is waited for where a worker's temporary folder is full.
         queue_timeout_s: how long to wait for workers that other jobs hold.
         start_timeout_s: how long the ranks may take to come up.
         port_range: ports allowed for the rendezvous; None for any free one.
@@ -130,6 +131,7 @@ class Gang:
     on_record: Callable[[Record], None] | None = field(default=None, repr=False)
     threads: int = 0
     timeout_s: float = 1800.0
+    retry_s: float = 60.0
     queue_timeout_s: float = 86400.0
     start_timeout_s: float = 300.0
     port_range: tuple[int, int] | None = None
@@ -273,6 +275,7 @@ class Gang:
             project=self.project,
             backend=self.backend,
             timeout_s=self.timeout_s,
+            retry_s=self.retry_s,
             group=self.grouped,
             threads=self.threads,
             ports=self.port_range,

@@ -7,6 +7,7 @@ DdpHydraError
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
 ├── DataError              too much of a data set can't be read
 ├── OutOfMemory            a rank's memory, or its GPU's, is full
+├── DiskFull               a worker's temporary folder is full, and stays so
 ├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
 ├── SweepFailed            some jobs of a sweep failed
 ├── RunFailed              a run failed that another process ran; its summary.json says how
@@ -49,6 +50,10 @@ class CheckpointError(DdpHydraError):
 
 class DataError(DdpHydraError):
     """Too much of a data set can't be read."""
+
+
+class DiskFull(DdpHydraError):
+    """A worker's temporary folder is full, and stays so."""
 
 
 class OutOfMemory(DdpHydraError):

@@ -52,6 +52,8 @@ class DirectSender:
 
     def send(self, record: Record) -> None:
         """Hand over one record."""
+        if record.kind == "warning":
+            return  # it is on this process's stderr
         with self.lock:
             self.on_record(Record.decode(record.encode()))
 
@@ -67,6 +69,7 @@ def run(
     wait_timeout_s: float | None = None,
     notice: Callable[[], str] = str,
     attempt: int = 0,
+    retry_s: float = 60.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function as one rank of a process group.
@@ -82,6 +85,7 @@ def run(
         wait_timeout_s: how long other ranks may take to come; None for as long as collectives.
         notice: returns what is said when the user wants to end; "" for nothing.
         attempt: number of this start, in its records.
+        retry_s: how long room is waited for where the disk for temporary files is full.
         kwargs: passed to the function. Of several ranks, all get rank 0's `files`.
 
     Returns:
@@ -97,7 +101,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
         if threads or spec is not ALONE:
             rank.set_threads(threads, spec.local_world_size)
-        results.connect(DirectSender(on_record, Path(folder)), spec.rank, attempt)
+        results.connect(DirectSender(on_record, Path(folder)), spec.rank, attempt, retry_s)
         interrupts = FinishHere(notice) if spec is ALONE else FinishThere(notice)
         faults.arm(spec.rank, 0, {})
         pulse.connect(None)

@@ -221,7 +221,8 @@ def follow(cfg: DictConfig, spec: RankSpec) -> None:
 def how_here(cfg: DictConfig) -> dict[str, Any]:
     """Settings of a rank in this process."""
     timeouts = {"timeout_s": cfg.dispatch.timeout_s, "wait_timeout_s": cfg.cluster.get("wait_timeout_s")}
-    return {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts}
+    how = {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts}
+    return {**how, "retry_s": cfg.results.retry_s}
 
 
 def backend(cfg: DictConfig) -> str:
@@ -317,6 +318,7 @@ class Job:
                 on_give_up=self.give_up.set,
                 first_attempt=self.first_attempt,
                 goes_on=self.goes_on,
+                retry_s=self.cfg.results.retry_s,
                 port_range=(ports[0], ports[1]) if ports else None,
                 cwd=self.guest.cwd if self.guest else "",
                 **{str(name): value for name, value in settings.items()},

@@ -42,8 +42,12 @@ class Project:
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(prefix=target.name, dir=folder))
-            with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
-                archive.extractall(draft)
+            try:
+                with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
+                    archive.extractall(draft)
+            except BaseException:  # a full disk, say
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
             try:
                 draft.rename(target)
             except OSError:  # another rank of this worker was quicker

@@ -70,7 +70,7 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
     sender = PipeSender(control, Path(job["spool"]))
-    results.connect(sender, spec["rank"], job["attempt"])
+    results.connect(sender, spec["rank"], job["attempt"], job["retry_s"])
     faults.arm(spec["rank"], job["attempt"], job["pids"])
     try:
         set_threads(job["threads"], spec["local_world_size"])

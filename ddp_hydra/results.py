@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from ddp_hydra import pulse, room
 from ddp_hydra.errors import RecordError
 
-KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "stack", "preempted", "end")
+KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "warning", "stack", "preempted", "end")
 INLINE_BYTES = 32 * 1024
 """Larger data goes as a file beside the records: events stay in the scheduler's memory for a while."""
 
@@ -43,6 +45,7 @@ class Record:
                      absolute path on the rank's host); checkpoint: None or what the
                      checkpoint holds ({step, epoch, samples, metrics, best})
             log      text, what the rank wrote to its stdout and stderr
+            warning  text: a sentence for whoever watches
             stack    text: the Python stacks of the rank's threads, as it was asked for them
             preempted  the rank's worker is being shut down
             end      how the rank ended, see `outcome.py`
@@ -113,14 +116,22 @@ class _Here:
     sender: Sender | None = None
     rank: int = 0
     attempt: int = 0
+    retry_s: float = 0.0
 
 
 _here = _Here()
 
 
-def connect(sender: Sender | None, rank: int = 0, attempt: int = 0) -> None:
-    """Make `log`, `text`, `image` and `submit` of this process go through `sender`."""
-    _here.sender, _here.rank, _here.attempt = sender, rank, attempt
+def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: float = 0.0) -> None:
+    """Make `log`, `text`, `image` and `submit` of this process go through `sender`.
+
+    Args:
+        sender: None where there is nobody (any more).
+        rank: this rank.
+        attempt: which start of the gang.
+        retry_s: how long room is waited for where the disk of the spool is full.
+    """
+    _here.sender, _here.rank, _here.attempt, _here.retry_s = sender, rank, attempt, retry_s
 
 
 def emit(kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
@@ -140,6 +151,18 @@ def _sender() -> Sender:
             "dispatch.run or a job runs"
         )
     return _here.sender
+
+
+def warn(sentence: str) -> None:
+    """Tell whoever watches the job, and this rank's log."""
+    print(sentence, file=sys.stderr, flush=True)  # noqa: T201
+    emit("warning", {"text": sentence})
+
+
+def _wait(seconds: float) -> None:
+    """Wait for a disk: that is no hang."""
+    pulse.tick()
+    time.sleep(seconds)
 
 
 def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
@@ -222,13 +245,21 @@ def submit_file(
 
 
 def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
-    """Let `write` make a file in the spool, and describe it: source, size, sha256."""
+    """Let `write` make a file in the spool, and describe it: source, size, sha256.
+
+    Raises:
+        DiskFull: there is no room for it, and was none for a while.
+    """
     source = _sender().spool / f"{threading.get_ident()}-{time.monotonic_ns()}"
-    try:
-        write(source)
-    except BaseException:
-        source.unlink(missing_ok=True)  # a full disk, say: nobody would take it away
-        raise
+
+    def attempt() -> None:
+        try:
+            write(source)
+        except BaseException:
+            source.unlink(missing_ok=True)  # a full disk, say: nobody would take it away
+            raise
+
+    room.patiently(attempt, lambda: room.of_worker(source.parent), _here.retry_s, warn, _wait)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}

@@ -18,7 +18,7 @@ FLOORS = [
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
         "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options", "redact",
-        "run_dir", "targets", "tracebacks",
+        "room", "run_dir", "targets", "tracebacks",
     ),
     # 3: on the worker; and what writes and reads results, wherever that is
     (
@@ -131,6 +131,7 @@ TORCH_FREE = sorted(
         "vitals",
         "options",
         "redact",
+        "room",
         "rank_host",
         "writers",
         "bucket",

@@ -18,15 +18,17 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import psutil
 from distributed import Worker, get_worker
 
-from ddp_hydra.errors import ConfigError
+from ddp_hydra import room
+from ddp_hydra.errors import ConfigError, DiskFull
 from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
@@ -34,6 +36,7 @@ from ddp_hydra.pulse import REASONS, SAVE_S, UNREADY, Board
 from ddp_hydra.rank_host import environment, farewell, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
+T = TypeVar("T")
 FLUSH_S = 0.05
 """Records wait this long at most for company."""
 WINDOW_BYTES = 4 * 2**20
@@ -65,6 +68,7 @@ class Order:
         project: the packed project space, or None.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
+        retry_s: how long room is waited for where the worker's temporary folder is full.
         group: whether the process group is made before the call.
         threads: CPU threads of the rank, 0 for its share of the host.
         ports: first and last port allowed for the rendezvous, None for any free one.
@@ -79,6 +83,7 @@ class Order:
     project: Project | None = None
     backend: str = "auto"
     timeout_s: float = 1800.0
+    retry_s: float = 60.0
     group: bool = True
     threads: int = 0
     ports: tuple[int, int] | None = None
@@ -111,7 +116,9 @@ def run_rank(order: Order) -> None:
         try:
             with ExitStack() as stack:
                 end = Relay(worker, order, stack).run()
-        except ConfigError as error:  # it will be no better the next time
+        except Stopped:
+            end = {"status": "stopped"}
+        except (ConfigError, DiskFull) as error:  # it will be no better the next time
             end = {"status": "start", "message": f"could not be started: {error}", "mistake": True}
         except Exception as error:  # ours, or the host's: no file descriptors, a full disk, no torch
             message = f"could not be started: {type(error).__name__}: {error}"
@@ -125,6 +132,10 @@ def publish(worker: Worker, order: Order, kind: str, data: dict[str, Any]) -> No
     """Send one record of the relay's own."""
     record = Record(kind, data, order.spec.rank, None, time.time(), order.attempt)
     worker.log_event(order.gang, record.encode())
+
+
+class Stopped(Exception):
+    """The rank is not wanted any more, before it was started."""
 
 
 class Relay:
@@ -198,7 +209,8 @@ class Relay:
         farewell.prepare(self.worker)
         self.server = self.stack.enter_context(warm.connect())
         local = Path(self.worker.local_directory)
-        project = [str(self.order.project.unpack(local))] if self.order.project else []
+        packed = self.order.project
+        project = [str(self.with_room(lambda: packed.unpack(local)))] if packed else []
         request = {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
             "environment": environment.of_rank(
@@ -236,7 +248,8 @@ class Relay:
             "group": self.order.group,
             "threads": self.order.threads,
             "project": self.order.project.sha256 if self.order.project else "",
-            "spool": str(spool.folder(self.worker, self.order.gang, self.rank)),
+            "retry_s": self.order.retry_s,
+            "spool": str(self.with_room(lambda: spool.folder(self.worker, self.order.gang, self.rank))),
             "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
         }
         with contextlib.ExitStack() as stack:
@@ -248,6 +261,27 @@ class Relay:
             file.flush()
             stack.pop_all()
         return file
+
+    def with_room(self, action: Callable[[], T]) -> T:
+        """Write into the worker's folder; where that is full, wait, with signs of life.
+
+        Raises:
+            DiskFull: there was no room in time.
+            Stopped: the client has stopped this rank meanwhile.
+        """
+        folder = Path(self.worker.local_directory)
+        warn = lambda sentence: publish(self.worker, self.order, "warning", {"text": sentence})  # noqa: E731
+        return room.patiently(action, lambda: room.of_worker(folder), self.order.retry_s, warn, self.wait)
+
+    def wait(self, seconds: float) -> None:
+        """Wait before the rank is started."""
+        publish(self.worker, self.order, "beat", {"step": 0, "phase": "join", "first": True, "age_s": 0.0})
+        time.sleep(seconds)
+        messages = self.box.take()
+        if self.abandoned() or any("stop" in message for message in messages):
+            raise Stopped
+        for message in messages:  # for later
+            self.box.put(message)
 
     # -- what happens --------------------------------------------------------------------------------------
 

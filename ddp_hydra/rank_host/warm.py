@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ddp_hydra
-from ddp_hydra.errors import ClusterError
+from ddp_hydra.errors import ConfigError
 
 
 def connect() -> socket.socket:
@@ -124,7 +124,7 @@ def _locked(folder: Path) -> Iterator[int]:
     """Hold the lock of the folder, made anew where the last server has just removed it; yields its descriptor.
 
     Raises:
-        ClusterError: there is something else in its place, or others may write there.
+        ConfigError: there is something else in its place, or others may write there.
     """
     for _ in range(MAX_TRIES):
         try:
@@ -137,7 +137,7 @@ def _locked(folder: Path) -> Iterator[int]:
         try:
             status = os.fstat(handle)
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise ClusterError(
+                raise ConfigError(
                     f"{folder} must belong to you and be closed to others, since ranks are started through it; "
                     "it is not: remove it, or set XDG_RUNTIME_DIR to a folder of your own"
                 )
@@ -148,7 +148,7 @@ def _locked(folder: Path) -> Iterator[int]:
         finally:
             os.close(handle)
     what = "a symbolic link" if folder.is_symlink() else "something else"
-    raise ClusterError(
+    raise ConfigError(
         f"{folder} must be a folder of your own, since ranks are started through it; there is {what} in its place, or "
         "on the way to it: remove that, or set XDG_RUNTIME_DIR to a folder of your own"
     )

@@ -86,6 +86,7 @@ class Gang:
     """Its settings, short enough for tests."""
 
     lost_timeout_s, hang_timeout_s, first_step_timeout_s, start_timeout_s, grace_s = 15.0, 60.0, 60.0, 60.0, 0.0
+    retry_s = 0.0
 
     def __init__(self, client: Client) -> None:
         self.client, self.interrupts, self.records = client, Interrupts(), []

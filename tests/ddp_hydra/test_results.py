@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra import results
-from ddp_hydra.errors import RecordError
+from ddp_hydra.errors import DiskFull, RecordError
 from ddp_hydra.results import INLINE_BYTES, KINDS, RESERVED, Record, check_path, finite
 
 json_values = st.recursive(
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing_in_the_spool(sent, tmp_pat
         path.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskFull, match=r"spool on host .* is full"):
         results.submit_file("a.bin", disk_full)
     assert list((tmp_path / "spool").iterdir()) == []
     assert sent == []

@@ -80,6 +80,49 @@ def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(
     mailbox._ended.clear()
 
 
+@pytest.fixture
+def full_disk(monkeypatch, tmp_path) -> list[float]:
+    """The worker's folder has no room; time passes only while room is waited for, and is listed."""
+    waited: list[float] = []
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(relay.spool, "folder", refuse)
+    monkeypatch.setattr(relay.room.time, "monotonic", lambda: 1000.0 + sum(waited))
+    monkeypatch.setattr(relay.time, "sleep", waited.append)
+    return waited
+
+
+def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_path):
+    worker.state.tasks["task"] = SimpleNamespace(state="executing")
+    relay.run_rank(relay.Order("gang", 0, SPEC, b"", retry_s=3.0))
+    assert sum(full_disk) == 3.0
+    (warning,) = (record.data["text"] for record in worker.said if record.kind == "warning")
+    assert f"the worker's temporary folder {tmp_path} on host " in warning
+    assert " is full (" in warning
+    assert "MiB free): trying again for up to 3 s" in warning
+    assert [record.data["phase"] for record in worker.said if record.kind == "beat"] == ["join"] * len(full_disk)
+    end = worker.said[-1].data
+    assert (end["status"], end["mistake"]) == ("start", True)  # and not tried again
+    assert f"could not be started: the worker's temporary folder {tmp_path} on host " in end["message"]
+    assert "results.retry_s=3" in end["message"]
+    mailbox._ended.clear()
+
+
+def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_letter(worker, full_disk, monkeypatch):
+    def send(seconds: float) -> None:
+        full_disk.append(seconds)
+        mailbox.deliver("gang", {worker.address: (0, {"stop": True} if len(full_disk) == 3 else {"n": 1})}, worker)
+
+    worker.state.tasks["task"] = SimpleNamespace(state="executing")
+    monkeypatch.setattr(relay.time, "sleep", send)
+    relay.run_rank(relay.Order("gang", 0, SPEC, b""))
+    assert len(full_disk) == 3
+    assert worker.said[-1].data["status"] == "stopped"
+    mailbox._ended.clear()
+
+
 def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
     worker.address = "tcp://127.0.0.1:2"
     relay.run_rank(relay.Order("gang", 0, SPEC, b""))

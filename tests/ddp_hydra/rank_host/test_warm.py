@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.errors import ClusterError
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host import environment, warm
 
@@ -107,7 +107,7 @@ def test_each_cgroup_has_a_server_of_its_own():
 def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "ddp_hydra").mkdir(mode=0o755)
-    with pytest.raises(ClusterError, match="must belong to you and be closed to others"):
+    with pytest.raises(ConfigError, match="must belong to you and be closed to others"):
         warm.connect()
 
 
@@ -122,7 +122,7 @@ def test_something_else_in_place_of_the_runtime_folder_is_refused(tmp_path, monk
         place.touch()
     else:
         place.symlink_to(tmp_path if made == "a symbolic link" else tmp_path / "nowhere")
-    with pytest.raises(ClusterError, match=r"ddp_hydra must be a folder of your own.*XDG_RUNTIME_DIR"):
+    with pytest.raises(ConfigError, match=r"ddp_hydra must be a folder of your own.*XDG_RUNTIME_DIR"):
         warm.connect()
 
 
