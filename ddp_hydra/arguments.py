@@ -38,10 +38,11 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
-    given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults"}  # no fault strikes twice
+    # No fault strikes twice, and who types a command waits for it, unless they say so again.
+    given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults", "detach"}
     # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
     given |= {"debug"} if "debug=faults" in saved else set()
-    given |= {"results.root", "detach"} if "results.handler=client" in arguments else set()
+    given |= {"results.root"} if "results.handler=client" in arguments else set()
     kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
     return kept + arguments
 

@@ -127,6 +127,7 @@ class Attached:
                 if ended:
                     break
                 if time.monotonic() - self.heard > self.patience_s():
+                    self.explain_loss()
                     where = plain(f"process {self.status.get('pid')} on {self.status.get('host')}")
                     raise RunFailed(
                         f"for {self.patience_s():g} s nothing was heard of the run's driver, {where}: it was killed, "
@@ -139,6 +140,16 @@ class Attached:
         if state != "done":
             raise RunFailed(said)
         print(said)  # noqa: T201
+
+    def explain_loss(self) -> None:
+        """Raise what the driver has said last, where it knew that it would end.
+
+        Raises:
+            RunFailed: it did.
+        """
+        if self.status.get("state") == statuses.LOST:
+            said = plain(str(self.status.get("said", "")))
+            raise RunFailed(f"{said}\nno other driver has followed; resume={self.there.url} goes on")
 
     def patience_s(self) -> float:
         """How long the driver may be silent: the scheduler needs some time to notice, and to have another started."""

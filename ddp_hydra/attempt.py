@@ -17,7 +17,7 @@ from distributed import Future
 from ddp_hydra import room
 from ddp_hydra.book import SUSPENDED_S
 from ddp_hydra.crew import CALL_S, Crew
-from ddp_hydra.errors import ClusterError, RankFailed, RecordError
+from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
 from ddp_hydra.outcome import explain
 from ddp_hydra.placement import RankSpec, ranges
 from ddp_hydra.pulse import SAVE_S
@@ -216,7 +216,7 @@ class Attempt:
         """Look for a task that failed or never began, silence, hangs, a failed reader, and a user's Ctrl-C.
 
         Raises:
-            ClusterError: the scheduler is gone.
+            SchedulerLost: it is gone.
             KeyboardInterrupt: the user wants to end, and nothing can be saved (any more).
         """
         self.vitals.look(time.monotonic())
@@ -277,7 +277,7 @@ class Attempt:
         """Look at the tasks: failed, not begun in time, or cancelled with the scheduler.
 
         Raises:
-            ClusterError: the scheduler is gone.
+            SchedulerLost: it is gone.
         """
         running = [(self.specs[rank], self.futures[rank]) for rank in self.roster.running]
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
@@ -299,10 +299,10 @@ class Attempt:
             )
             self.roster.fail(self.specs[late[0]], "start", message, ended=False)
 
-    def scheduler_lost(self, how: str) -> ClusterError:
+    def scheduler_lost(self, how: str) -> SchedulerLost:
         """What to say when there is no scheduler any more; nothing more is asked of it."""
         self.crew.is_cut_off = True
-        return ClusterError(
+        return SchedulerLost(
             f"the scheduler {self.crew.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> once "
             "it is back"
         )
@@ -311,7 +311,7 @@ class Attempt:
         """Give up workers from which nothing is heard any more.
 
         Raises:
-            ClusterError: it is the scheduler that is silent.
+            SchedulerLost: it is the scheduler that is silent.
         """
         silent = self.vitals.silent(self.roster.running, time.monotonic())
         if silent and not self.crew.scheduler_answers():

@@ -24,11 +24,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import cluster, store
 from ddp_hydra.cluster import Scheduler
-from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.shared.keeper import is_over, keep, let_go
 from ddp_hydra.shared.order import Order, Place
 from ddp_hydra.shared.scratch import Scratch
-from ddp_hydra.shared.status import SUMMARY, Status
+from ddp_hydra.shared.status import LOST, SUMMARY, Status
 from ddp_hydra.shared.uploader import Uploader, claim, go_on
 from ddp_hydra.shared.voice import Voice, Watch, stops
 from ddp_hydra.writers import Writer
@@ -107,6 +107,7 @@ class Driver:
         self.order, self.scratch, self.there, self.status, self.client = order, scratch, there, status, client
         self.run_dir = scratch.path / "run"
         self.run_dir.mkdir()
+        self.state = "running"
         self.voice = Voice(client, order.name) if order.client else None
         self.uploader = Uploader(self.run_dir, there, status, lambda: self.end("it was asked for"))
 
@@ -123,6 +124,8 @@ class Driver:
             return
         self.client.run_on_scheduler(keep, self.client.id, self.order)
         yield
+        if self.state == LOST:
+            return
         with contextlib.suppress(Exception):  # a scheduler that is gone keeps nobody
             self.client.run_on_scheduler(let_go, self.client.id)
 
@@ -136,17 +139,18 @@ class Driver:
                 watch = Watch(self.client, self.order.client, lambda: self.end("the command that has begun it is gone"))
                 stack.callback(watch.close)
             self.uploader.start()
-            state, said = self.job(cfg)
+            self.state, said = self.job(cfg)
             # From now on a signal means that nothing is to be waited for.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: self.uploader.give_up())
-            missing = self.uploader.finish(cfg.results.retry_s, state, said)
-        if missing:
+            missing = self.uploader.finish(cfg.results.retry_s, self.state, said)
+        if missing and self.state != LOST:
             kept = self.scratch.keep()
-            state, said = "failed", f"{said}\nresults are not all in {self.order.url}: {missing}; they are in {kept}"
+            self.state = "failed"
+            said = f"{said}\nresults are not all in {self.order.url}: {missing}; they are in {kept}"
             log.error("%s", said)
         if self.voice:
-            self.voice.say(state=state, said=said, summary=self.summary())
+            self.voice.say(state=self.state, said=said, summary=self.summary())
             self.voice.forget()
 
     def job(self, cfg: DictConfig) -> tuple[str, str]:
@@ -156,8 +160,9 @@ class Driver:
 
         order = self.order
         writers: list[Writer] = [self.status, self.voice] if self.voice else [self.status]
+        before_mirror, note_attempts = self.uploader.bring_curves, self.status.note_attempts
         guest = job.Guest(
-            order.project, order.plain, order.cwd, order.url, order.kept, writers, self.uploader.bring_curves
+            order.project, order.plain, order.cwd, order.url, order.kept, writers, before_mirror, note_attempts
         )
         try:
             job.run(cfg, self.run_dir, order.overrides, guest)
@@ -167,7 +172,9 @@ class Driver:
         except Exception as error:
             said = sentence(error)
             print(said, file=sys.stderr)  # noqa: T201
-            return "failed", said
+            # Not the run has failed, but our link: another driver may follow, and goes on.
+            is_cut = isinstance(error, SchedulerLost) or self.client.status != "running"
+            return LOST if is_cut and order.lives else "failed", said
 
     def end(self, why: str) -> None:
         """Have the job save what it has, and end."""

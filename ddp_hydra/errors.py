@@ -3,6 +3,7 @@
 DdpHydraError
 ├── ConfigError            the composed config cannot be a job
 ├── ClusterError           no cluster, or not enough workers in time
+│   └── SchedulerLost      the connection to the scheduler is cut, or it has ended
 ├── RecordError            a record is malformed, or points out of the run directory
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
 ├── DataError              too much of a data set can't be read
@@ -38,6 +39,10 @@ class ConfigError(DdpHydraError):
 
 class ClusterError(DdpHydraError):
     """No cluster, or not enough workers in time."""
+
+
+class SchedulerLost(ClusterError):
+    """The connection to the scheduler is cut, or it has ended: the run may go on from elsewhere."""
 
 
 class RecordError(DdpHydraError):

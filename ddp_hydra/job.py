@@ -56,6 +56,7 @@ class Guest:
         kept: what its checkpoints keep of the config.
         writers: to get its records, too.
         before_mirror: called before checkpoints are brought to its bucket.
+        note_attempts: called with those that have failed, when another begins.
     """
 
     project: project.Project
@@ -65,6 +66,7 @@ class Guest:
     kept: dict[str, Any]
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
+    note_attempts: Callable[[list[dict[str, Any]]], None]
 
 
 def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Guest | None = None) -> float | None:
@@ -329,11 +331,10 @@ class Job:
                 try:
                     return gang.run_attempts(self.call)[0]
                 finally:
-                    ended = gang.restarts.ended
                     self.summary |= {
                         "world_size": gang.world_size,
                         "restarts": gang.attempt.number - self.first_attempt if gang.attempt else 0,
-                        "attempts": [*self.earlier_attempts, *(attempt.as_dict() for attempt in ended)],
+                        "attempts": self.attempts(gang),
                     }
 
     def notice(self, trains: bool) -> str:
@@ -398,11 +399,17 @@ class Job:
         self.saved |= record.data.get("checkpoint") is not None
         if record.kind != "start":
             return
+        if self.guest:
+            self.guest.note_attempts(self.attempts(gang))
         begin = record.step or 0
         if gang.restarts.ended:
             self.summary["steps_lost"] += max(0, gang.restarts.ended[-1].steps_done - begin)
         else:
             self.first_step = begin
+
+    def attempts(self, gang: Any) -> list[dict[str, Any]]:
+        """Return the attempts that have failed, also those of an earlier process."""
+        return [*self.earlier_attempts, *(attempt.as_dict() for attempt in gang.restarts.ended)]
 
     def goes_on(self, steps_done: int) -> str:
         """Return where the next attempt begins, in words.

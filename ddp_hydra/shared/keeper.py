@@ -14,7 +14,7 @@ from distributed.protocol.pickle import dumps
 
 from ddp_hydra.shared import start
 from ddp_hydra.shared.order import Order
-from ddp_hydra.shared.status import BEAT_S, ENDED, read
+from ddp_hydra.shared.status import BEAT_S, ENDED, LOST, read
 from ddp_hydra.store import Store
 
 NAME = "ddp_hydra-keeper"
@@ -90,6 +90,8 @@ def is_over(there: Store, silence_s: float) -> bool:
         status = read(there)
         if status.get("state") in ENDED:
             return True
+        if status.get("state") == LOST:
+            return False
         if status.get("time") != before:
             before, heard = status.get("time"), time.monotonic()
         time.sleep(BEAT_S / 4)

@@ -19,6 +19,8 @@ STOP = "stop"
 """An object by which somebody asks the run to end."""
 SUMMARY = "summary.json"
 ENDED = ("done", "failed", "interrupted")
+LOST = "lost"
+"""The driver has lost the scheduler, and has ended; another one goes on with the run."""
 BEAT_S = 2.0
 """How often it says that the driver is there, at least."""
 LOST_S = 20.0
@@ -34,14 +36,16 @@ class Status:
         lives: how many drivers may follow this one.
 
     Attributes:
-        state: starting, running, ending, and at last one of `ENDED`.
+        state: starting, running, ending, and at last `LOST` or one of `ENDED`.
         said: what the driver has said at the end.
         files: names of what is in the store.
+        attempts: those that have failed, as in summary.json.
     """
 
     def __init__(self, scheduler: str, project: str, lives: int = 0) -> None:
         self.state, self.said = "starting", ""
         self.files: list[str] = []
+        self.attempts: list[dict[str, Any]] = []
         self._fixed = {
             "ddp_hydra": ddp_hydra.__version__,
             "host": socket.gethostname(),
@@ -69,6 +73,11 @@ class Status:
             else:
                 self._pace.update(record)
 
+    def note_attempts(self, attempts: list[dict[str, Any]]) -> None:
+        """Take the attempts that have failed."""
+        with self._lock:
+            self.attempts = attempts
+
     def flush(self) -> None:
         """Nothing is held back."""
 
@@ -84,6 +93,7 @@ class Status:
                 "state": self.state,
                 "said": self.said,
                 "files": self.files,
+                "attempts": self.attempts,
                 **self._fixed,
                 "attempt": start.attempt if start else 0,
                 "step": pace.step,
@@ -100,6 +110,30 @@ class Status:
             return None
         self._shown, self._shown_at = content, now
         return encoded(content)
+
+
+def attempts_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the attempts that a lost driver's status tells of, the one that was lost with it last.
+
+    Args:
+        found: the status, as `read`.
+    """
+    start = found.get("start") or {}
+    attempts = [attempt for attempt in found.get("attempts") or () if isinstance(attempt, dict)]
+    step, number = found.get("step") or 0, found.get("attempt") or 0
+    who = f"its driver, process {found.get('pid')} on {found.get('host')},"
+    how = f"{who} was killed, or its host is gone" if found.get("state") != LOST else f"{who} lost the scheduler"
+    failure = {"kind": "lost", "rank": None, "host": found.get("host"), "attempt": number, "step": step}
+    return [
+        *attempts,
+        {
+            "attempt": number,
+            "world_size": start.get("data", {}).get("world_size"),
+            "steps_done": step,
+            "wall_s": max(0.0, (found.get("time") or 0.0) - (found.get("started") or 0.0)),
+            "failure": {**failure, "message": how, "place": "", "traceback": ""},
+        },
+    ]
 
 
 def encoded(content: dict[str, Any]) -> bytes:

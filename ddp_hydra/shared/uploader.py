@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from ddp_hydra.manifest import NAME as MANIFEST
 from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from ddp_hydra.results import check_path
 from ddp_hydra.shared import status as statuses
-from ddp_hydra.shared.status import ENDED, LOST_S, NAME, STOP, SUMMARY, Status, encoded
+from ddp_hydra.shared.status import ENDED, LOST, LOST_S, NAME, STOP, SUMMARY, Status, encoded
 from ddp_hydra.store import Store
 from ddp_hydra.writers.disk import place
 
@@ -92,7 +93,8 @@ class Uploader:
             self.store.delete(STOP)
             self.status.state, self.status.said = state, said
             self.store.put(NAME, encoded(self.status.content()))
-            self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+            if state != LOST:
+                self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
         except (ConfigError, ConnectionError, OSError) as error:
             return str(error)
         return ""
@@ -211,7 +213,10 @@ def go_on(store: Store, status: Status, run_dir: Path) -> bool:
     Returns:
         Whether there is a checkpoint to go on from.
     """
-    status.files = [str(name) for name in statuses.read(store).get("files", ())]
+    before = statuses.read(store)
+    status.attempts = statuses.attempts_of(before)
+    (run_dir / SUMMARY).write_text(json.dumps({"attempts": status.attempts}))  # our own begins with them
+    status.files = [str(name) for name in before.get("files", ())]
     for name in status.files:
         path = place(run_dir, check_path(name))
         size = store.size(name)

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from distributed import Security
+from omegaconf import OmegaConf
 
 from ddp_hydra import store
+from ddp_hydra.config import Config
 from ddp_hydra.driver import Driver, _of_client
+from ddp_hydra.errors import ClusterError, SchedulerLost
+from ddp_hydra.job import Job
 from ddp_hydra.project import Project
 from ddp_hydra.rank_host import spool
+from ddp_hydra.results import Record
 from ddp_hydra.shared.keeper import is_over
 from ddp_hydra.shared.order import Order
 from ddp_hydra.shared.scratch import Scratch
@@ -77,6 +84,49 @@ def test_a_run_that_has_ended_needs_no_other_driver(order):
     status.state = "done"
     there.put("status.json", encoded(status.content()))
     assert is_over(there, 100)
+
+
+@pytest.mark.parametrize(
+    ("error", "lives", "state"),
+    [
+        (SchedulerLost("the scheduler is lost"), 2, "lost"),
+        (SchedulerLost("the scheduler is lost"), 0, "failed"),
+        (ClusterError("too few workers"), 2, "failed"),
+    ],
+)
+def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
+    driver, order, monkeypatch, error, lives, state
+):
+    def cut(*_):
+        (driver.run_dir / "summary.json").write_text('{"status": "failed"}')
+        raise error
+
+    monkeypatch.setattr("ddp_hydra.job.run", cut)
+    driver.order, driver.client = replace(order, lives=lives), SimpleNamespace(status="running")
+    found, said = driver.job(driver.cfg())
+    assert (found, said) == (state, str(error))
+    driver.uploader.start()
+    assert driver.uploader.finish(0, found, said) == ""
+    there = store.folder(order.url)
+    assert is_over(there, 100) is (state == "failed")
+    assert (there.size("summary.json") is None) is (state == "lost")
+
+
+def test_the_attempts_of_a_lost_driver_are_not_forgotten(driver, order):
+    there = store.folder(order.url)
+    before = Status("tcp://scheduler:8786", "abc")
+    before.note_attempts([{"attempt": 0, "failure": {"message": "a rank was killed"}}])
+    before.write(Record("start", {"world_size": 2, "total_steps": 20}, step=4, attempt=1))
+    before.write(Record("metrics", {"metrics": {"train/loss": 1.0}}, step=9, attempt=1))
+    there.put("status.json", encoded(before.content()))
+    driver.take_over()
+    job = Job(driver.run_dir, OmegaConf.structured(Config), {}, {}, {}, None, {})
+    assert job.first_attempt == 2
+    first, lost = job.earlier_attempts
+    assert first["failure"]["message"] == "a rank was killed"
+    assert (lost["attempt"], lost["world_size"], lost["steps_done"], lost["failure"]["kind"]) == (1, 2, 9, "lost")
+    assert f"its driver, process {os.getpid()} on " in lost["failure"]["message"]
+    assert driver.status.content()["attempts"] == [first, lost]  # for the next driver
 
 
 def test_a_client_shows_the_certificate_of_its_worker():

@@ -369,7 +369,11 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
     steps = [line["step"] for line in results.metrics() if "train/loss" in line]
     assert steps[0] == 1
     assert set(steps) == set(range(1, max(steps) + 1))
-    assert results.json("summary.json")["status"] == "interrupted"
+    summary = results.json("summary.json")
+    assert summary["status"] == "interrupted"
+    attempts = summary["attempts"]  # of both drivers, and the one that was under way when the first was killed
+    assert [attempt["attempt"] for attempt in attempts] == [0, 1]
+    assert f"its driver, process {driver.pid} on" in attempts[1]["failure"]["message"]
 
     def kept(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith(("driver-", "job-"))]
