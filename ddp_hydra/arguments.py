@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.redact import HIDDEN
 
 
 def read(arguments: list[str]) -> list[str]:
@@ -44,6 +48,12 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
     kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
+    if secret := [word for word in kept if HIDDEN in word]:
+        names = [word.partition("=")[0] for word in secret]
+        raise ConfigError(
+            f"resume={resumed}: the run was given {', '.join(names)}, which looks like a secret and is kept nowhere: "
+            f"type {names[0]}=<value> again, or {names[0]}='${{oc.env:NAME}}', which is kept as it is"
+        )
     return kept + arguments
 
 
@@ -57,11 +67,16 @@ def _overrides_of(run: str) -> list[str] | None:
                 content = store.folder(run).get(".hydra/overrides.yaml")
             except (FileNotFoundError, ConnectionError):  # checkpoints alone; or a store that is asked again
                 return None
-            return [str(word) for word in OmegaConf.create(content.decode())]
+            return _words(OmegaConf.create(content.decode()))
     path = Path(run)
     folder = path if path.is_dir() else path.parent.parent  # <run>/checkpoints/<file>
     saved = folder / ".hydra" / "overrides.yaml"
-    return list(map(str, OmegaConf.load(saved))) if run and saved.is_file() else None
+    return _words(OmegaConf.load(saved)) if run and saved.is_file() else None
+
+
+def _words(saved: Any) -> list[str]:
+    """Return overrides as they were typed: an interpolation means what it does then."""
+    return list(map(str, OmegaConf.to_container(saved)))
 
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
@@ -80,7 +95,11 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     given = [word for word in arguments if _key(word) not in keys]
     if not any("=" in word and not _key(word).startswith("hydra") for word in given):
         before = OmegaConf.load(saved).hydra.overrides
-        given += [word for word in (*before.hydra, *before.task) if _key(word) not in (*keys, *map(_key, given))]
+        given += [
+            word
+            for word in (*_words(before.hydra), *_words(before.task))
+            if _key(word) not in (*keys, *map(_key, given))
+        ]
     return [*given, f"hydra.sweep.dir='{folders[0]}'"]
 
 

@@ -18,7 +18,7 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, completion, config, interrupts, keys, launched, output, project
+from ddp_hydra import arguments, completion, config, interrupts, keys, launched, output, project, redact
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 from ddp_hydra.text import traceback_of
@@ -37,6 +37,8 @@ def main(cfg: DictConfig) -> float | None:
         job.follow(cfg, spec)
         return None
     hydra_cfg = HydraConfig.get()
+    if hydra_cfg.output_subdir:
+        redact.rewrite(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir)
     loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
     repository = getattr(loader, "repository", None)
     keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 SECRET = {
-    "auth", "authorization", "cookie", "credential", "credentials", "key", "passphrase", "passwd", "password", "pw",
-    "pwd", "secret", "signature", "token",
+    "auth", "authorization", "cookie", "credential", "credentials", "passphrase", "passwd", "password", "pw", "pwd",
+    "secret", "sig", "signature",
 }  # fmt: skip
+SECRET_AT_THE_END = {"key", "token"}
+HARMLESS = {
+    "bos", "caption", "class", "cls", "column", "eos", "group", "image", "index", "input", "label", "mask", "output",
+    "pad", "primary", "sep", "sort", "special", "start", "stop", "target", "text", "unk",
+}  # fmt: skip
+"""Beside "key" and "token", in names of columns and of a vocabulary."""
 HIDDEN = "***"
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 """An override inside a text, such as hydra.job.override_dirname."""
@@ -19,8 +26,12 @@ _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 
 def named_secret(name: str) -> bool:
     """Whether a key, "cluster.auth.password", is called like a secret."""
-    words = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
-    return not SECRET.isdisjoint(re.split("[^a-z]+", words)) or "apikey" in words or "password" in words
+    plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
+    words = [word for word in re.split("[^a-z]+", plain) if word]
+    if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
+        return True
+    end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
+    return not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words)
 
 
 def holds_secret(value: object) -> bool:
@@ -36,33 +47,71 @@ def bare(text: str) -> str:
 
 
 def hydra_files(folder: Path) -> dict[str, bytes]:
-    """What Hydra has saved of a job, by name, without secrets. Interpolations stay what they are.
+    """Return what Hydra has saved of a job, by name, without secrets. Interpolations stay what they are.
 
     Args:
         folder: its `.hydra`.
     """
-    return {
-        path.name: OmegaConf.to_yaml(OmegaConf.create(_without(OmegaConf.to_container(OmegaConf.load(path))))).encode()
-        for path in sorted(folder.glob("*.yaml"))
-    }
+    return {path.name: _saved(path)[1] for path in sorted(folder.glob("*.yaml"))}
 
 
-def _without(value: Any) -> Any:
+def rewrite(*paths: Path) -> None:
+    """Take the secrets out of files that Hydra has written; one without stays as it is.
+
+    Args:
+        paths: files, or folders of such.
+    """
+    for path in paths:
+        for file in sorted(path.glob("*.yaml")) if path.is_dir() else [path] if path.is_file() else []:
+            found, content = _saved(file)
+            if found:
+                draft = file.with_name(f".{file.name}.part")
+                draft.write_bytes(content)
+                draft.replace(file)
+
+
+def _saved(path: Path) -> tuple[bool, bytes]:
+    """Return whether a file holds a secret, and its content without."""
+    before = OmegaConf.to_container(OmegaConf.load(path))
+    after = without(before)
+    return after != before, OmegaConf.to_yaml(
+        OmegaConf.create(after)
+    ).encode() if after != before else path.read_bytes()
+
+
+def without(value: Any) -> Any:
+    """Return a config of plain values, or a list of overrides, with `HIDDEN` for each secret."""
     if isinstance(value, dict):
-        return {key: _hidden(inner) if named_secret(str(key)) else _without(inner) for key, inner in value.items()}
-    if isinstance(value, list):  # overrides are such, and one that is left out is none that could be used
-        return [_without(inner) for inner in value if not (isinstance(inner, str) and _gives_secret(inner))]
-    return _WORD.sub(_word, bare(value)) if isinstance(value, str) else value
+        return {key: _hidden(inner) if named_secret(str(key)) else without(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without(inner) for inner in value]
+    return _override(value) if isinstance(value, str) else value
 
 
-def _word(match: re.Match[str]) -> str:
-    return match[0] if not named_secret(match[1]) else f"{match[1]}={HIDDEN}"
+def hidden(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the keys whose value, or a part of it, was taken out by `without`."""
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in items:
+        if isinstance(value, str) and HIDDEN in value:
+            yield f"{prefix}{key}"
+        else:
+            yield from hidden(value, f"{prefix}{key}.")
+
+
+def _override(text: str) -> str:
+    """Hide what a text, such as an override, gives as a secret: a value, a password or a signature in an address."""
+    name, given, value = text.partition("=")
+    if given and re.fullmatch(r"[+~]*[\w./@]+", name) and named_secret(name.partition("@")[0]):
+        return f"{name}={_hidden(value)}"
+    text = re.sub(r"(?<=://)[^/@\s]*@", f"{HIDDEN}@", text)
+    text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)
+    return _WORD.sub(lambda part: _named(part[1], part[2]), text)
+
+
+def _named(name: str, value: str) -> str:
+    return f"{name}={_hidden(value) if named_secret(name) else value}"
 
 
 def _hidden(value: Any) -> Any:
-    return value if value is None or (isinstance(value, str) and value.startswith("${")) else HIDDEN
-
-
-def _gives_secret(word: str) -> bool:
-    name, given, _ = word.partition("=")
-    return bool(given) and named_secret(name.partition("@")[0])
+    is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${")
+    return value if value is None or isinstance(value, bool) or is_elsewhere or value in ("", "null") else HIDDEN

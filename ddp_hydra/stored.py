@@ -1,6 +1,7 @@
 """The config that a checkpoint keeps: with its interpolations, so that it is composed anew, and without the cluster.
 
-What a cluster is reached with may be secret, and a trained model needs no cluster.
+What a cluster is reached with may be secret, and a trained model needs no cluster. Other values whose keys are called
+like a secret are taken out, and have to be given again; interpolations such as ${oc.env:NAME} stay.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_hydra import redact
 from ddp_hydra.config import Config
 from ddp_hydra.errors import ConfigError
 
@@ -19,6 +21,8 @@ _OF_THE_MOMENT = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
 """In an interpolation: a resolver that only the job has, such as hydra's and now's, or the cluster."""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """What a command may say anew without changing what is trained."""
+_NEEDED = ("data", "model", "loss", "metrics")
+"""What a trained model is brought back with."""
 
 
 def of(cfg: DictConfig) -> dict[str, Any]:
@@ -29,7 +33,9 @@ def of(cfg: DictConfig) -> dict[str, Any]:
     """
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)
-    return _kept({key: value for key, value in raw.items() if key != "cluster"}, cfg)
+    kept = redact.without(_kept({key: value for key, value in raw.items() if key != "cluster"}, cfg))
+    assert isinstance(kept, dict)
+    return kept
 
 
 def _kept(raw: Any, node: Any) -> Any:
@@ -73,6 +79,9 @@ def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictCo
         cfg.merge_with_dotlist(list(overrides))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+    for part in _NEEDED:
+        for key in redact.hidden(OmegaConf.to_container(cfg).get(part), f"{part}."):  # type: ignore[union-attr]
+            raise ConfigError(f"{key} looks like a secret, so no checkpoint keeps it: give {key}=<value>")
     try:
         OmegaConf.to_container(cfg, resolve=True)  # unlike `resolve`, it names the key that can't be had
         OmegaConf.resolve(cfg)

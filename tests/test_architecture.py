@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     # 1: what everything may use
-    ("errors", "config", "versions", "words", "text", "objective", "stored", "keys"),
+    ("errors", "config", "versions", "words", "text", "objective", "redact", "stored", "keys"),
     # 2: pure parts
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",

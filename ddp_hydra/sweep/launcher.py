@@ -60,6 +60,11 @@ class GangLauncher(Launcher):
         Returns:
             One result per job, in order; a failed one raises when its value is read.
         """
+        from ddp_hydra.redact import rewrite
+        from ddp_hydra.sweep.plan import is_ours
+
+        if is_ours(self.config):
+            rewrite(Path(str(self.config.hydra.sweep.dir)) / "multirun.yaml")
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         assert self.sweep is not None, "setup comes first"
         try:

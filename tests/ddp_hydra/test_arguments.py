@@ -5,6 +5,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ddp_hydra import arguments as typed
+from ddp_hydra.errors import ConfigError
 
 
 @pytest.fixture
@@ -48,6 +49,17 @@ def test_a_run_whose_results_were_elsewhere_may_go_on_here(run):
     assert typed.with_resumed_overrides(again) == there + again
     here = ["results.handler=client", f"resume={run}"]
     assert typed.with_resumed_overrides(here) == ["optimizer.lr=0.1", *here]
+
+
+def test_a_secret_that_is_kept_nowhere_is_typed_again_to_resume(run):
+    saved = run / ".hydra" / "overrides.yaml"
+    saved.write_text("- optimizer.lr=0.1\n- +tracker.password=***\n- data.key='${oc.env:KEY}'\n")
+    with pytest.raises(
+        ConfigError, match=r"given \+tracker\.password, which looks.*type \+tracker\.password=<value> again"
+    ):
+        typed.with_resumed_overrides([f"resume={run}"])
+    again = [f"resume={run}", "+tracker.password=new"]
+    assert typed.with_resumed_overrides(again) == ["optimizer.lr=0.1", "data.key='${oc.env:KEY}'", *again]
 
 
 @pytest.fixture

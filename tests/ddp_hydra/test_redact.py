@@ -7,13 +7,26 @@ from ddp_hydra import redact
 
 
 @pytest.mark.parametrize(
-    "name", ["password", "cluster.auth.token", "apiKey", "tls_client_key", "a/secret", "dbPassword"]
+    "name",
+    [
+        "password",
+        "cluster.auth.token",
+        "apiKey",
+        "tls_client_key",
+        "a/secret",
+        "dbPassword",
+        "aws_access_key_id",
+        "key",
+    ],
 )
 def test_what_is_called_like_a_secret(name):
     assert redact.named_secret(name)
 
 
-@pytest.mark.parametrize("name", ["data.n", "model.keys", "tokens_seen", "monkey"])
+@pytest.mark.parametrize(
+    "name",
+    ["data.n", "model.keys", "tokens_seen", "monkey", "key_value_heads", "pad_token", "label_key"],
+)
 def test_what_is_not(name):
     assert not redact.named_secret(name)
 
@@ -21,9 +34,12 @@ def test_what_is_not(name):
 def test_the_files_of_hydra_go_without_secrets(tmp_path):
     config = {
         "tracker": {"password": "top-secret", "url": "https://me:top-secret@host/x?sig=top-secret", "token": None},
-        "store": {"key": "${oc.env:STORE_KEY}", "n": 3},
+        "store": {"key": "${oc.env:STORE_KEY}", "n": 3, "auth": True},
     }
-    overrides = ["optimizer.lr=0.1", "+tracker.password=top-secret", "+url=https://me:top-secret@host"]
+    overrides = [
+        "optimizer.lr=0.1", "+tracker.password=top-secret", "+url=https://me:top-secret@host",
+        "data.source=https://host/x.json?v=1&X-Amz-Signature=top-secret", "store.key='${oc.env:STORE_KEY}'",
+    ]  # fmt: skip
     hydra = {"hydra": {"job": {"override_dirname": "optimizer.lr=0.1,+tracker.password=top-secret"}}}
     for name, content in (("config", config), ("overrides", overrides), ("hydra", hydra)):
         OmegaConf.save(OmegaConf.create(content), tmp_path / f"{name}.yaml")
@@ -31,7 +47,17 @@ def test_the_files_of_hydra_go_without_secrets(tmp_path):
     assert not [name for name, content in files.items() if b"top-secret" in content]
     kept = OmegaConf.to_container(OmegaConf.create(files["config.yaml"].decode()))
     assert kept == {
-        "tracker": {"password": "***", "url": "https://host/x", "token": None},
-        "store": {"key": "${oc.env:STORE_KEY}", "n": 3},
+        "tracker": {"password": "***", "url": "https://***@host/x?sig=***", "token": None},
+        "store": {"key": "${oc.env:STORE_KEY}", "n": 3, "auth": True},
     }
-    assert OmegaConf.create(files["overrides.yaml"].decode()) == ["optimizer.lr=0.1", "+url=https://host"]
+    assert list(redact.hidden(kept)) == ["tracker.password", "tracker.url"]
+    assert OmegaConf.create(files["overrides.yaml"].decode()) == [
+        "optimizer.lr=0.1", "+tracker.password=***", "+url=https://***@host",
+        "data.source=https://host/x.json?v=1&X-Amz-Signature=***", "store.key='${oc.env:STORE_KEY}'",
+    ]  # fmt: skip
+    (tmp_path / "same.yaml").write_text("a: 1   # as it was\n")
+    redact.rewrite(tmp_path, tmp_path / "not_there.yaml")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        **files,
+        "same.yaml": b"a: 1   # as it was\n",
+    }

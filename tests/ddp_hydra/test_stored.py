@@ -73,3 +73,15 @@ def test_changes_are_told_by_what_was_given():
         "trainer.epochs 5 -> (not there)",
         "data.val (not there) -> null",
     ]
+
+
+def test_what_looks_like_a_secret_is_not_kept_and_has_to_be_given_again():
+    tracker = {"tracker": {"password": "hunter2"}}
+    cfg = OmegaConf.merge(OmegaConf.create({}), config(data={"api_key": "hunter2", "token": "${oc.env:TOKEN,x}"}))
+    kept = stored.of(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(cfg)), tracker))
+    assert "hunter2" not in json.dumps(kept)
+    kept.pop("tracker")
+    with pytest.raises(ConfigError, match=r"^data\.api_key looks like a secret.*give data\.api_key=<value>"):
+        stored.composed(kept)
+    again = stored.composed(kept, ["data.api_key=mine"])
+    assert (again.data.api_key, again.data.token) == ("mine", "x")
