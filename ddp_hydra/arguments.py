@@ -76,7 +76,7 @@ def _overrides_of(run: str) -> list[str] | None:
 
 def _words(saved: Any) -> list[str]:
     """Return overrides as they were typed: an interpolation means what it does then."""
-    return list(map(str, OmegaConf.to_container(saved)))
+    return [str(word) for word in OmegaConf.to_container(saved) or ()]
 
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:

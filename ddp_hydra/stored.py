@@ -80,8 +80,8 @@ def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictCo
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(overrides)}: {error}") from error
     for part in _NEEDED:
-        for key in redact.hidden(OmegaConf.to_container(cfg).get(part), f"{part}."):  # type: ignore[union-attr]
-            raise ConfigError(f"{key} looks like a secret, so no checkpoint keeps it: give {key}=<value>")
+        for secret in redact.hidden(OmegaConf.to_container(cfg).get(part), f"{part}."):  # type: ignore[union-attr]
+            raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
     try:
         OmegaConf.to_container(cfg, resolve=True)  # unlike `resolve`, it names the key that can't be had
         OmegaConf.resolve(cfg)
