@@ -229,8 +229,9 @@ def how_here(cfg: DictConfig) -> dict[str, Any]:
 
 def backend(cfg: DictConfig) -> str:
     """Return the ranks' backend: gloo where they compute on the CPU, so that they leave the GPUs alone."""
-    given: str = cfg.dispatch.backend.value
-    return "gloo" if given == "auto" and cfg.trainer.device is configs.Device.cpu else given
+    # A driver's config has plain values, others have enums.
+    given, device = (getattr(one, "value", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
+    return "gloo" if given == "auto" and device == "cpu" else str(given)
 
 
 class Job:

@@ -66,7 +66,9 @@ def config(**changes: Any) -> DictConfig:
     [("cpu", "auto", "gloo"), ("auto", "auto", "auto"), ("cuda", "auto", "auto"), ("cpu", "nccl", "nccl")],
 )
 def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wanted):
-    assert jobs.backend(config(trainer__device=device, dispatch__backend=given)) == wanted
+    cfg = config(trainer__device=device, dispatch__backend=given)
+    assert jobs.backend(cfg) == wanted
+    assert jobs.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted  # a driver's
 
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
