@@ -17,7 +17,7 @@ FLOORS = [
     (
         "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
-        "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options", "redact",
+        "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options",
         "room", "run_dir", "targets", "tracebacks",
     ),
     # 3: on the worker; and what writes and reads results, wherever that is
