@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_hydra import faults, pulse, results
-from ddp_hydra.errors import CheckpointError
+from ddp_hydra.errors import CheckpointError, NonFiniteLoss
+from ddp_hydra.finite import not_finite
 
 FORMAT = 1
 
@@ -120,6 +121,21 @@ class State:
             ) from error
         self.best = content.get("best")
         self.pending = bool(content.get("pending"))
+
+
+def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
+    """Refuse a captured state with numbers that nothing can go on from: no checkpoint holds such.
+
+    Raises:
+        NonFiniteLoss: it names them.
+    """
+    if found := not_finite(content, (name for name, _ in state.model.named_buffers())):
+        names = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+        raise NonFiniteLoss(
+            f"after step {content['position']['step']} not all that is to be saved is finite ({names}), though losses "
+            "and gradients were; it is not saved. Lower optimizer.lr, or give trainer.clip_norm, and go on from the "
+            "last checkpoint with resume=<run dir>"
+        )
 
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
@@ -257,11 +273,12 @@ class Saver:
         content = state.begin_capture()
         meta = {**asdict(state.position), "metrics": metrics, "best": best}
         pulse.here().saving = True  # until it is sent
-        self.thread = threading.Thread(target=self._write, args=(content, meta), name="checkpoint")
+        self.thread = threading.Thread(target=self._write, args=(content, meta, state), name="checkpoint")
         self.thread.start()
 
-    def _write(self, content: Callable[[], dict[str, Any]], meta: dict[str, Any]) -> None:
+    def _write(self, content: Callable[[], dict[str, Any]], meta: dict[str, Any], state: State) -> None:
         try:
+            refuse_nonfinite(content(), state)
             results.submit_file(
                 f"checkpoints/step-{meta['step']:06d}.pt",
                 lambda path: write(content(), path, meta["step"]),

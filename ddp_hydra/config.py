@@ -50,7 +50,7 @@ class Backend(Enum):
 
 
 class OnNonFinite(Enum):
-    """What to do about a step whose loss is not finite on some rank."""
+    """What to do about a step whose loss or gradient is not finite."""
 
     abort = "abort"
     skip = "skip"
@@ -97,8 +97,9 @@ class TrainerConfig:
         checkpoint_every_steps: 0 means not by steps.
         checkpoint_every_epochs: 0 means only at the end.
         time_limit_s: after so long, a checkpoint is made and the job ends as if interrupted; null for no limit.
-        on_nonfinite: a loss that is NaN or infinite on any rank ends the job (abort), leaves the step out (skip), or
-            goes back to the last checkpoint first (rollback).
+        on_nonfinite: a loss that is NaN or infinite on any rank, or a gradient that is, ends the job (abort), leaves
+            the step out (skip), or goes back to the last checkpoint first (rollback). What overflows in fp16 is no
+            such step: the loss scale is lowered.
         max_nonfinite: such steps to put up with.
         stop_after_validations: the run ends when so many in a row were no better than the best; null: it goes on.
         stop_min_delta: how much better the objective has to be for that.

@@ -9,7 +9,7 @@ DdpHydraError
 ├── DataError              too much of a data set can't be read
 ├── OutOfMemory            a rank's memory, or its GPU's, is full
 ├── DiskFull               a worker's temporary folder is full, and stays so
-├── NonFiniteLoss          the loss is NaN or infinite, and trainer.on_nonfinite says to give up
+├── NonFiniteLoss          a loss, gradient or weight is NaN or infinite, and trainer.on_nonfinite says to give up
 ├── SweepFailed            some jobs of a sweep failed
 ├── RunFailed              a run failed that another process ran; its summary.json says how
 └── JobFailed              the gang failed; carries the root cause

@@ -21,12 +21,13 @@ from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
 from ddp_hydra.metrics import Count, Meter, count, means
-from ddp_hydra.nonfinite import NonFinite, are_finite
+from ddp_hydra.nonfinite import NonFinite
 from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
 from ddp_hydra.training import precision, resumed, selection, weights
 from ddp_hydra.training.early_stop import EarlyStop
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.inspection import Inspection
 from ddp_hydra.training.progress import Progress
 from ddp_hydra.training.update import Update
 from ddp_hydra.words import counted
@@ -126,6 +127,8 @@ def fit(
     validation = build.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
     meter, saver, agreement = Meter(device), Saver(), Agreement()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
+    late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.alike
+    inspection = Inspection(update, agreement, late)
     metrics: dict[str, float] = {}
     stop = 0
     if rank == 0:
@@ -168,7 +171,7 @@ def fit(
                     losses.append(shared.detach())
                     if part.last:
                         # It travels with the gradients; from a GPU, after them.
-                        vote = agreement.vote(good=are_finite(losses), stop=finish.wanted())
+                        vote = inspection.vote(losses, stop=finish.wanted())
 
                     pulse.at("backward", step)
                     update.backward(shared)
@@ -177,13 +180,18 @@ def fit(
             stop = verdict.stop
 
             pulse.at("update", step)
-            if verdict.bad_rank is None:
+            left = sampler.steps(position.offset + sampler.global_batch) if step < total_steps else 0
+            often = cfg.trainer.log_every_steps, cfg.trainer.checkpoint_every_steps
+            now = bool(stop) or not left or step in nonfinite.seen or any(due(step, every) for every in often)
+            trouble = inspection.judge(verdict, losses, now)
+            if trouble is None:
                 update.apply()
                 meter.add(*counts)
             else:
                 update.discard()
-                samples = next(iter(sampler.batches(position.epoch, position.offset)))
-                if nonfinite.refuse(verdict.bad_rank, rank, float(sum(losses)), samples):
+                offset = position.offset - trouble.ago * sampler.global_batch
+                samples = next(iter(sampler.batches(position.epoch, offset)))
+                if nonfinite.refuse(trouble, rank, samples):
                     stop = 0  # at the next step, from where there is something to save
                     meter.clear()  # what was counted since is done again
                     watch.lap(position.samples)

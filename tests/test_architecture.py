@@ -19,6 +19,7 @@ FLOORS = [
         "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
         "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options",
         "room", "run_dir", "targets", "tracebacks",
+        "finite",
     ),
     # 3: on the worker; and what writes and reads results, wherever that is
     (

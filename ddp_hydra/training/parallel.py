@@ -32,7 +32,10 @@ class Parallel:
 
     Attributes:
         call: `wrapped`, or what torch.compile made of it.
+        alike: all ranks have the same gradients after the backward pass.
     """
+
+    alike = True
 
     def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
         self.model, self.wrapped = model, wrapped
@@ -206,6 +209,7 @@ def _hook(
         alike = local_sgd.PostLocalSGDState(None, on_host, start_step)
         wrapped.register_comm_hook(alike, local_sgd.post_localSGD_hook)
         parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
+        parallel.alike = False
 
 
 def _share(wrapped: DistributedDataParallel) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from ddp_hydra.finite import Gradients
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.parallel import Parallel
 
@@ -22,6 +24,7 @@ class Update:
         ema: the moving average of the weights; None for none.
 
     Attributes:
+        gradients: of the last step, where somebody looks at them.
         lr: learning rate of the last step.
         grad_norm: length of the last gradient before it was clipped, where that is known.
     """
@@ -36,6 +39,9 @@ class Update:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
+        names = {part: name for name, part in model.model.named_parameters()}
+        self.trained = [(names[part], part) for group in optimizer.param_groups for part in group["params"]]
+        self.gradients: Gradients | None = None
         self.lr = 0.0
         self.grad_norm: torch.Tensor | None = None
         # The schedule goes on where a step was left out, which torch takes for a mistake where it is the first.
@@ -50,12 +56,26 @@ class Update:
         """Add a part's gradients."""
         self.scaler.scale(loss).backward()
 
+    def measure(self, losses: Sequence[torch.Tensor] = ()) -> Gradients | None:
+        """Take the lengths of the gradients, which are the same on all ranks now.
+
+        Args:
+            losses: of the step's parts, on this rank.
+
+        Returns:
+            None where the loss is scaled: then it is for the scaler to look at them, and to lower the scale.
+        """
+        self.gradients = None if self.scaler.is_enabled() else Gradients(self.trained, losses)
+        return self.gradients
+
     def apply(self) -> None:
         """Step."""
-        if self.clip_norm is not None:
+        if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
+            self.grad_norm = self.gradients.total
+            self.gradients.clip(self.clip_norm)
+        elif self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            parameters = [part for group in self.optimizer.param_groups for part in group["params"]]
-            self.grad_norm = nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_([part for _, part in self.trained], self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.model.after_step()

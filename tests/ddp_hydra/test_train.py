@@ -21,7 +21,9 @@ from ddp_hydra.config import TrainerConfig
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.results import Record
+from ddp_hydra.samplers import Distributed
 from ddp_hydra.train import fit, seed_step
+from ddp_hydra.training.inspection import Inspection
 from ddp_hydra.training.parallel import Parallel
 
 STEPS = 4
@@ -413,6 +415,54 @@ def test_too_many_bad_steps_end_the_run(train):
         train(fault=["nan"], on_nonfinite="skip", max_nonfinite=2)
 
 
+class Spoilt(torch.nn.Linear):
+    """Has a loss that is finite, and in step 6 gradients that are not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.training and pulse.here().step == 6:
+            y.register_hook(lambda gradient: gradient * float("nan"))
+        return y
+
+
+SPOILT = {"model": {"_target_": f"{__name__}.Spoilt"}}
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def as_on_a_gpu(request, monkeypatch) -> None:
+    """Look at gradients at once, and when the next loss is looked at."""
+    late = request.param
+    monkeypatch.setattr("ddp_hydra.train.Inspection", lambda *parts: Inspection(*parts[:2], late=late))
+
+
+def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):
+    samples = ", ".join(map(str, list(Distributed(9, 2).batches(1))[1]))
+    said = rf"the gradient of weight, bias is not finite in step 6, although the loss is \d.*; samples .*: {samples}\. "
+    with pytest.raises(NonFiniteLoss, match=said):
+        train(parts=SPOILT, log_every_steps=100)
+
+
+@pytest.mark.parametrize("every", [0, 5])
+def test_a_step_with_a_bad_gradient_may_be_rolled_back_from(every, as_on_a_gpu, train):
+    options = {"parts": SPOILT, "checkpoint_every_steps": every, "ema_decay": 0.9, "log_every_steps": 100}
+    rolled = train(on_nonfinite="rollback", **options)
+    assert weights(rolled).isfinite().all()
+    assert same(rolled.last, train(fault=["nan,step=6"], on_nonfinite="skip", **{**options, "parts": None}).last)
+
+
+def test_leaving_out_a_step_with_a_bad_gradient_is_as_with_a_bad_loss(train):
+    spoilt, fault = train(on_nonfinite="skip", parts=SPOILT), train(on_nonfinite="skip", fault=["nan,step=6"])
+    assert same(spoilt.last, fault.last)
+    assert weights(spoilt).isfinite().all()
+
+
+def test_weights_that_are_not_finite_are_never_saved(train, tmp_path):
+    steep = {"optimizer": {"lr": 3e38, "momentum": 0, "weight_decay": 10.0}}
+    with pytest.raises(NonFiniteLoss, match=r"after step 1 not all that is to be saved is finite \(weight"):
+        train(max_steps=1, parts=steep)
+    assert list((tmp_path / "1").iterdir()) == []
+
+
 # -- randomness --------------------------------------------------------------------------------------------
 
 
@@ -427,7 +477,8 @@ class Noisy(torch.nn.Linear):
 
 
 def test_a_resumed_run_draws_the_same_from_every_generator(train):
-    parts = {"model": {"_target_": f"{__name__}.Noisy"}}
+    loss = {"metric": "train/loss", "direction": "minimize"}
+    parts = {"model": {"_target_": f"{__name__}.Noisy"}, "objective": loss}
     whole = [train(val=0, parts=parts), *Noisy.drawn]
     Noisy.drawn.clear()
     train(resume=train(val=0, parts=parts, stop_at=("update", 3)).last, val=0, parts=parts)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra import schedules
+from ddp_hydra.agreement import Agreement, Verdict
+from ddp_hydra.checkpoint import Position, State
+from ddp_hydra.finite import Gradients, are_finite, not_finite
+from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.inspection import Inspection
+from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.update import Update
+
+NAN, INF = math.nan, math.inf
+PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
+
+
+@pytest.mark.parametrize(("losses", "finite"), PARTS)
+def test_a_step_is_good_whose_parts_all_have_numbers(losses, finite):
+    assert are_finite([torch.tensor(loss) for loss in losses]) is finite
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("losses", "finite"), PARTS)
+def test_on_a_gpu_it_is_known_later(losses, finite):
+    look = are_finite([torch.tensor(loss, device="cuda") for loss in losses])
+    assert look() is finite
+
+
+# -- gradients -------------------------------------------------------------------------------------------------
+
+
+def named(*gradients):
+    """Parameters a, b, … with these gradients."""
+    parts = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for part, gradient in zip(parts, gradients, strict=True):
+        part.grad = gradient
+    return list(zip("abcdefgh", parts, strict=False))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_gradients_that_are_not_finite_are_named(value):
+    bad = torch.tensor([[1.0, value]])
+    assert Gradients(named(torch.ones(3), bad, torch.zeros(2), bad.clone())).bad() == ["b", "d"]
+    assert Gradients(named(torch.ones(3), torch.zeros(2))).bad() == []
+
+
+def test_parameters_without_a_gradient_of_other_types_and_with_sparse_ones_are_looked_at_too():
+    idle = ("idle", nn.Parameter(torch.ones(2)))
+    half = torch.full((9,), 60_000.0, dtype=torch.float16)  # its length is none of 16 bits
+    sparse = torch.sparse_coo_tensor([[1]], [[NAN]], (3, 1), check_invariants=True)
+    gradients = Gradients([idle, *named(half, torch.ones(2, dtype=torch.float64), sparse)])
+    assert (gradients.bad(), gradients.sparse) == (["c"], True)
+    assert Gradients([idle]).bad() == []
+
+
+@pytest.mark.parametrize("longest", [0.05, 1e9])
+def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
+    made = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (7, 1000, 3)]
+    ours, theirs = named(*[one.clone() for one in made]), named(*[one.clone() for one in made])
+    gradients = Gradients(ours)
+    gradients.clip(longest)
+    total = nn.utils.clip_grad_norm_([part for _, part in theirs], longest)
+    assert torch.equal(gradients.total, total)
+    assert all(torch.equal(a.grad, b.grad) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+
+
+# -- whether a step may count ----------------------------------------------------------------------------------
+
+
+def inspection(late=False, precision=None, alike=True):
+    """Of a model with a weight and a bias."""
+    model = nn.Linear(1, 1)
+    wrapped = Parallel(model, model)
+    wrapped.alike = alike
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    made = Inspection(Update(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), Agreement(), late)
+    model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
+    return made, model
+
+
+def vote(made, loss):
+    return made.vote([torch.tensor(loss)], 0).result()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(alike):
+    made, model = inspection(alike=alike)
+    losses = [torch.tensor(0.25), torch.tensor(0.5)]
+    assert made.judge(Verdict(), losses) is None
+    model.weight.grad = torch.full((1, 1), NAN)
+    trouble = made.judge(Verdict(), losses)
+    assert (trouble.bad_rank, trouble.loss, trouble.gradients, trouble.ago) == (0, 0.75, ["weight"], 0)
+    trouble = made.judge(Verdict(bad_rank=3), losses)
+    assert (trouble.bad_rank, trouble.gradients) == (3, ())
+
+
+def test_what_overflows_in_fp16_is_the_scalers():
+    made, model = inspection(precision="fp16")
+    model.weight.grad = torch.full((1, 1), INF)
+    assert made.judge(Verdict(), [torch.tensor(0.5)]) is None
+
+
+def test_on_a_gpu_a_gradient_is_looked_at_with_the_next_loss_unless_it_is_wanted_now():
+    made, model = inspection(late=True)
+    model.weight.grad = torch.full((1, 1), NAN)
+    assert made.judge(Verdict(), [torch.tensor(0.5)]) is None
+    verdict = vote(made, NAN)  # as it is with weights that took it up
+    assert verdict.bad_rank == 0
+    trouble = made.judge(verdict, [torch.tensor(NAN)])
+    assert (trouble.loss, trouble.gradients, trouble.ago) == (0.5, ["weight"], 1)
+    assert vote(made, 0.25).bad_rank is None
+    assert made.judge(Verdict(), [torch.tensor(0.25)], now=True).ago == 0
+
+
+# -- what is saved ---------------------------------------------------------------------------------------------
+
+
+def captured(spoil):
+    """A state with everything in it, one part of which is spoilt."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.full((2,), -INF))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    ema = Ema(model, 0.9)
+    spoil(model, ema.model, optimizer.state)
+    state = State(model, optimizer, schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None})
+    return not_finite(state.capture(), [name for name, _ in model.named_buffers()])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda model, ema, slots: None, []),
+        (lambda model, ema, slots: model[0].weight.data.fill_(1e38), []),  # whose sum is infinite
+        (lambda model, ema, slots: model[0].weight.data[0].fill_(NAN), ["0.weight"]),
+        (lambda model, ema, slots: model[1].running_var[0].fill_(INF), ["1.running_var"]),
+        (lambda model, ema, slots: ema[0].bias[0].fill_(-INF), ["ema: 0.bias"]),
+        (
+            lambda model, ema, slots: slots[model[0].bias]["exp_avg_sq"].fill_(INF),
+            ["exp_avg_sq of parameter 1 in the optimizer"],
+        ),
+    ],
+)
+def test_of_a_state_what_is_not_finite_is_named_but_masks(spoil, found):
+    assert captured(spoil) == found
