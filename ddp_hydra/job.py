@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, keys, launched, mirror, project, store, stored, targets
+from ddp_hydra import bound, cluster, faults, inline, keys, launched, mirror, project, resize, store, stored, targets
 from ddp_hydra import config as configs
 from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.errors import (
@@ -34,6 +34,7 @@ from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.pulse import REASONS
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
+from ddp_hydra.resize import Batch, share_out
 from ddp_hydra.results import Record, finite
 from ddp_hydra.text import message_of, traceback_of
 from ddp_hydra.words import counted
@@ -359,7 +360,8 @@ class Job:
         if number == self.first_attempt:
             self.first_world_size = world_size
             return Call(TRAIN, (plain,), kept, files=self.files)
-        plain["data"]["batch_size"] = self.batch_size(world_size)
+        batch = self.batch(world_size)
+        plain["data"]["batch_size"], plain["trainer"]["accumulate"] = batch.size, batch.parts
         return Call(TRAIN, (plain,), kept, files=self.last_files())
 
     def last_files(self) -> dict[str, Path]:
@@ -375,24 +377,14 @@ class Job:
         """Time since the job began."""
         return time.monotonic() - self.begun
 
-    def batch_size(self, world_size: int) -> int:
-        """Samples per rank with which the global batch stays what it was at first, where that is possible."""
-        each: int = self.plain["data"]["batch_size"]
-        total = each * self.first_world_size
+    def batch(self, world_size: int) -> Batch:
+        """Return what each rank computes in a step, so that the global batch stays what it was, where that can be."""
+        first = Batch(self.plain["data"]["batch_size"], self.plain["trainer"]["accumulate"])
         if world_size == self.first_world_size:
-            return each
-        if total % world_size == 0:
-            log.warning(
-                "%d ranks instead of %d: data.batch_size is %d instead of %d, so the global batch stays %d",
-                world_size, self.first_world_size, total // world_size, each, total,
-            )  # fmt: skip
-            return total // world_size
-        log.warning(
-            "%d ranks instead of %d: a global batch of %d does not divide among them, so data.batch_size stays %d and "
-            "the global batch is %d",
-            world_size, self.first_world_size, total, each, each * world_size,
-        )  # fmt: skip
-        return each
+            return first
+        shared = share_out(first, self.first_world_size, world_size)
+        log.warning("%s", resize.describe(first, self.first_world_size, world_size, shared))
+        return shared
 
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
         """Write a record; where an attempt goes on, count what it has to do again."""

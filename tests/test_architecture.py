@@ -20,6 +20,7 @@ FLOORS = [
         "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options",
         "room", "run_dir", "targets", "tracebacks",
         "finite",
+        "resize",
     ),
     # 3: on the worker; and what writes and reads results, wherever that is
     (

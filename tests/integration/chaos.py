@@ -14,10 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -111,10 +112,13 @@ class Story:
             kept[line["step"], *line] = {name: value for name, value in line.items() if name != "attempt"}
         return [kept[key] for key in sorted(kept, key=lambda key: key[0])]
 
-    def samples(self) -> dict[int, list[int]]:
+    def samples(self, accumulate: Mapping[int, int] = MappingProxyType({})) -> dict[int, list[int]]:
         """The global batch of each step as the model saw it last, the ranks' parts one after the other.
 
         Each rank of an attempt tells its part of each step, and begins after the step that the start names.
+
+        Args:
+            accumulate: attempt -> how often each of its ranks tells in a step, where that is not once.
         """
         seen: dict[int, list[int]] = {}
         for attempt in sorted({record.attempt for record in self.records}):
@@ -122,7 +126,9 @@ class Story:
             begin = next((r.step for r in its if r.kind == "start"), None)
             told = [r for r in its if r.kind == "text" and r.data["name"] == "samples"]
             ranks = sorted({r.rank for r in told})
-            parts = [[json.loads(r.data["text"]) for r in told if r.rank == rank] for rank in ranks]
+            times = accumulate.get(attempt, 1)
+            texts = ([json.loads(r.data["text"]) for r in told if r.rank == rank] for rank in ranks)
+            parts = [[list(chain(*said[n : n + times])) for n in range(0, len(said), times)] for said in texts]
             for count, batch in enumerate(zip(*parts, strict=False), (begin or 0) + 1):
                 seen[count] = list(chain(*batch))
         return seen
@@ -203,7 +209,7 @@ class Chaos:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DDP_HYDRA_PROJECT", str(self.project))
             patch.setattr(dispatch, "Gang", Watched)
-            patch.setattr(cluster, "connect", lambda cfg: contextlib.nullcontext(client))
+            patch.setattr(cluster, "connect", lambda cfg, logs=None: contextlib.nullcontext(client))
             try:
                 job.run(cfg, story.folder)
             except (DdpHydraError, KeyboardInterrupt) as error:

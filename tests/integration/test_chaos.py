@@ -446,9 +446,11 @@ def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients
     story = chaos.done(client, ranks=4, on_record=kill, overrides=(*settings, "model.dropout=0", *fewer, *SLOW))
     assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
     assert story.summary["world_size"] == 3
-    assert "3 ranks instead of 4: data.batch_size is 8 instead of 6, so the global batch stays 24" in caplog.text
-    assert len(story.samples()) == 12
-    assert story.samples() == whole.samples()
+    changed = "trainer.accumulate is 2 instead of 1 and data.batch_size is 4 instead of 6, so the global batch stays 24"
+    assert changed in caplog.text
+    samples = story.samples(accumulate={1: 2})
+    assert len(samples) == 12
+    assert samples == whole.samples()
     for line, expected in zip(story.curve(), whole.curve(), strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
 
@@ -465,7 +467,7 @@ def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, 
     story = chaos.done(client, ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
     assert {failure.kind for failure in story.failures} == {"lost"}
     assert "2 ranks instead of 3: a global batch of 15 does not divide among them" in caplog.text
-    assert "data.batch_size stays 5 and the global batch is 10" in caplog.text
+    assert "so it is 10 now: data.batch_size=5 as before" in caplog.text
     assert (story.summary["status"], story.summary["world_size"]) == ("done", 2)
 
 
