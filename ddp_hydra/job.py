@@ -433,7 +433,7 @@ def summarised(run_dir: Path, cfg: DictConfig, where: str = "") -> Iterator[dict
         cfg: of the job.
         where: the results are, as their user would type it.
     """
-    begin = time.time()
+    begin, where = time.time(), where or _short(run_dir)
     summary: dict[str, Any] = {
         "status": "failed", "tags": list(cfg.tags), "restarts": 0, "steps_lost": 0, "failure": None
     }  # fmt: skip
@@ -442,8 +442,11 @@ def summarised(run_dir: Path, cfg: DictConfig, where: str = "") -> Iterator[dict
     except BaseException as error:
         _note_end(summary, error)
         _finish(run_dir, summary, begin, error)
+        if isinstance(error, KeyboardInterrupt) and not error.args:  # at once, without another checkpoint
+            step = run_dirs.saved_step(run_dir)
+            error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={where}",)
         if run_dirs.is_full(error):
-            error.add_note(run_dirs.once_there_is_room(run_dir, where or _short(run_dir)))
+            error.add_note(run_dirs.once_there_is_room(run_dir, where))
         raise
     _finish(run_dir, summary, begin)
 

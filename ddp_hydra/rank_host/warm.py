@@ -195,6 +195,7 @@ def _start(address: Path, short: str) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             check=True,
+            start_new_session=True,  # from the first moment on, a terminal's Ctrl-C is not for it
         )
     finally:
         listener.close()

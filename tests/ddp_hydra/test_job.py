@@ -251,7 +251,8 @@ def returned(monkeypatch) -> dict[str, Any]:
         return value
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
-    monkeypatch.setattr(jobs, "project", SimpleNamespace(find=Path, pack=lambda root: SimpleNamespace(sha256="0" * 64)))
+    monkeypatch.setattr(jobs.project, "find", Path)
+    monkeypatch.setattr(jobs.project, "pack", lambda root: SimpleNamespace(sha256="0" * 64))
     return value
 
 
@@ -367,6 +368,13 @@ def test_every_other_failure_has_the_same_fields_and_a_traceback_where_it_is_nob
 def test_an_interrupt_is_no_failure(error, tmp_path):
     summary = summary_after(error, tmp_path)
     assert (summary["status"], summary["failure"]) == ("interrupted", None)
+
+
+def test_who_does_not_wait_for_a_checkpoint_hears_of_the_last_one(tmp_path):
+    checkpoint(tmp_path, 10, 20)
+    said = f"interrupted; step 20 is saved: go on with resume={tmp_path}"
+    with pytest.raises(KeyboardInterrupt, match=said), summarised(tmp_path, config()):
+        raise KeyboardInterrupt
 
 
 def test_a_job_that_is_done_has_no_failure(tmp_path):
