@@ -91,7 +91,7 @@ class TrainerConfig:
         decay_all: weight decay also for biases and the scales of norms.
         base_batch_size: the optimizer's lr is for so many samples in a step, and grows with them; null: it stays.
         ema_decay: keep a moving average of the weights, which is evaluated and saved, e.g. 0.999; null for none.
-        threads: CPU threads per rank; 0 shares each host's cores out among its ranks.
+        threads: CPU threads per rank; 0 shares each host's cores out among all ranks there.
         log_every_steps: a point on each curve every so many steps.
         validate_every_epochs: 0 means only at the end.
         checkpoint_every_steps: 0 means not by steps.

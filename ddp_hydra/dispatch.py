@@ -160,6 +160,7 @@ class Gang:
     world_size: int = field(default=0, init=False, repr=False)
     grouped: bool = field(default=True, init=False, repr=False)
     asked: set[str] = field(default_factory=set, init=False, repr=False)
+    unique_name: str = field(default="", init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
@@ -172,7 +173,7 @@ class Gang:
         Args:
             call_of: what attempt `number` runs on `world_size` ranks; asked before each.
         """
-        name = f"{self.name}-{secrets.token_hex(4)}"
+        self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), Unread()
         reserved = Reservation(self.client, name, self.ranks, self.sweep)
         with self.dropped_said(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
@@ -281,4 +282,5 @@ class Gang:
             ports=self.port_range,
             interface=self.interface,
             cwd=self.cwd or str(Path.cwd()),
+            owner=self.unique_name,
         )

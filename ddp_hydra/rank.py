@@ -30,7 +30,7 @@ from hydra.errors import InstantiationException
 from torch.distributed import distributed_c10d
 
 from ddp_hydra import faults, pulse, results, tracebacks, values
-from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.results import Record
 from ddp_hydra.text import TRACE_CHARS, message_of, shorten
 
@@ -200,6 +200,7 @@ def process_group(
                 backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             if "nccl" in backend:
                 torch.cuda.set_device(0)  # each rank sees its own GPU first
+                claim_gpu(store, rank, world_size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         store.add("ddp_hydra/joined", 1)
         yield
@@ -210,6 +211,30 @@ def process_group(
         while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
             time.sleep(0.005)  # rank 0 serves the store, so it leaves last
         leave_process_group()
+
+
+def claim_gpu(store: dist.Store, rank: int, world_size: int) -> None:
+    """Refuse to have the same GPU as another rank; NCCL would fail on it in its own words, and be tried again.
+
+    Raises:
+        ConfigError: with what to give instead.
+    """
+    uuid = gpu_uuid()
+    if world_size == 1 or uuid is None or store.add(f"ddp_hydra/gpu/{uuid}", 1) == 1:
+        return
+    here, ranks = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", "several")
+    raise ConfigError(
+        f"rank {rank} on {socket.gethostname()} has the same GPU as another rank ({uuid}), and NCCL takes each once: "
+        f"this host has {ranks} ranks that see {here} GPU{'s' * (here != 1)}. Give as many workers as there are GPUs, "
+        f"or on a single host dispatch.ranks={here}; or share GPUs with dispatch.backend=gloo, or do without, with "
+        "trainer.device=cpu"
+    )
+
+
+def gpu_uuid() -> str | None:
+    """Return what names this rank's GPU anywhere; None where torch does not tell."""
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 @contextmanager

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from ddp_hydra.placement import RankSpec
+from ddp_hydra.rank_host import gpus
 from ddp_hydra.rank_host.warm import without_dasks_limits
 
 
 def of_rank(
-    spec: RankSpec, interface: str | None, gang: str = "", attempt: int = 0, group: bool = True
+    spec: RankSpec,
+    interface: str | None,
+    gang: str = "",
+    attempt: int = 0,
+    group: bool = True,
+    gpu: int | None = None,
 ) -> dict[str, str]:
     """The worker's environment, plus what everyone expects to find in a rank's: what torchrun sets.
 
@@ -22,6 +28,7 @@ def of_rank(
         gang: the gang's name, with its attempt.
         attempt: which start of the gang.
         group: whether the rank finds its process group; a script that makes it takes the GPU with its local rank.
+        gpu: position of the rank's own among the visible ones, None for `preferred_gpu`.
     """
     variables = without_dasks_limits(os.environ) | {
         "RANK": str(spec.rank),
@@ -40,11 +47,41 @@ def of_rank(
     if interface:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would mean eth10, too
-    if "dask_cuda" not in sys.modules:  # it has already put each worker's own GPU first
-        variables |= own_gpu_first(variables, spec.local_rank)
-    if not group:
-        variables |= own_gpu_first(variables, -spec.local_rank)
-    return variables
+    own = preferred_gpu(spec) if gpu is None else gpu
+    return variables | own_gpu_first(variables, own if group else own - spec.local_rank)
+
+
+def preferred_gpu(spec: RankSpec) -> int:
+    """Return the position of the GPU that a rank takes where all are free; dask-cuda puts each worker's own first."""
+    return 0 if is_placed() else spec.local_rank
+
+
+def is_placed() -> bool:
+    """Whether dask-cuda has already given this worker its own GPU."""
+    return "dask_cuda" in sys.modules
+
+
+def threads(total: int, ranks: int) -> int:
+    """Return a rank's share of the host's cores, within those that its worker is bound to.
+
+    Args:
+        total: cores that all ranks share.
+        ranks: all of them.
+    """
+    return max(1, min(len(cores()) or total, total // ranks))
+
+
+def shared_cores(nanny: int | None) -> list[int]:
+    """Return the cores that the ranks of this host share: dask-cuda binds a worker to some, but not its nanny.
+
+    Args:
+        nanny: its process; None where there is none.
+    """
+    found = set(cores())
+    if nanny and found:
+        with contextlib.suppress(OSError):
+            found |= os.sched_getaffinity(nanny)
+    return sorted(found)
 
 
 def cores() -> list[int]:
@@ -57,14 +94,7 @@ def cores() -> list[int]:
 
 def own_gpu_first(variables: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """The variable that has each local rank see its own GPU first; a negative number undoes it."""
-    if not (gpus := visible_gpus(variables)):
+    if not (seen := gpus.visible(variables)):
         return {}
-    first = local_rank % len(gpus)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first:] + gpus[:first])}
-
-
-def visible_gpus(variables: Mapping[str, str]) -> list[str]:
-    """The GPUs that a process with these variables sees, counted without touching CUDA."""
-    if "CUDA_VISIBLE_DEVICES" in variables:
-        return [gpu for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    first = local_rank % len(seen)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[first:] + seen[:first])}

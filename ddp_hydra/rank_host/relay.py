@@ -33,7 +33,7 @@ from ddp_hydra.outcome import describe_exit
 from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
 from ddp_hydra.pulse import REASONS, SAVE_S, UNREADY, Board
-from ddp_hydra.rank_host import environment, farewell, mailbox, network, rendezvous, spool, warm
+from ddp_hydra.rank_host import environment, farewell, gpus, leases, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.results import Record
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ class Order:
         ports: first and last port allowed for the rendezvous, None for any free one.
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
+        owner: the gang's name, without its attempt; "" for `gang`.
     """
 
     gang: str
@@ -89,6 +90,7 @@ class Order:
     ports: tuple[int, int] | None = None
     interface: str | None = None
     cwd: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ class Relay:
         self.output, output = os.pipe()
         self.stack.callback(os.close, self.output)
         their_output = self.stack.enter_context(os.fdopen(output, "wb", buffering=0))
-        order = self.stack.enter_context(self.write_order())
+        share = self.lease()
+        order = self.stack.enter_context(self.write_order(share))
         fds = [theirs.fileno(), their_output.fileno(), self.board_fd, order.fileno()]
         up: dict[str, Any] = {}
         if spec.rank == 0:
@@ -214,7 +217,7 @@ class Relay:
         request = {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {self.order.gang}",
             "environment": environment.of_rank(
-                spec, self.interface(), self.order.gang, self.order.attempt, self.order.group
+                spec, self.interface(), self.order.gang, self.order.attempt, self.order.group, share.position
             ),
             "cwd": self.order.cwd if Path(self.order.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
@@ -237,7 +240,26 @@ class Relay:
         # An address that is none of this machine's leads here through a port mapping.
         return network.interface_of(self.order.spec.host) or network.interface_towards(self.worker.scheduler.addr)
 
-    def write_order(self) -> IO[bytes]:
+    def lease(self) -> leases.Share:
+        """Take a GPU and a share of the cores for the rank, until it has ended."""
+        spec, seen = self.order.spec, gpus.identities(os.environ)
+        wanted = environment.preferred_gpu(spec)
+        if environment.is_placed():
+            seen = seen[:1]
+        share = self.stack.enter_context(
+            leases.take(self.order.owner or self.order.gang, spec.local_world_size, self.cores(), seen, wanted)
+        )
+        if share.others_on_gpu and share.position is not None:
+            self.say(
+                f"GPU {seen[share.position]} is shared with {share.others_on_gpu} ranks of other jobs: none is free"
+            )
+        return share
+
+    def cores(self) -> list[int]:
+        """Return those that the ranks of this host share."""
+        return environment.shared_cores(os.getppid() if self.worker.nanny else None)
+
+    def write_order(self, share: leases.Share) -> IO[bytes]:
         """Write what the rank has to do, a line of JSON and the pickled call, where nobody else can: it has no name."""
         header = {
             "spec": asdict(self.order.spec),
@@ -246,7 +268,10 @@ class Relay:
             "backend": self.order.backend,
             "timeout_s": self.order.timeout_s,
             "group": self.order.group,
-            "threads": self.order.threads,
+            "threads": self.order.threads
+            or environment.threads(
+                len(self.cores()) or os.cpu_count() or 1, self.order.spec.local_world_size + share.other_ranks
+            ),
             "project": self.order.project.sha256 if self.order.project else "",
             "retry_s": self.order.retry_s,
             "spool": str(self.with_room(lambda: spool.folder(self.worker, self.order.gang, self.rank))),

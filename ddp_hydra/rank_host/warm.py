@@ -32,7 +32,7 @@ def connect() -> socket.socket:
         A connected socket. While it is open, the server lives.
     """
     address = socket_path()
-    with _locked(address.parent) as folder:
+    with locked(address.parent) as folder:
         short = _short(address, folder)
         try:
             return _connect(short)
@@ -120,7 +120,7 @@ def _confinement() -> list[str]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[int]:
+def locked(folder: Path) -> Iterator[int]:
     """Hold the lock of the folder, made anew where the last server has just removed it; yields its descriptor.
 
     Raises:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddp_hydra import pulse, rank
+from ddp_hydra.errors import ConfigError
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -43,6 +45,33 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
     assert rank.PipeSender(None, tmp_path).spool == tmp_path
     assert (len(waited), pulse.here().ticks) == (100, 2)
     pulse.connect(None)
+
+
+def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for number, uuid in enumerate(("a", "b", None)):
+        monkeypatch.setattr(rank, "gpu_uuid", lambda uuid=uuid: uuid)
+        rank.claim_gpu(store, number, 4)
+    monkeypatch.setattr(rank, "gpu_uuid", lambda: "a")
+    said = "rank 3 .* has the same GPU as another rank .a.*2 ranks that see 1 GPU.*ranks=1.*backend=gloo.*device=cpu"
+    with pytest.raises(ConfigError, match=said):
+        rank.claim_gpu(store, 3, 4)
+    rank.claim_gpu(store, 0, 1)
+    assert rank.describe(ConfigError("x"))["mistake"]  # so it is not tried again
+
+
+def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rank, "claim_gpu", lambda store, number, world_size: asked.append(number))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for backend in ("gloo", "auto", "nccl"):
+        with rank.process_group(dist.HashStore(), 0, 1, backend):
+            pass
+    assert asked == [0, 0]
 
 
 class Mute(Exception):

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from ddp_hydra.placement import RankSpec
-from ddp_hydra.rank_host import environment, farewell, mailbox, relay, rendezvous, warm
+from ddp_hydra.rank_host import environment, farewell, leases, mailbox, relay, rendezvous, warm
 from ddp_hydra.results import Record
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
@@ -132,7 +133,7 @@ def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
 def test_the_order_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
     with ExitStack() as stack:
         one = relay.Relay(worker, relay.Order("gang", 0, SPEC, b"the call"), stack)
-        with one.write_order() as order:
+        with one.write_order(leases.Share(None, 0, 0)) as order:
             order.seek(0)
             header, _, call = order.read().partition(b"\n")
             assert os.fstat(order.fileno()).st_nlink == 0
@@ -140,6 +141,24 @@ def test_the_order_of_a_rank_has_no_name_that_somebody_could_put_another_under(w
     mailbox._ended.clear()
     assert (json.loads(header)["gang"], call) == ("gang", b"the call")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(worker, monkeypatch):
+    monkeypatch.setattr(environment, "cores", lambda: list(range(12)))
+    spec = replace(SPEC, local_world_size=2)
+    threads = []
+    for job in ("alone", "beside"):
+        with ExitStack() as stack:
+            if job == "beside":
+                stack.enter_context(leases.take("other", 4, range(12), [], 0))
+            stack.enter_context(leases.take("mine", 2, range(12), [], 0))  # of the attempt before
+            one = relay.Relay(worker, relay.Order("mine-1", 1, spec, b"", owner="mine"), stack)
+            with one.write_order(one.lease()) as order:
+                order.seek(0)
+                threads.append(json.loads(order.readline())["threads"])
+        mailbox.remove("mine-1", 0)
+    mailbox._ended.clear()
+    assert threads == [6, 2]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, which only root can")

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.placement import RankSpec
-from ddp_hydra.rank_host import environment, warm
+from ddp_hydra.rank_host import environment, gpus, warm
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
@@ -54,17 +54,31 @@ def test_a_users_own_choice_of_interface_stays(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "gpus"),
+    ("variables", "seen"),
     [({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]), ({"CUDA_VISIBLE_DEVICES": ""}, [])],
 )
-def test_the_gpus_of_a_worker_are_those_it_sees(variables, gpus):
-    assert environment.visible_gpus(variables) == gpus
+def test_the_gpus_of_a_worker_are_those_it_sees(variables, seen):
+    assert gpus.visible(variables) == seen
 
 
 def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     second = RankSpec(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
     assert environment.of_rank(second, None)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
+
+
+def test_a_script_finds_the_gpu_that_was_taken_for_it_at_its_local_rank(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    second = RankSpec(1, 2, 1, 2, 0, worker="w", host="127.0.0.1")
+    seen = [environment.of_rank(second, None, group=False, gpu=gpu)["CUDA_VISIBLE_DEVICES"] for gpu in (None, 1, 2)]
+    assert [of_one.split(",")[1] for of_one in seen] == ["5", "5", "6"]
+    assert environment.of_rank(second, None, gpu=2)["CUDA_VISIBLE_DEVICES"] == "6,4,5"
+
+
+def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):
+    monkeypatch.setattr(gpus, "uuids", lambda: ["GPU-aa11", "GPU-bb22"])
+    for names, found in (("1,0", ["GPU-bb22", "GPU-aa11"]), ("GPU-bb", ["GPU-bb22"]), ("MIG-x,7", ["MIG-x", "7"])):
+        assert gpus.identities({"CUDA_VISIBLE_DEVICES": names}) == found
 
 
 def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):
