@@ -246,8 +246,7 @@ class Server:
         """
         named = []
         for pid in children():
-            command = command_of(pid)
-            if pid in self.ranks or pid in self.left or not command:
+            if pid in self.ranks or pid in self.left or not (command := command_of(pid)):
                 continue
             with contextlib.suppress(OSError):  # it has just ended
                 if os.getpgid(pid) != group:
