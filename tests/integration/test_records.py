@@ -205,11 +205,11 @@ def test_a_rank_cannot_have_the_client_copy_any_file_it_names(client2, run_into,
 def test_a_file_that_is_not_what_was_announced_is_not_put_in_place(client2, run_into, tmp_path):
     def forge():
         file = results.spool_file(lambda path: path.write_bytes(b"good"))
-        results.emit("file", {"path": "file.bin", **file, "sha256": "0" * 64, "checkpoint": None})
+        results.emit("file", {"path": "out/file.bin", **file, "sha256": "0" * 64, "checkpoint": None})
 
     with pytest.raises(RecordError, match=r"damaged|changed on its way"):
         run_into(client2, forge)
-    assert "file.bin" not in files_under(tmp_path / "run")
+    assert "out/file.bin" not in files_under(tmp_path / "run")
 
 
 def test_what_a_rank_writes_to_its_terminal_is_in_its_log(client2, run_into, tmp_path):
