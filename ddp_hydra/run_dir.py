@@ -32,7 +32,8 @@ class Guard(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Look whether a job may have its run directory."""
         run_dir = Path(str(config.hydra.run.dir))
-        if config.get("dry_run") or not run_dir.is_dir():
+        # Hydra writes nothing for torchrun's other ranks, whose folder is the one that all were typed in.
+        if config.get("dry_run") or config.hydra.output_subdir is None or not run_dir.is_dir():
             return
         try:
             with locked(run_dir):

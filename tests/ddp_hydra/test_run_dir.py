@@ -93,7 +93,8 @@ def test_a_new_run_has_no_earlier_attempt(tmp_path):
 
 
 def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_path):
-    cfg = OmegaConf.create({"resume": None, "dry_run": False, "hydra": {"run": {"dir": str(tmp_path / "run")}}})
+    hydra = {"run": {"dir": str(tmp_path / "run")}, "output_subdir": ".hydra"}
+    cfg = OmegaConf.create({"resume": None, "dry_run": False, "hydra": hydra})
     Guard().on_run_start(cfg)
     assert not (tmp_path / "run").exists()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
@@ -101,4 +102,6 @@ def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_pa
     with pytest.raises(SystemExit, match=r"ddp_hydra: .*run holds another run"):
         Guard().on_run_start(cfg)
     cfg.resume = str(tmp_path / "run")
+    Guard().on_run_start(cfg)
+    cfg.resume, cfg.hydra.output_subdir = None, None
     Guard().on_run_start(cfg)
