@@ -25,6 +25,10 @@ _HOMES = {"s3": "at AWS (no AWS_ENDPOINT_URL is set)", "gs": "at Google", "az": 
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
 
+class Changed(Exception):
+    """An object is not what it was."""
+
+
 class Folder:
     """Reads and writes the objects of one folder. Nothing is asked of the store until the first of them.
 
@@ -109,6 +113,36 @@ class Folder:
             explained = self._explain(error, name)
             if not isinstance(explained, FileNotFoundError):
                 raise explained from None
+
+    def tag(self, name: str) -> str | None:
+        """Return the ETag of an object, None if there is none; raises as `get` otherwise."""
+        try:
+            return str(self._obstore.head(self._store(), self._key(name))["e_tag"])
+        except Exception as error:
+            explained = self._explain(error, name)
+            if isinstance(explained, FileNotFoundError):
+                return None
+            raise explained from None
+
+    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
+        """Put an object there where it still has an ETag, None: where there is none; returns the new ETag.
+
+        Raises:
+            Changed: it is another.
+            NotImplementedError: the store takes no conditions.
+            ConfigError: as `get`.
+            ConnectionError: as `get`.
+        """
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+        try:
+            return str(self._obstore.put(self._store(), self._key(name), content, mode=mode)["e_tag"])
+        except Exception as error:
+            kind = type(error).__name__
+            if kind in ("AlreadyExistsError", "PreconditionError", "NotFoundError"):
+                raise Changed(name) from None
+            if kind in ("NotSupportedError", "NotImplementedError") or "status code: 501" in str(error):
+                raise NotImplementedError from None
+            raise self._explain(error, name) from None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}".lstrip("/")

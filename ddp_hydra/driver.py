@@ -25,6 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra import cluster, store
 from ddp_hydra.cluster import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
+from ddp_hydra.manifest import FOLDER
+from ddp_hydra.shared.fence import Below, Fenced
 from ddp_hydra.shared.keeper import is_over, keep, let_go
 from ddp_hydra.shared.order import Order, Place
 from ddp_hydra.shared.scratch import Scratch
@@ -75,7 +77,7 @@ def begun(order: Order, place: Place) -> Iterator[Driver]:
     """
     scheduler = Scheduler(place.scheduler, _of_client(place.security), order.sweep)
     status = Status(place.scheduler, order.project.sha256, order.lives)
-    there = store.folder(order.url)
+    there = Fenced(store.folder(order.url))
     if not order.again:
         claim(there, status, order.hydra)
     elif is_over(there, order.plain["dispatch"]["lost_timeout_s"]):
@@ -103,13 +105,13 @@ class Driver:
         client: connected to the scheduler.
     """
 
-    def __init__(self, order: Order, scratch: Scratch, there: store.Store, status: Status, client: Any) -> None:
+    def __init__(self, order: Order, scratch: Scratch, there: Fenced, status: Status, client: Any) -> None:
         self.order, self.scratch, self.there, self.status, self.client = order, scratch, there, status, client
         self.run_dir = scratch.path / "run"
         self.run_dir.mkdir()
         self.state = "running"
         self.voice = Voice(client, order.name) if order.client else None
-        self.uploader = Uploader(self.run_dir, there, status, lambda: self.end("it was asked for"))
+        self.uploader = Uploader(self.run_dir, there, status, lambda: self.end("it was asked for"), self.end)
 
     def take_over(self) -> None:
         """Go on with the run of a driver that is lost."""
@@ -144,7 +146,9 @@ class Driver:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: self.uploader.give_up())
             missing = self.uploader.finish(cfg.results.retry_s, self.state, said)
-        if missing and self.state != LOST:
+        if self.there.lost:
+            self.state, said = "failed", missing
+        elif missing and self.state != LOST:
             kept = self.scratch.keep()
             self.state = "failed"
             said = f"{said}\nresults are not all in {self.order.url}: {missing}; they are in {kept}"
@@ -160,9 +164,16 @@ class Driver:
 
         order = self.order
         writers: list[Writer] = [self.status, self.voice] if self.voice else [self.status]
-        before_mirror, note_attempts = self.uploader.bring_curves, self.status.note_attempts
         guest = job.Guest(
-            order.project, order.plain, order.cwd, order.url, order.kept, writers, before_mirror, note_attempts
+            order.project,
+            order.plain,
+            order.cwd,
+            order.url,
+            order.kept,
+            writers,
+            self.uploader.bring_curves,
+            self.status.note_attempts,
+            Below(self.there, FOLDER),
         )
         try:
             job.run(cfg, self.run_dir, order.overrides, guest)

@@ -2,6 +2,7 @@
 
 DdpHydraError
 ├── ConfigError            the composed config cannot be a job
+│   └── TakenOver          another driver writes the results of this run
 ├── ClusterError           no cluster, or not enough workers in time
 │   └── SchedulerLost      the connection to the scheduler is cut, or it has ended
 ├── RecordError            a record is malformed, or points out of the run directory
@@ -35,6 +36,10 @@ class DdpHydraError(Exception):
 
 class ConfigError(DdpHydraError):
     """The composed config cannot be a job."""
+
+
+class TakenOver(ConfigError):
+    """Another driver writes the results of this run."""
 
 
 class ClusterError(DdpHydraError):

@@ -58,6 +58,7 @@ class Guest:
         writers: to get its records, too.
         before_mirror: called before checkpoints are brought to its bucket.
         note_attempts: called with those that have failed, when another begins.
+        checkpoints: the store to copy them to.
     """
 
     project: project.Project
@@ -68,6 +69,7 @@ class Guest:
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[dict[str, Any]]], None]
+    checkpoints: store.Store
 
 
 def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Guest | None = None) -> float | None:
@@ -274,7 +276,9 @@ class Job:
         """The consumer of this job's records. An interrupt ends its waiting for a full disk or a failing bucket."""
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
-        more: dict[str, Any] = {"before_mirror": self.guest.before_mirror} if self.guest else {}
+        more: dict[str, Any] = {}
+        if self.guest:
+            more = {"before_mirror": self.guest.before_mirror, "mirror_store": self.guest.checkpoints}
         writers = default_writers(
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )

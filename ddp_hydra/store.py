@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import IO, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ddp_hydra.bucket import Folder
+from ddp_hydra.bucket import Changed, Folder
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.writers.disk import commit, part_of, passing
 
+LOCK = ".lock"
 POINTER = "results.url"
 """In the run directory where the command was typed: the URL of the results that are elsewhere."""
 
@@ -41,6 +43,17 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove an object, if it is there."""
+
+    def tag(self, name: str) -> str | None:
+        """Return what tells this content of an object from others, None if there is no object."""
+
+    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
+        """Put an object there where it is still the one of a tag, None: where there is none; returns the new tag.
+
+        Raises:
+            Changed: it is another.
+            NotImplementedError: the store takes no conditions.
+        """
 
 
 class Disk:
@@ -91,6 +104,38 @@ class Disk:
         """Remove a file, if it is there."""
         with self._explained(name):
             (self._path / name).unlink(missing_ok=True)
+
+    def tag(self, name: str) -> str | None:
+        """Return what tells this content of a file from others, None if there is no file."""
+        with suppress(FileNotFoundError), self._explained(name):
+            found = (self._path / name).stat()
+            return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+        return None
+
+    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
+        """Replace a file where it is still the one of a tag, None: make it where there is none; returns the new tag.
+
+        Raises:
+            Changed: it is another.
+        """
+        with self._locked():
+            if self.tag(name) != tag:
+                raise Changed(name)
+            self.put(name, content)
+            return str(self.tag(name))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep others from changing files here meanwhile, on all hosts where the disk has locks (NFS 4 has)."""
+        with self._explained(LOCK, writes=True):
+            self._path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            with suppress(OSError):  # without locks, it is as good as it can be
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     @contextmanager
     def _explained(self, name: str, writes: bool = False) -> Iterator[None]:

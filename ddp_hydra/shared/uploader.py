@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_hydra.bucket import PIECE_BYTES
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.manifest import NAME as MANIFEST
 from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from ddp_hydra.results import check_path
 from ddp_hydra.shared import status as statuses
+from ddp_hydra.shared.fence import Fenced
 from ddp_hydra.shared.status import ENDED, LOST, LOST_S, NAME, STOP, SUMMARY, Status, encoded
 from ddp_hydra.store import Store
 from ddp_hydra.writers.disk import place
 
 TICK_S = 1.0
+WATCH_S = 2.5 * statuses.BEAT_S
 BYTES_PER_S = 2**20
 """A file that grows is brought whole, so a large one not as often: on average, so much of it a second."""
 CURVES = ("metrics.jsonl", "tensorboard/")
@@ -38,10 +40,18 @@ class Uploader:
         store: where to.
         status: what to say there meanwhile.
         on_stop: called once, when somebody asks there for the end.
+        on_lost: called once, with a sentence, when another driver has taken the store over.
     """
 
-    def __init__(self, folder: Path, store: Store, status: Status, on_stop: Callable[[], None]) -> None:
-        self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
+    def __init__(
+        self,
+        folder: Path,
+        store: Store,
+        status: Status,
+        on_stop: Callable[[], None],
+        on_lost: Callable[[str], None] = lambda said: None,
+    ) -> None:
+        self.folder, self.store, self.status, self.on_stop, self.on_lost = folder, store, status, on_stop, on_lost
         self._sent: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._failed: dict[str, str] = {}
         self._is_asked = False
@@ -85,9 +95,9 @@ class Uploader:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _last(self, state: str, said: str) -> str:
-        if failed := self._bring(EVERYTHING):
-            return failed
         try:
+            if failed := self._bring(EVERYTHING):
+                return failed
             if newest := self._missing_checkpoint():
                 return f"its newest checkpoint, {newest}, is not there"
             self.store.delete(STOP)
@@ -95,6 +105,9 @@ class Uploader:
             self.store.put(NAME, encoded(self.status.content()))
             if state != LOST:
                 self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+        except TakenOver as error:
+            self.give_up()
+            return str(error)
         except (ConfigError, ConnectionError, OSError) as error:
             return str(error)
         return ""
@@ -116,16 +129,28 @@ class Uploader:
 
     def _work(self, work: Callable[[], str]) -> None:
         while not self._end.wait(TICK_S):
-            self._note(work.__name__, work())
+            try:
+                self._note(work.__name__, work())
+            except TakenOver as error:
+                with self._lock:
+                    first = not self._give_up.is_set()
+                    self.give_up()
+                if first:
+                    self.on_lost(str(error))
+                return
 
     def _look(self) -> str:
         """Say that we are there, and see whether the run shall end. Returns what failed."""
         try:
             if (content := self.status.due()) is not None:
+                if isinstance(self.store, Fenced):
+                    self.store.check()
                 self.store.put(NAME, content)
             if not self._is_asked and self.store.size(STOP) is not None:
                 self._is_asked = True
                 self.on_stop()
+        except TakenOver:
+            raise
         except (ConfigError, ConnectionError, FileNotFoundError) as error:
             return str(error)
         return ""
@@ -152,6 +177,8 @@ class Uploader:
                     self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])
             except FileNotFoundError:  # it is gone again
                 continue
+            except TakenOver:
+                raise
             except (ConfigError, ConnectionError, OSError) as error:
                 failed = failed or str(error)
                 continue
@@ -176,7 +203,7 @@ class Uploader:
                 yield name.as_posix(), path
 
 
-def claim(store: Store, status: Status, hydra: dict[str, bytes]) -> None:
+def claim(store: Fenced, status: Status, hydra: dict[str, bytes]) -> None:
     """Begin a run in a store, whose first objects show that it can be written.
 
     Args:
@@ -188,13 +215,21 @@ def claim(store: Store, status: Status, hydra: dict[str, bytes]) -> None:
         ConfigError: it cannot be written, or another run is at work there.
         ConnectionError: the store is not reachable, or out of order.
     """
-    other = statuses.read(store)
+    owner, other = store.owner(), statuses.read(store)
     age_s = time.time() - other.get("time", 0) if isinstance(other.get("time", 0), float) else LOST_S
-    if other.get("state") not in ENDED and abs(age_s) < LOST_S:
+    is_open = bool(other) and other.get("state") not in (*ENDED, LOST)
+    if is_open and (abs(age_s) < LOST_S or _is_heard(store, other.get("time"))):
         raise ConfigError(
-            f"another run is at work in {store.url} (it was heard {age_s:.0f} s ago): end it with python -m "
-            f"ddp_hydra.attach run={store.url} stop=true, or give another hydra.run.dir"
+            f"another run is at work in {store.url} (by its clock it was heard {age_s:.0f} s ago): end it with python "
+            f"-m ddp_hydra.attach run={store.url} stop=true, or give another hydra.run.dir"
         )
+    try:
+        store.take(owner)
+    except TakenOver:
+        raise ConfigError(
+            f"another run has just begun in {store.url}: look at it with python -m ddp_hydra.attach run={store.url}, "
+            "or give another hydra.run.dir"
+        ) from None
     for name in (SUMMARY, STOP):
         store.delete(name)
     store.put(NAME, encoded(status.content()))
@@ -202,7 +237,17 @@ def claim(store: Store, status: Status, hydra: dict[str, bytes]) -> None:
         store.put(f".hydra/{name}", saved)
 
 
-def go_on(store: Store, status: Status, run_dir: Path) -> bool:
+def _is_heard(store: Fenced, before: object) -> bool:
+    """Watch a while whether a driver says something: its host's clock may be wrong."""
+    until = time.monotonic() + WATCH_S
+    while time.monotonic() < until:
+        time.sleep(WATCH_S / 10)
+        if statuses.read(store).get("time") != before:
+            return True
+    return False
+
+
+def go_on(store: Fenced, status: Status, run_dir: Path) -> bool:
     """Take over a run from a driver that is lost: what it has brought to the store comes here.
 
     Args:
@@ -212,7 +257,11 @@ def go_on(store: Store, status: Status, run_dir: Path) -> bool:
 
     Returns:
         Whether there is a checkpoint to go on from.
+
+    Raises:
+        TakenOver: another driver was quicker.
     """
+    store.take(store.owner())
     before = statuses.read(store)
     status.attempts = statuses.attempts_of(before)
     (run_dir / SUMMARY).write_text(json.dumps({"attempts": status.attempts}))  # our own begins with them

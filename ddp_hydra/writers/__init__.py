@@ -30,6 +30,7 @@ from ddp_hydra.results import Record
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ddp_hydra.store import Store
     from ddp_hydra.writers.handler import ResultsHandler
 
 Fetch = Callable[[Record, Path], None]
@@ -56,6 +57,7 @@ def default_writers(
     keep: int | None = 3,
     mirror: str | None = None,
     before_mirror: Callable[[], None] = lambda: None,
+    mirror_store: Store | None = None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
     tensorboard: bool = True,
@@ -70,6 +72,7 @@ def default_writers(
         keep: newest step checkpoints to keep; None keeps all.
         mirror: copy checkpoints to this folder, "s3://bucket/folder", too.
         before_mirror: called before each time.
+        mirror_store: that folder, where it is not opened by its URL.
         retry_s: how long to try a failing bucket again.
         give_up: ends all waiting for the bucket at once, when set.
         tensorboard: write TensorBoard events.
@@ -96,7 +99,7 @@ def default_writers(
     if mirror:
         from ddp_hydra.writers.mirror import MirrorWriter
 
-        writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror))
+        writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror, remote=mirror_store))
     if tensorboard:
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 

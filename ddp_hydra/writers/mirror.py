@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.manifest import (
     ALIASES,
     FOLDER,
@@ -51,6 +51,7 @@ class MirrorWriter:
         give_up: ends all waiting at once, when set.
         timeout_s: of one request.
         before: called before checkpoints are brought; what it brings is there when they are.
+        remote: the folder, where it is not opened by the URL.
 
     Attributes:
         failures: how many times a checkpoint did not get there in time.
@@ -67,11 +68,12 @@ class MirrorWriter:
         give_up: threading.Event | None = None,
         timeout_s: float = 60.0,
         before: Callable[[], None] = lambda: None,
+        remote: Store | None = None,
     ) -> None:
         self.failures = 0
         self._before = before
         self._local = run_dir / FOLDER
-        self._remote = folder_of(url, timeout_s)
+        self._remote = remote or folder_of(url, timeout_s)
         self._retry_s = retry_s
         self._give_up = give_up or threading.Event()
         self._changed = threading.Condition()
@@ -136,6 +138,9 @@ class MirrorWriter:
             tries += 1
             try:
                 self._mirror()
+            except TakenOver as error:
+                self._reason = str(error)
+                return
             except Exception as error:  # whatever it is, the next checkpoint gets its chance
                 self._sent.clear()
                 self._reason = str(error) or type(error).__name__

@@ -17,12 +17,19 @@ from ddp_hydra.job import Job
 from ddp_hydra.project import Project
 from ddp_hydra.rank_host import spool
 from ddp_hydra.results import Record
+from ddp_hydra.shared.fence import Fenced
 from ddp_hydra.shared.keeper import is_over
 from ddp_hydra.shared.order import Order
 from ddp_hydra.shared.scratch import Scratch
 from ddp_hydra.shared.status import Status, encoded
 
 PLAIN = {"results": {"handler": "rank0", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
+
+
+def owned(url: str) -> Fenced:
+    there = Fenced(store.folder(url))
+    there.take(None)
+    return there
 
 
 @pytest.fixture
@@ -34,7 +41,7 @@ def order(tmp_path) -> Order:
 @pytest.fixture
 def driver(order, tmp_path):
     scratch = Scratch(str(tmp_path))
-    yield Driver(order, scratch, store.folder(order.url), Status("tcp://scheduler:8786", "abc"), None)
+    yield Driver(order, scratch, owned(order.url), Status("tcp://scheduler:8786", "abc"), None)
     scratch.remove()
 
 

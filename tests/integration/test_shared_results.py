@@ -162,7 +162,7 @@ def test_the_bucket_has_what_a_run_directory_has(both, server, access):
     kind = "tensorboard/events"
     assert sum(name.startswith(kind) for name in found) == sum(name.startswith(kind) for name in files) == 3
     more = {name for name in found - files if not name.startswith((kind, "checkpoints/step-"))}
-    assert more == {"status.json", "logs/driver.log"}
+    assert more == {"status.json", "logs/driver.log", "owner"}
     less = {name for name in files - found if not name.startswith((kind, "checkpoints/step-"))}
     assert less == {"checkpoints/last.pt", "checkpoints/best.pt"}  # names in the manifest
 

@@ -11,6 +11,7 @@ from ddp_hydra import store
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.results import Record
 from ddp_hydra.shared import uploader
+from ddp_hydra.shared.fence import Fenced
 from ddp_hydra.shared.scratch import Scratch
 from ddp_hydra.shared.status import Status
 from ddp_hydra.shared.uploader import Uploader, claim
@@ -143,16 +144,44 @@ def test_somebody_asks_for_the_end_once(make, there):
 def test_a_run_claims_its_place(there, status):
     there.put("summary.json", b"of before")
     there.put("stop", b"")
-    claim(there, status, {"config.yaml": b"a: 1\n"})
+    claim(Fenced(there), status, {"config.yaml": b"a: 1\n"})
     assert (there.size("summary.json"), there.size("stop")) == (None, None)
     assert there.get(".hydra/config.yaml") == b"a: 1\n"
     with pytest.raises(ConfigError, match=r"another run is at work in .*/store .*stop=true, or give another"):
-        claim(there, Status("tcp://scheduler:8786", "abc"), {})
+        claim(Fenced(there), Status("tcp://scheduler:8786", "abc"), {})
 
 
-def test_a_dead_runs_place_is_free(there, status):
+def test_a_dead_runs_place_is_free(there, status, monkeypatch):
+    monkeypatch.setattr(uploader, "WATCH_S", 0.1)
     there.put("status.json", json.dumps({"state": "running", "time": time.time() - 100}).encode())
-    claim(there, status, {})
+    claim(Fenced(there), status, {})
+
+
+def test_a_live_run_with_a_wrong_clock_keeps_its_place(there, status, monkeypatch):
+    times = iter(range(100))
+    monkeypatch.setattr(uploader, "WATCH_S", 0.1)
+    monkeypatch.setattr(uploader.statuses, "read", lambda _: {"state": "running", "time": float(next(times))})
+    with pytest.raises(ConfigError, match="another run is at work"):
+        claim(Fenced(there), status, {})
+
+
+def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status, quick):
+    """Also where it has put an object before, and in the middle of it all."""
+    said = []
+    mine, other = Fenced(there), Fenced(there)
+    mine.take(mine.owner())
+    one = Uploader(run_dir, mine, status, lambda: None, said.append)
+    one.start()
+    wait_until(lambda: {"logs/rank-0.log", "metrics.jsonl"} <= set(there.order))
+    other.take(other.owner())
+    other.put("metrics.jsonl", b"of the other")
+    status.state = "running"  # news
+    wait_until(lambda: said)
+    (run_dir / "metrics.jsonl").write_text("more of mine")
+    assert "another driver has taken over" in one.finish(60, "done", "")
+    assert len(said) == 1
+    assert there.get("metrics.jsonl") == b"of the other"
+    assert there.size("summary.json") is None
 
 
 def test_the_status_follows_the_records(status):
