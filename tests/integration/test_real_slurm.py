@@ -28,12 +28,15 @@ def slurm(*command: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(wait_for):
-    """Our batch jobs have left the queue at the end."""
+def nothing_left(wait_for, monkeypatch):
+    """Our batch jobs have left the queue at the end. SLURM kills what is left of one, and so leaves sockets behind."""
+    runtime = tempfile.mkdtemp(prefix="run-")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     before = set(slurm("squeue", "--me", "--noheader", "--format=%i").split())
     yield
     ours = lambda: set(slurm("squeue", "--me", "--noheader", "--format=%i").split()) - before  # noqa: E731
     wait_for(lambda: not ours(), 60, "the end of all batch jobs")
+    shutil.rmtree(runtime)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +81,7 @@ def test_a_job_whose_batch_jobs_print_into_the_run_directory(cli):
 
 def test_a_batch_job_that_is_cancelled_ends_the_run_with_a_checkpoint(cli, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.01")
-    # SLURM kills all that a batch job has started, and so leaves the socket of its warm server behind.
-    runtime = tempfile.mkdtemp(prefix="run-")
-    process = cli.start(*TINY, *endless, f"cluster.job_script_prologue=['export XDG_RUNTIME_DIR={runtime}']")
+    process = cli.start(*TINY, *endless)
     try:
         wait_for((cli.folder / "run" / "metrics.jsonl").exists, 100, "a job at work")
         first = sorted((cli.folder / "run" / "logs").glob("slurm-*.out"))[0]
@@ -89,7 +90,6 @@ def test_a_batch_job_that_is_cancelled_ends_the_run_with_a_checkpoint(cli, wait_
     finally:
         process.kill()
         process.communicate()
-        shutil.rmtree(runtime)
     assert process.returncode == 130
     (line,) = err.splitlines()
     assert re.match(r"a worker is being shut down \(SIGTERM\); saved at step \d+: go on with resume=run", line)
