@@ -150,7 +150,7 @@ def attach(cli: CommandLine, access: dict[str, str], *words: str) -> subprocess.
 @pytest.fixture(scope="module")
 def both(module_cli, remote, root) -> tuple[Path, str, subprocess.CompletedProcess[str]]:
     """One job, once with its results here, once in the bucket: the run directory, the URL, and what was said."""
-    secret = "+tracker.password=top-secret"
+    secret = "+mix.password=top-secret"
     module_cli.done(*SHORT, *remote[:-1], "hydra.run.dir=outputs/day/here")
     said = module_cli.done(*SHORT, *remote, f"results.root={root}", secret, "hydra.run.dir=outputs/day/there")
     return module_cli.folder / "outputs/day/here", f"{root}/day/there", said
@@ -219,7 +219,7 @@ def test_no_secret_is_in_the_bucket(both, server, access):
     _, url, _ = both
     results = Results(url, access)
     config = OmegaConf.create(results.get(".hydra/config.yaml").decode())
-    assert config.tracker.password == "***"
+    assert config.mix.password == "***"
     assert config.data.n == 96
     secrets = ("top-secret", *KEYS.values())[:3]
     for name in names(server, url):
