@@ -72,6 +72,15 @@ def test_a_target_that_does_not_take_an_argument(cli):
     refused(cli, *INLINE, "+model.colour=red", said=r"models\.tiny\.Tiny.*colour")
 
 
+def test_an_objective_that_is_no_metric_ends_the_job_and_is_not_tried_again(cli):
+    words = (*TINY, "cluster.n_workers=2", "trainer.checkpoint_every_epochs=0", "hydra.run.dir=run")
+    said = refused(
+        cli, *words, "objective.metric=val/acc", said=r"there are .*val/accuracy.*objective\.metric=val/accuracy"
+    )
+    assert "attempt 1" not in said
+    assert json.loads((cli.folder / "run" / "summary.json").read_text())["restarts"] == 0
+
+
 def test_a_data_set_smaller_than_a_global_batch(cli):
     refused(cli, *TINY, "cluster.n_workers=1", "data.batch_size=97", said=r"96 samples, fewer.*data\.batch_size=96")
 
