@@ -29,7 +29,7 @@ def job(group, tmp_path) -> Callable[..., dict[str, Any]]:
 
     def run(model: str, **trainer: Any) -> dict[str, Any]:
         data = {"train": {"_target_": "tests.ddp_hydra.test_train.Numbers", "n": 9}, "val": None}
-        changes = {"faults": [], "data": data, "model": {"_target_": f"{HERE}.{model}"}}
+        changes = {"faults": [], "data": data, "model": {"_target_": f"{HERE}.{model}"}, "objective": {"metric": None}}
         results.connect(DirectSender(lambda record: None, tmp_path))
         return loop.train(plain(OmegaConf.merge(config(**trainer), changes)))
 
