@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from ddp_hydra.results import Record
+from ddp_hydra.words import counted
 
-KINDS = {"metrics": "metrics", "text": "texts", "image": "images", "file": "files"}
-"""What `results.log`, `text`, `image` and `submit` send, and what several are called."""
+KINDS = {"metrics": "metrics record", "text": "text", "image": "image", "file": "file"}
+"""What `results.log`, `text`, `image` and `submit` send, and what one is called."""
 
 
 class Unread:
@@ -28,7 +29,7 @@ class Unread:
         """Say what was dropped, and how to have it; "" where nothing was."""
         if not self.counts:
             return ""
-        named = [f"{self.counts[kind]:,} {name}" for kind, name in KINDS.items() if self.counts[kind]]
+        named = [counted(self.counts[kind], name) for kind, name in KINDS.items() if self.counts[kind]]
         size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
         return (
             f"dropped, for nobody takes what the ranks sent with results.*: {', '.join(named)}{size}; take it with "
