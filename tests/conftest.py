@@ -33,6 +33,8 @@ LIBRARY_THREADS = ("Dask-", "TCP-Executor", "asyncio_", "pytest_timeout")
 """Pools that live as long as the process that first used them."""
 LIBRARY_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 LIBRARY_FILES = ("dask-scratch-space", "torchinductor_", ".tensorboard-info")
+LEASE = ".lease"
+"""A worker that is killed leaves it, unlocked; whoever takes one next removes it."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,7 +102,11 @@ class Snapshot:
             if not thread.daemon and not thread.name.startswith(LIBRARY_THREADS)
         ]
         processes = [said for process in now.processes - self.processes if (said := describe(process))]
-        files = [path.name for path in now.files - self.files if not path.name.startswith(LIBRARY_FILES)]
+        files = [
+            path.name
+            for path in now.files - self.files
+            if not path.name.startswith(LIBRARY_FILES) and path.suffix != LEASE
+        ]
         found = {"variables": names, "threads": threads, "processes": processes, "files": files}
         return [f"{what} {sorted(which)}" for what, which in found.items() if which] + list(states())
 

@@ -169,7 +169,7 @@ def test_on_another_host_the_embedded_server_is_told_to_be_out_of_reach(monkeypa
     data = S3ImageFolder(prefix="val")
     data.close()
     monkeypatch.setattr("data.s3_image_folder.socket.gethostname", lambda: "other-host")
-    monkeypatch.setattr(data._store, "get", lambda key: (_ for _ in ()).throw(ConnectionError("refused")))
+    monkeypatch.setattr(data._store, "get", lambda *_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(ConnectionError, match=r"other-host can't reach it.*data\.bucket="):
         data.__getitems__([0])
     data.close()

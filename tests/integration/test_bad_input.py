@@ -37,7 +37,7 @@ def refused(cli, *arguments: str, said: str, **variables: str) -> str:
         (["trainer.precision=fp8"], r"(?s)fp8.*fp32.*bf16"),
         (["cluster.n_workers=0"], r"cluster\.n_workers=0: give a whole number of at least 1"),
         (["data.batch_size=-4"], r"data\.batch_size=-4: give a whole number of at least 1"),
-        (["data.batch_size=two"], r"data\.batch_size=two: give a whole number"),
+        (["data.batch_size=two"], r"data\.batch_size=two: give a number; data=tiny has 8"),
         (["trainer.epochs=null", "trainer.max_steps=null"], r"never end: give one"),
         (["dispatch.port_range=[5]"], r"dispatch\.port_range=\[5\]: give the first and the last"),
         (["resume=no-such-run"], r"no-such-run does not exist"),

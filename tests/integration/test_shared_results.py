@@ -274,7 +274,7 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
 
 
 def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, remote, root, access):
-    job = (*SHORT, "data.delay_s=0.05", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
+    job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
     url = f"{root}/day/alone"
     command = cli.start(*job, *remote, "detach=true")
     results = Results(url, access)
@@ -293,7 +293,7 @@ def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, 
 
     shown = attach(cli, access, f"run={url}")
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-2].startswith("done: 12 steps")
+    assert shown.stdout.splitlines()[-1].startswith("done: 12 steps")
     assert results.json("summary.json")["status"] == "done"
 
 
@@ -502,7 +502,7 @@ def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
         shown = attach(cli, {}, f"run={run.url}")
         assert shown.returncode == 1
         assert "the scheduler tcp://" in shown.stderr
-        assert run.json("summary.json")["status"] == "failed"
+        assert run.status()["state"] == "lost"  # another driver may go on with it: it is not over
         wait_for(lambda: not drivers(), 20, "no driver left running")
     finally:
         dask.close()

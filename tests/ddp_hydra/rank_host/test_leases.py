@@ -67,7 +67,8 @@ def test_threads_are_shared_among_all_ranks_that_have_the_same_cores(take, monke
     assert environment.threads(8, 2) == 2
 
 
-def test_what_was_given_back_is_free_and_leaves_nothing():
+def test_what_was_given_back_is_free_and_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with leases.take("one", 1, list(CORES), FOUR, 0):
         assert list(warm.runtime_folder().glob("*.lease"))
     with leases.take("two", 1, list(CORES), FOUR, 0) as share:
