@@ -10,7 +10,7 @@ import cloudpickle
 from distributed import get_worker
 
 from ddp_hydra import values
-from ddp_hydra.rank_host import mailbox, relay
+from ddp_hydra.rank_host import launch_spec, mailbox, relay
 from ddp_hydra.results import Record
 
 
@@ -18,7 +18,7 @@ def records(n: int) -> None:
     """What a gang is told to run, and `run_rank` reads: say so many records."""
 
 
-def run_rank(order: relay.Order) -> None:
+def run_rank(order: launch_spec.Order) -> None:
     """Stand in for `relay.run_rank`: come up, hear where to meet, send records one by one, end."""
     worker, rank = get_worker(), order.spec.rank
     box = mailbox.box(order.gang, rank)

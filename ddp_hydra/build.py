@@ -45,9 +45,9 @@ from torch import nn
 
 from ddp_hydra import keys, objective, targets
 from ddp_hydra.errors import ConfigError, DdpHydraError
-from ddp_hydra.evaluate import Evaluation
 from ddp_hydra.loader import Loader
 from ddp_hydra.training import precision, selection
+from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.scores import Scores
 from ddp_hydra.versions import instantiate

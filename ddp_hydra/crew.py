@@ -13,8 +13,8 @@ from distributed import Client
 
 from ddp_hydra import pulse, transfer, values
 from ddp_hydra.errors import RecordError
-from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host import mailbox, spool
+from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.results import Record
 
 CALL_S = 2.0

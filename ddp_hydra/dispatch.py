@@ -24,17 +24,17 @@ from distributed import Client
 
 from ddp_hydra import needs, placement
 from ddp_hydra.attempt import Attempt
+from ddp_hydra.call import Call, show
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.outcome import explain
-from ddp_hydra.placement import RankSpec
 from ddp_hydra.project import Project
-from ddp_hydra.rank_host import relay
+from ddp_hydra.rank_host import launch_spec
+from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.reservation import Reservation
 from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
 from ddp_hydra.script import Script, script
-from ddp_hydra.text import plain
 from ddp_hydra.unread import Unread
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
@@ -61,29 +61,6 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
     if isinstance(fn, Script):
         gang.on_record = show
     return gang.run(fn, *args, **kwargs)
-
-
-def show(record: Record) -> None:
-    """Print what rank 0 prints."""
-    if record.kind == "log" and record.rank == 0:
-        print(plain(record.data["text"]), end="", flush=True)  # noqa: T201
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the ranks of one attempt run.
-
-    Args:
-        fn: the function, or "module:name".
-        args: passed to it.
-        kwargs: passed to it.
-        files: files of the client that rank 0 needs; where there are any, `fn` is called with files={name: path there}.
-    """
-
-    fn: Callable[..., Any] | str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass
@@ -266,9 +243,9 @@ class Gang:
         self.fetched = True
         self.read_from.crew.fetch(record, target)
 
-    def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> relay.Order:
+    def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> launch_spec.Order:
         """What the worker of one rank is told."""
-        return relay.Order(
+        return launch_spec.Order(
             gang=name,
             attempt=number,
             spec=spec,

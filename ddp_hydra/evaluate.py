@@ -6,82 +6,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from omegaconf import MISSING
-from torch import nn
 
-from ddp_hydra import pulse
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.loader import Loader
-from ddp_hydra.metrics import Meter, count
 from ddp_hydra.options import parse
-from ddp_hydra.samplers import Partition
-from ddp_hydra.training.scores import Scores
-
-
-@dataclass
-class Evaluation:
-    """Judges a model on a data set.
-
-    Args:
-        loader: of the data set.
-        n_samples: its length.
-        batch_size: per rank.
-        autocast: the context of the forward pass.
-        criterion: the loss, a mean over a batch.
-        class_axis: of the model's output; see `metrics.count`.
-        scores: other metrics; None for none.
-        prefix: of the metrics' names.
-    """
-
-    loader: Loader
-    n_samples: int
-    batch_size: int
-    autocast: Any
-    criterion: Callable[..., torch.Tensor]
-    class_axis: int | None = -1
-    scores: Scores | None = None
-    prefix: str = "val"
-
-    @torch.no_grad()
-    def run(self, model: nn.Module, stop: Callable[[], Any] = lambda: False) -> dict[str, float]:
-        """Return mean loss, accuracy where there are classes, and the other metrics.
-
-        A collective, though the ranks' shares may differ.
-
-        Args:
-            model: not wrapped in DDP.
-            stop: whether to end early, with numbers that mean nothing then.
-        """
-        distributed = dist.is_initialized() and dist.get_world_size() > 1
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        if distributed:
-            for buffer in model.buffers():  # BatchNorm's statistics may differ; rank 0's are those that are saved
-                dist.broadcast(buffer, src=0)
-        model.eval()
-        meter = Meter(self.loader.device)
-        for x, y in self.loader.load(Partition(self.n_samples, self.batch_size, rank, world_size).batches()):
-            with self.autocast:
-                logits = model(x)
-                loss = self.criterion(logits, y)
-            meter.add(count(loss, logits, y, self.class_axis))
-            if self.scores is not None:
-                self.scores.add(logits, y)
-            pulse.tick()
-            if stop():
-                break
-        return meter.result(self.prefix) | (self.scores.result(self.prefix) if self.scores is not None else {})
-
-    def show(self, step: int) -> None:
-        """Send pictures of what is no number in the last result; on rank 0."""
-        if self.scores is not None:
-            self.scores.show(step)
-
 
 USAGE = """python -m ddp_hydra.evaluate run=<run directory, its URL, or checkpoint> [which=best|last]
     [key=value of the run's config …]"""

@@ -31,8 +31,8 @@ from ddp_hydra.errors import (
 )
 from ddp_hydra.interrupts import SECOND, held_back
 from ddp_hydra.manifest import find_checkpoint
-from ddp_hydra.placement import RankSpec
 from ddp_hydra.pulse import REASONS
+from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.resize import Batch, share_out
 from ddp_hydra.results import Record, finite
@@ -356,7 +356,7 @@ class Job:
 
     def call(self, number: int, world_size: int) -> Any:
         """What attempt `number` runs on `world_size` ranks: the same job, from its last complete checkpoint."""
-        from ddp_hydra.dispatch import Call
+        from ddp_hydra.call import Call
 
         plain, kept = copy.deepcopy(self.plain), {"kept": self.kept}
         if plain["trainer"]["time_limit_s"] is not None:

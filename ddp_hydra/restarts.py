@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_hydra.outcome import Failure
+from ddp_hydra.errors import Failure
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 OWN_FAULT = ("raised", "exited", "killed")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddp_hydra.errors import JobFailed, RankFailed
-from ddp_hydra.outcome import Failure, explain, root_cause
-from ddp_hydra.placement import RankSpec
+from ddp_hydra.errors import Failure, JobFailed, RankFailed
+from ddp_hydra.outcome import explain, root_cause
+from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.vitals import Vitals
 

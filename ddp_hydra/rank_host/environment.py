@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host import gpus
+from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.rank_host.warm import without_dasks_limits
 
 

@@ -30,10 +30,9 @@ from distributed import Worker, get_worker
 from ddp_hydra import room
 from ddp_hydra.errors import ConfigError, DiskFull
 from ddp_hydra.outcome import describe_exit
-from ddp_hydra.placement import RankSpec
-from ddp_hydra.project import Project
 from ddp_hydra.pulse import REASONS, SAVE_S, UNREADY, Board
 from ddp_hydra.rank_host import environment, farewell, gpus, leases, mailbox, network, rendezvous, spool, warm
+from ddp_hydra.rank_host.launch_spec import Order
 from ddp_hydra.results import Record
 
 T = TypeVar("T")
@@ -54,43 +53,6 @@ GRACE_S = 0.5
 DRAIN_S = 1.0
 """How long after the rank's end is listened to what it said before. A process that it has left behind may keep its
 output open for ever."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """All that a worker needs to run one rank.
-
-    Args:
-        gang: the gang's name, with its attempt; also the topic of its records.
-        attempt: which start of the gang.
-        spec: the rank's place.
-        call: cloudpickle of (function or "module:name", args, kwargs).
-        project: the packed project space, or None.
-        backend: gloo, nccl or auto.
-        timeout_s: of collectives.
-        retry_s: how long room is waited for where the worker's temporary folder is full.
-        group: whether the process group is made before the call.
-        threads: CPU threads of the rank, 0 for its share of the host.
-        ports: first and last port allowed for the rendezvous, None for any free one.
-        interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
-        cwd: the client's folder, so that relative paths mean the same where the host has it too.
-        owner: the gang's name, without its attempt; "" for `gang`.
-    """
-
-    gang: str
-    attempt: int
-    spec: RankSpec
-    call: bytes
-    project: Project | None = None
-    backend: str = "auto"
-    timeout_s: float = 1800.0
-    retry_s: float = 60.0
-    group: bool = True
-    threads: int = 0
-    ports: tuple[int, int] | None = None
-    interface: str | None = None
-    cwd: str = ""
-    owner: str = ""
 
 
 @dataclass(frozen=True)

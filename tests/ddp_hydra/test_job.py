@@ -24,6 +24,7 @@ from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,
     DdpHydraError,
+    Failure,
     Interrupted,
     JobFailed,
     NonFiniteLoss,
@@ -32,7 +33,6 @@ from ddp_hydra.errors import (
 )
 from ddp_hydra.job import TRAIN, Job, find_resume, read_value, summarised
 from ddp_hydra.manifest import write_manifest_text
-from ddp_hydra.outcome import Failure
 from ddp_hydra.resize import Batch
 from ddp_hydra.restarts import Ended
 from ddp_hydra.results import Record

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra import dispatch
+from ddp_hydra import call
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.results import Record
 from ddp_hydra.unread import Unread
@@ -35,7 +35,7 @@ def hear(attempt, on_record) -> Gang:
     return gang
 
 
-@pytest.mark.parametrize("on_record", [None, dispatch.show])
+@pytest.mark.parametrize("on_record", [None, call.show])
 def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt, on_record, caplog, capsys):
     gang = hear(attempt, on_record)
     assert attempt.dropped == [FILE]

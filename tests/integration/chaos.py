@@ -30,8 +30,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra import cluster, config, dispatch, job
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.errors import DdpHydraError, RankFailed
-from ddp_hydra.outcome import Failure
+from ddp_hydra.errors import DdpHydraError, Failure, RankFailed
 from ddp_hydra.results import Record
 from ddp_hydra.versions import VERSION_BASE
 from tests.integration.conftest import wait_for

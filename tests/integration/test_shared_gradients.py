@@ -211,6 +211,6 @@ def error_of_a_lonely_rank() -> str:
 
 def test_a_rank_that_lost_the_others_says_so(client2, gang):
     """By its words a loss is known to be another's."""
-    from ddp_hydra.outcome import SYMPTOMS
+    from ddp_hydra.errors import SYMPTOMS
 
     assert SYMPTOMS.search(gang(client2).run(error_of_a_lonely_rank)[0])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.placement import RankSpec
 from ddp_hydra.rank_host import environment, gpus, warm
+from ddp_hydra.rank_host.spec import RankSpec
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")

@@ -9,8 +9,7 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
 
-from ddp_hydra.errors import ConfigError, RankFailed
-from ddp_hydra.outcome import Failure
+from ddp_hydra.errors import ConfigError, Failure, RankFailed
 from ddp_hydra.sweep.returns import portable, summarised, with_trace
 
 

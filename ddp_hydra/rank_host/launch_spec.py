@@ -1,0 +1,45 @@
+"""All that a worker needs to run one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_hydra.project import Project
+from ddp_hydra.rank_host.spec import RankSpec
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a worker needs to run one rank.
+
+    Args:
+        gang: the gang's name, with its attempt; also the topic of its records.
+        attempt: which start of the gang.
+        spec: the rank's place.
+        call: cloudpickle of (function or "module:name", args, kwargs).
+        project: the packed project space, or None.
+        backend: gloo, nccl or auto.
+        timeout_s: of collectives.
+        retry_s: how long room is waited for where the worker's temporary folder is full.
+        group: whether the process group is made before the call.
+        threads: CPU threads of the rank, 0 for its share of the host.
+        ports: first and last port allowed for the rendezvous, None for any free one.
+        interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
+        cwd: the client's folder, so that relative paths mean the same where the host has it too.
+        owner: the gang's name, without its attempt; "" for `gang`.
+    """
+
+    gang: str
+    attempt: int
+    spec: RankSpec
+    call: bytes
+    project: Project | None = None
+    backend: str = "auto"
+    timeout_s: float = 1800.0
+    retry_s: float = 60.0
+    group: bool = True
+    threads: int = 0
+    ports: tuple[int, int] | None = None
+    interface: str | None = None
+    cwd: str = ""
+    owner: str = ""
