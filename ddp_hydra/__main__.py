@@ -3,9 +3,9 @@
 
 def main() -> None:
     """Entry of `python -m ddp_hydra` and of the console script: imports nothing before it can be interrupted."""
-    from ddp_hydra import interrupts
+    from ddp_hydra.console import signals
 
-    interrupts.leave_at_once()
+    signals.leave_at_once()
     from ddp_hydra.cli import entry
 
     entry()

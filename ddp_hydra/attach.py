@@ -15,11 +15,11 @@ from typing import Any
 from omegaconf import MISSING
 
 from ddp_hydra import store
+from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.options import parse
 from ddp_hydra.results import Record
 from ddp_hydra.shared import status as statuses
-from ddp_hydra.text import plain
 from ddp_hydra.writers.handler import ResultsHandler
 
 USAGE = """python -m ddp_hydra.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""

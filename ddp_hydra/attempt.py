@@ -16,6 +16,7 @@ from distributed import Future
 
 from ddp_hydra import room
 from ddp_hydra.book import SUSPENDED_S
+from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
 from ddp_hydra.outcome import explain
@@ -26,7 +27,6 @@ from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
 from ddp_hydra.roster import Roster
-from ddp_hydra.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.vitals import Hang, Vitals, waits
 
 if TYPE_CHECKING:

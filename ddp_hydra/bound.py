@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ddp_hydra.words import counted
+from ddp_hydra.console.plural import counted
 
 ENOUGH_STEPS = 20
 """A run of fewer says little: the first steps wait for everything for the first time."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.text import plain
 
 
 def show(record: Record) -> None:

@@ -18,10 +18,11 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, completion, config, interrupts, keys, launched, output, project, redact
+from ddp_hydra import arguments, completion, config, keys, launched, project, redact
+from ddp_hydra.console import output, signals
+from ddp_hydra.console.text import traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
-from ddp_hydra.text import traceback_of
 from ddp_hydra.versions import VERSION_BASE
 
 INTERRUPTED = 130
@@ -29,7 +30,7 @@ INTERRUPTED = 130
 
 def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
-    interrupts.leave_tidily()
+    signals.leave_tidily()
     from ddp_hydra import job
 
     spec = launched.place(cfg.cluster)
@@ -61,7 +62,7 @@ def entry() -> None:
 
 def compose_and_run() -> None:
     """Let Hydra parse the command line, compose, and call `main`."""
-    interrupts.leave_at_once()
+    signals.leave_at_once()
     root = project.find()
     sys.path.insert(0, str(root))
     config.register()
@@ -75,7 +76,7 @@ def compose_and_run() -> None:
 
 def report(run: Callable[[], None]) -> int:
     """Run, say what went wrong in a sentence where there is one, and return the exit code."""
-    with output.lasting(), interrupts.raised(), errors_raised() as traceback_wanted:
+    with output.lasting(), signals.raised(), errors_raised() as traceback_wanted:
         try:
             run()
         except KeyboardInterrupt as error:

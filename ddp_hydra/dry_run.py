@@ -9,12 +9,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import build, objective, results
+from ddp_hydra.console.plural import counted
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, count
 from ddp_hydra.training import precision, selection
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.update import Update
-from ddp_hydra.words import counted
 
 
 def dry_run(config: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddp_hydra.text import MESSAGE_CHARS, TRACE_CHARS, plain, shorten
+from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, plain, shorten
 
 
 class DdpHydraError(Exception):

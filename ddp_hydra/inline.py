@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra import faults, pulse, results
+from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed
-from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.outcome import explain, root_cause
 from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.results import Record

@@ -20,6 +20,9 @@ import ddp_hydra
 from ddp_hydra import bound, cluster, faults, inline, keys, launched, mirror, project, resize, store, stored, targets
 from ddp_hydra import config as configs
 from ddp_hydra import run_dir as run_dirs
+from ddp_hydra.console.plural import counted
+from ddp_hydra.console.signals import SECOND, held_back
+from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,
@@ -29,15 +32,12 @@ from ddp_hydra.errors import (
     RecordError,
     RunFailed,
 )
-from ddp_hydra.interrupts import SECOND, held_back
 from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.pulse import REASONS
 from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.resize import Batch, share_out
 from ddp_hydra.results import Record, finite
-from ddp_hydra.text import message_of, traceback_of
-from ddp_hydra.words import counted
 from ddp_hydra.writers import ResultsHandler, Writer, default_writers
 
 log = logging.getLogger(__name__)

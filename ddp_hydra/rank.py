@@ -29,10 +29,11 @@ import torch.distributed as dist
 from hydra.errors import InstantiationException
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import faults, pulse, results, tracebacks, values
+from ddp_hydra import faults, pulse, results, values
+from ddp_hydra.console import tracebacks
+from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.results import Record
-from ddp_hydra.text import TRACE_CHARS, message_of, shorten
 
 MAX_SPOOLED = 4
 """Files that a rank may have on their way; at more it waits for the client to fetch one."""

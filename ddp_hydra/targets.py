@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddp_hydra import tracebacks
+from ddp_hydra.console import tracebacks
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.project import PACKAGES
 

@@ -16,6 +16,7 @@ from torch import nn
 from ddp_hydra import build, faults, objective, pulse, results, stored
 from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
+from ddp_hydra.console.plural import counted
 from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad, skipped_by
 from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
@@ -30,7 +31,6 @@ from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.inspection import Inspection
 from ddp_hydra.training.progress import Progress
 from ddp_hydra.training.update import Update
-from ddp_hydra.words import counted
 
 
 def train(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ddp_hydra.console.plural import counted
 from ddp_hydra.results import Record
-from ddp_hydra.words import counted
 
 KINDS = {"metrics": "metrics record", "text": "text", "image": "image", "file": "file"}
 """What `results.log`, `text`, `image` and `submit` send, and what one is called."""

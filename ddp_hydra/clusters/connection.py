@@ -15,8 +15,8 @@ from typing import Any
 
 import dask
 
+from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.interrupts import held_back
 
 QUIET = {
     "logging.distributed": "warning",

@@ -12,8 +12,8 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.interrupts import held_back
 
 
 class Local(Manager):

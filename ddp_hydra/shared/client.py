@@ -19,13 +19,13 @@ from omegaconf import DictConfig
 
 from ddp_hydra import cluster, job, objective, redact, store, stored, transfer
 from ddp_hydra import config as configs
+from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.console.text import plain as harmless
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
-from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.rank_host import spool
 from ddp_hydra.results import Record
 from ddp_hydra.shared import start, voice
 from ddp_hydra.shared.order import Order
-from ddp_hydra.text import plain as harmless
 from ddp_hydra.writers.handler import ResultsHandler
 
 START_S = 120.0

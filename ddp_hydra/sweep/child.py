@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.interrupts import SIGNALS
+from ddp_hydra.console.signals import SIGNALS
 from ddp_hydra.processes import die_with_parent, kill_group
 
 KILL_S = 5.0

@@ -9,10 +9,10 @@ from hydra.types import HydraContext, TaskFunction
 
 from ddp_hydra import cluster
 from ddp_hydra.cluster import Scheduler
+from ddp_hydra.console.text import traceback_of
 from ddp_hydra.sweep.plan import Planned
 from ddp_hydra.sweep.returns import first_line, portable, summarised
 from ddp_hydra.sweep.rows import State
-from ddp_hydra.text import traceback_of
 
 
 @dataclass

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ddp_hydra.console.text import plain
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
-from ddp_hydra.text import plain
 
 REFRESH_S = 0.5
 STYLES = {State.done: "green", State.failed: "red", State.interrupted: "yellow", State.running: "bold"}

@@ -12,7 +12,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra import interrupts
+from ddp_hydra.console import signals
 
 if TYPE_CHECKING:
     from ddp_hydra.sweep.loop import Sweep
@@ -43,7 +43,7 @@ class GangLauncher(Launcher):
         """Called by Hydra before the first batch."""
         from ddp_hydra.sweep.plan import Remembering
 
-        interrupts.leave_tidily()
+        signals.leave_tidily()
         self.loader = Remembering(hydra_context.config_loader)
         hydra_context.config_loader = self.loader  # type: ignore[assignment]
         self.context, self.task, self.config = hydra_context, task_function, config

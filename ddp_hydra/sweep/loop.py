@@ -22,8 +22,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ddp_hydra import cluster
+from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, SweepFailed
-from ddp_hydra.interrupts import SECOND, Interrupts
 from ddp_hydra.sweep import plan, reports
 from ddp_hydra.sweep.child import Child, listen
 from ddp_hydra.sweep.coordinator import Ended, coordinate

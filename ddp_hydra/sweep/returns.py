@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
+from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import DdpHydraError, SweepFailed
 from ddp_hydra.sweep.rows import State
-from ddp_hydra.text import message_of
 
 if TYPE_CHECKING:
     from ddp_hydra.sweep.plan import Planned

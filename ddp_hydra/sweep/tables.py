@@ -9,8 +9,8 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from ddp_hydra.console.text import plain
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, data_of, swept
-from ddp_hydra.text import plain
 
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
 _MARKUP = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")

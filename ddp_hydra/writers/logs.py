@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.text import plain
 from ddp_hydra.writers.disk import AppendFile, place
 
 _LINE_CHARS = 2000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.text import plain
 from ddp_hydra.writers.checks import metric_values
 
 

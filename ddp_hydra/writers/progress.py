@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.text import plain
 from ddp_hydra.writers.pace import Pace
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ddp_hydra import attempt as module
 from ddp_hydra import placement, transfer, values
 from ddp_hydra.attempt import Attempt
+from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
-from ddp_hydra.interrupts import Interrupts
 from ddp_hydra.rank_host import mailbox
 from ddp_hydra.results import Record
 

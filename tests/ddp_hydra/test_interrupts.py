@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ddp_hydra import inline, pulse
-from ddp_hydra.interrupts import SIGNALS, Interrupts, held_back, raised
+from ddp_hydra.console.signals import SIGNALS, Interrupts, held_back, raised
 
 
 def handlers():
@@ -73,7 +73,7 @@ def test_a_signal_that_is_held_back_comes_later():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_there_is_anything_to_tidy_up_a_signal_ends_the_program_in_a_line(number):
     program = (
-        "import os, ddp_hydra.interrupts as i; i.leave_at_once()\n"
+        "import os, ddp_hydra.console.signals as i; i.leave_at_once()\n"
         f"try: os.kill(os.getpid(), {int(number)})\n"
         "except BaseException: print('an import took it for something else')"
     )

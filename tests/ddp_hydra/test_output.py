@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import logging, sys
-from ddp_hydra.output import lasting
+from ddp_hydra.console.output import lasting
 with lasting():
     logging.basicConfig(stream=sys.stderr)
     print("first", flush=True)
@@ -42,7 +42,7 @@ def test_nobody_who_reads_is_no_reason_to_fail(unbuffered, tmp_path):
 
 
 def test_all_is_written_where_somebody_reads():
-    program = "import sys; from ddp_hydra.output import lasting\nwith lasting(): print('é' * 100_000); sys.exit('bye')"
+    program = "import sys; from ddp_hydra.console.output import lasting\nwith lasting(): print('é' * 100_000); sys.exit('bye')"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, env={**os.environ, "PYTHONUTF8": "1"}, check=False
     )
@@ -50,7 +50,7 @@ def test_all_is_written_where_somebody_reads():
 
 
 def test_what_a_test_has_put_in_the_place_of_stdout_stays_there(capsys):
-    from ddp_hydra.output import lasting
+    from ddp_hydra.console.output import lasting
 
     with lasting():
         print("here")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.text import MESSAGE_CHARS, TRACE_CHARS, message_of, plain, shorten, traceback_of
+from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, message_of, plain, shorten, traceback_of
 
 
 class Mute(Exception):

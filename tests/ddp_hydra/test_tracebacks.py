@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ddp_hydra import tracebacks
+from ddp_hydra.console import tracebacks
 
 MODEL = """
 import json

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.shards import tar_members as tar_members
+from data.shards import tar_members
 from data.shards.tar_members import TarMembers, load_members, read_members
 from tests.data.shards.server import tar_of
 

@@ -8,12 +8,12 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from ddp_hydra.text import message_of
+from ddp_hydra.console.text import message_of
 
 _PACKED = re.compile(r".*[/\\]project-[0-9a-f]{16}[/\\](.*)")
 """A file of a packed project space, unpacked on a worker; see `project.Project.unpack`."""
 _LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
-_LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parent) + os.sep)
+_LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DETERMINISTIC = (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, ModuleNotFoundError, NameError,
     NotImplementedError, RuntimeError, SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,

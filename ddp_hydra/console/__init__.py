@@ -1,0 +1,1 @@
+"""What the command reads from a terminal and prints to it: signals, standard output, text, tracebacks."""
