@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_hydra import pulse
+from ddp_hydra import heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +131,5 @@ class Finish:
     def wanted(self) -> int:
         """Number of the reason, see `pulse.REASONS`; 0 to go on."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
-            return pulse.REASONS.index("time_limit")
-        return pulse.here().finish
+            return heartbeat.REASONS.index("time_limit")
+        return heartbeat.here().finish

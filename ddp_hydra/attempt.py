@@ -19,9 +19,9 @@ from ddp_hydra.book import SUSPENDED_S
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
+from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.outcome import explain
 from ddp_hydra.placement import ranges
-from ddp_hydra.pulse import SAVE_S
 from ddp_hydra.rank_host import relay
 from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.reader import Reader

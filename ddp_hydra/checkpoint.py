@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_hydra import faults, pulse, results
+from ddp_hydra import faults, heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.finite import not_finite
 
@@ -246,7 +246,7 @@ class Ticking:
 
     def write(self, data: Any) -> int:
         """Write one piece."""
-        pulse.tick()
+        heartbeat.tick()
         try:
             if self.file.tell():
                 faults.write(self.step)
@@ -272,7 +272,7 @@ class Saver:
         self.wait()
         content = state.begin_capture()
         meta = {**asdict(state.position), "metrics": metrics, "best": best}
-        pulse.here().saving = True  # until it is sent
+        heartbeat.here().saving = True  # until it is sent
         self.thread = threading.Thread(target=self._write, args=(content, meta, state), name="checkpoint")
         self.thread.start()
 
@@ -288,7 +288,7 @@ class Saver:
         except BaseException as error:
             self.error = error
         finally:
-            pulse.here().saving = False
+            heartbeat.here().saving = False
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on its way; raise what went wrong with it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import Client
 
-from ddp_hydra import pulse, transfer, values
+from ddp_hydra import heartbeat, transfer, values
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank_host import mailbox, spool
 from ddp_hydra.rank_host.spec import RankSpec
@@ -54,7 +54,7 @@ class Crew:
 
     def finish(self, ranks: Iterable[int], reason: str) -> None:
         """Have ranks make a checkpoint at their next step, and end."""
-        self.tell({rank: {"finish": pulse.REASONS.index(reason)} for rank in ranks})
+        self.tell({rank: {"finish": heartbeat.REASONS.index(reason)} for rank in ranks})
 
     def stop(self, ranks: Iterable[int], patiently: bool = False) -> None:
         """Tell ranks to end.

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ddp_hydra import pulse
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.pulse import PHASES
+from ddp_hydra.heartbeat import PHASES
 
 KINDS = {
     "raise": "raises RuntimeError",
@@ -182,7 +182,7 @@ def wait(texts: Iterable[str]) -> Armed:
     """Let faults strike this process when their time has come."""
     _here.faults = parse(texts)
     if _here.faults:
-        pulse.on_phase(_here)
+        heartbeat.on_phase(_here)
     return _here
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra import faults, pulse, results
+from ddp_hydra import faults, heartbeat, results
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed
 from ddp_hydra.outcome import explain, root_cause
@@ -104,7 +104,7 @@ def run(
         results.connect(DirectSender(on_record, Path(folder)), spec.rank, attempt, retry_s)
         interrupts = FinishHere(notice) if spec is ALONE else FinishThere(notice)
         faults.arm(spec.rank, 0, {})
-        pulse.connect(None)
+        heartbeat.connect(None)
         try:
             with interrupts.caught():
                 store = meet_nobody(timeout_s) if spec is ALONE else meet_launched(spec, timeout_s, wait_timeout_s)
@@ -115,11 +115,11 @@ def run(
                     check_same(mine, wanted, spec)
                     return [rank.perform(call)]
         except Exception:
-            pulse.await_saved()
+            heartbeat.await_saved()
             raise
         finally:
             results.connect(None)
-            pulse.connect(None)
+            heartbeat.connect(None)
             rank.leave_process_group()
 
 
@@ -262,9 +262,9 @@ class FinishHere(Interrupts):
     """Ctrl-C has the loop of this process finish at its next step, once there is one."""
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self.patient = pulse.here().read().phase not in pulse.UNREADY
+        self.patient = heartbeat.here().read().phase not in heartbeat.UNREADY
         super()._on_signal(number, frame)
-        pulse.here().ask_to_finish(pulse.REASONS.index("interrupt"))
+        heartbeat.here().ask_to_finish(heartbeat.REASONS.index("interrupt"))
 
 
 class FinishThere(FinishHere):

@@ -32,8 +32,8 @@ from ddp_hydra.errors import (
     RecordError,
     RunFailed,
 )
+from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.manifest import find_checkpoint
-from ddp_hydra.pulse import REASONS
 from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.resize import Batch, share_out

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ddp_hydra import pulse
+from ddp_hydra import heartbeat
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,12 @@ class Loader:
             batch = self.collate(self.dataset.__getitems__(indices))
         else:
             batch = self.collate([self.read(index) for index in indices])
-        pulse.tick()
+        heartbeat.tick()
         return pin(batch) if self.device.type == "cuda" else batch
 
     def read(self, index: int) -> Any:
         """Read one sample."""
-        pulse.tick()
+        heartbeat.tick()
         return self.dataset[index]
 
     def to_device(self, batch: Any) -> Any:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from hydra.errors import InstantiationException
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import faults, pulse, results, values
+from ddp_hydra import faults, heartbeat, results, values
 from ddp_hydra.console import tracebacks
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import ConfigError, DdpHydraError
@@ -57,9 +57,9 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     setproctitle(title)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the relay wants to see the stacks
-    board = pulse.Board.of(board_fd)
-    pulse.connect(board)
-    pulse.at("join", 0)
+    board = heartbeat.Board.of(board_fd)
+    heartbeat.connect(board)
+    heartbeat.at("join", 0)
     signal.signal(signal.SIGTERM, lambda *_: on_sigterm(board))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
     for stream in (sys.stdout, sys.stderr):
@@ -79,13 +79,13 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
         store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
         with process_group(store, spec["rank"], spec["world_size"], job["backend"], job["timeout_s"], job["group"]):
             print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts(job['project'])}")  # noqa: T201
-            pulse.at("run", 0)
+            heartbeat.at("run", 0)
             value = perform(call)
-            pulse.at("end", board.step)
+            heartbeat.at("end", board.step)
         end = {"status": "ok", **pack_value(value)}
     except BaseException as error:
         failed_at = time.time()
-        pulse.await_saved()
+        heartbeat.await_saved()
         end = {**describe(error), "time_s": failed_at}
         if end.get("traceback") and not end["mistake"]:
             traceback.print_exception(error)
@@ -93,13 +93,13 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     return 0 if end["status"] == "ok" else 1
 
 
-def on_sigterm(board: pulse.Board) -> None:
+def on_sigterm(board: heartbeat.Board) -> None:
     """Finish at the next step where a loop runs that looks; otherwise, or when the relay wants it, end at once."""
     place = board.read()
     if board.die or place.phase in ("join", "run"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    board.ask_to_finish(pulse.REASONS.index("preemption"))
+    board.ask_to_finish(heartbeat.REASONS.index("preemption"))
 
 
 def perform(call: bytes) -> Any:
@@ -138,7 +138,7 @@ class PipeSender:
         before: set[Path] = set()
         while len(files := set(self._spool.iterdir())) >= MAX_SPOOLED:
             if files != before:
-                pulse.tick()
+                heartbeat.tick()
             before = files
             time.sleep(0.01)
         return self._spool

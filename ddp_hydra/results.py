@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from ddp_hydra import pulse, room
+from ddp_hydra import heartbeat, room
 from ddp_hydra.errors import RecordError
 
 KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "warning", "stack", "preempted", "end")
@@ -161,7 +161,7 @@ def warn(sentence: str) -> None:
 
 def _wait(seconds: float) -> None:
     """Wait for a disk: that is no hang."""
-    pulse.tick()
+    heartbeat.tick()
     time.sleep(seconds)
 
 

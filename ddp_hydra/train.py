@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import build, faults, objective, pulse, results, stored
+from ddp_hydra import build, faults, heartbeat, objective, results, stored
 from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.console.plural import counted
@@ -49,7 +49,7 @@ def train(
     """
     cfg = OmegaConf.create(dict(config))
     fault, finish = faults.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
-    pulse.at("start", 0)
+    heartbeat.at("start", 0)
     seed_others(cfg.seed)  # all ranks split a data set alike
     with build.datasets(cfg) as (train_set, val_set):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
@@ -147,7 +147,7 @@ def fit(
         if hasattr(train_set, "set_epoch"):
             train_set.set_epoch(position.epoch)
         model.train(frozen)
-        pulse.at("load", position.step + 1)
+        heartbeat.at("load", position.step + 1)
         batches = sampler.batches(position.epoch, position.offset) if not state.pending else ()
         for parts in loader.steps(batches, cfg.trainer.accumulate):
             step = position.step + 1
@@ -158,7 +158,7 @@ def fit(
             counts: list[Count] = []
 
             for part in parts:  # one, or trainer.accumulate of them
-                pulse.at("forward", step)
+                heartbeat.at("forward", step)
                 x, y = mix(part.x, part.y)
                 profile.note_batch(x)
                 with model.exchange(part.last):
@@ -173,13 +173,13 @@ def fit(
                         # It travels with the gradients; from a GPU, after them.
                         vote = inspection.vote(losses, stop=finish.wanted())
 
-                    pulse.at("backward", step)
+                    heartbeat.at("backward", step)
                     update.backward(shared)
                 counts.append(count(loss, logits, y, class_axis))
             verdict = vote.result()
             stop = verdict.stop
 
-            pulse.at("update", step)
+            heartbeat.at("update", step)
             left = sampler.steps(position.offset + sampler.global_batch) if step < total_steps else 0
             often = cfg.trainer.log_every_steps, cfg.trainer.checkpoint_every_steps
             now = bool(stop) or not left or step in nonfinite.seen or any(due(step, every) for every in often)
@@ -204,7 +204,7 @@ def fit(
             boundary = last or epoch_over(sampler, position)
             save = bool(stop) or (due(position.step, cfg.trainer.checkpoint_every_steps) and not boundary)
             if due(position.step, cfg.trainer.log_every_steps) or save or boundary:
-                pulse.at("log", step)
+                heartbeat.at("log", step)
                 counted = meter.take()  # waits for the device, whose work belongs to the lap
                 lap_s, speed = watch.lap(position.samples)
                 sums, reading, own = agreement.gather(counted, data_report.mine(lap_s), stragglers.mine())
@@ -214,7 +214,7 @@ def fit(
                 log(training, position, rank)
             if save:
                 state.pending = boundary
-                pulse.at("save", step)
+                heartbeat.at("save", step)
                 update.settle()
                 nonfinite.keep()
                 if rank == 0:
@@ -223,7 +223,7 @@ def fit(
             if last or stop:
                 break
             if not boundary:
-                pulse.at("load", step + 1)
+                heartbeat.at("load", step + 1)
         state.pending = state.pending or position.step >= total_steps or epoch_over(sampler, position)
         if stop or not state.pending:
             continue
@@ -236,7 +236,7 @@ def fit(
         update.settle()
         judged = validation is None
         if validation is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
-            pulse.at("validate", position.step)
+            heartbeat.at("validate", position.step)
             with watch.paused():
                 found = validation.run(ema.model if ema else model.model, stop=finish.wanted)
             stop = agreement.vote(stop=finish.wanted()).result().stop
@@ -251,7 +251,7 @@ def fit(
         last |= judged and early_stop.note(metrics)
         by_step = due(position.step, cfg.trainer.checkpoint_every_steps)
         if stop or last or unknown or by_step or due(position.epoch, cfg.trainer.checkpoint_every_epochs):
-            pulse.at("save", position.step)
+            heartbeat.at("save", position.step)
             best = judged and not stop and is_best(state, metrics, cfg.objective)  # goes by these very weights
             nonfinite.keep()
             if rank == 0:
@@ -264,7 +264,7 @@ def fit(
     total = watch.total(position.samples)
     ended = {"steps": position.step, "samples": position.samples, "metrics": metrics, "data": data_report.total()}
     ended |= {"slowest": stragglers.total(), "peak_memory": memory.peak_of_all_ranks(device)}
-    return ended | total | {"interrupted": pulse.REASONS[stop]}
+    return ended | total | {"interrupted": heartbeat.REASONS[stop]}
 
 
 def epoch_over(sampler: Any, position: Position) -> bool:

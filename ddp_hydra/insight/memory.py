@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_hydra import pulse
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import OutOfMemory
 
 GIB = 2**30
@@ -73,7 +73,7 @@ def _is_about_memory(error: RuntimeError) -> bool:
 
 
 def _say(cfg: DictConfig, said: str) -> str:
-    place = pulse.here().read()
+    place = heartbeat.here().read()
     found = [model for reference in _watched if (model := reference()) is not None]
     weights = [part for model in found for part in model.parameters()]
     device = weights[0].device if weights else torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from ddp_hydra import pulse
+from ddp_hydra import heartbeat
 
 
 class Phases:
@@ -20,7 +20,7 @@ class Phases:
     def __init__(self) -> None:
         self.spent_s: defaultdict[str, float] = defaultdict(float)
         self._phase, self._since = "", time.perf_counter()
-        pulse.on_phase(self._enter)
+        heartbeat.on_phase(self._enter)
 
     def close(self) -> None:
         """Count the phase under way up to now, and none after it."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
-from ddp_hydra import pulse, results
+from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.insight import flops, memory
 from ddp_hydra.insight.phases import Phases
@@ -84,7 +84,7 @@ class Profile:
         self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
         self.profiler.start()
         self.phases = Phases()
-        pulse.on_phase(self._enter)
+        heartbeat.on_phase(self._enter)
 
     def _enter(self, phase: str, step: int) -> None:
         if self.span is not None:

@@ -29,8 +29,8 @@ from distributed import Worker, get_worker
 
 from ddp_hydra import room
 from ddp_hydra.errors import ConfigError, DiskFull
+from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, Board
 from ddp_hydra.outcome import describe_exit
-from ddp_hydra.pulse import REASONS, SAVE_S, UNREADY, Board
 from ddp_hydra.rank_host import environment, farewell, gpus, leases, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.rank_host.launch_spec import Order
 from ddp_hydra.results import Record

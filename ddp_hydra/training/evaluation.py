@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_hydra import pulse
+from ddp_hydra import heartbeat
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, count
 from ddp_hydra.samplers import Partition
@@ -65,7 +65,7 @@ class Evaluation:
             meter.add(count(loss, logits, y, self.class_axis))
             if self.scores is not None:
                 self.scores.add(logits, y)
-            pulse.tick()
+            heartbeat.tick()
             if stop():
                 break
         return meter.result(self.prefix) | (self.scores.result(self.prefix) if self.scores is not None else {})

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import agreement, pulse
+from ddp_hydra import agreement, heartbeat
 from ddp_hydra.agreement import Agreement, Finish, Verdict, Vote
-from ddp_hydra.pulse import REASONS
+from ddp_hydra.heartbeat import REASONS
 
 
 @pytest.fixture(autouse=True)
-def board() -> Iterator[pulse.Board]:
+def board() -> Iterator[heartbeat.Board]:
     """The board of this process."""
-    pulse.connect(None)
-    yield pulse.here()
-    pulse.connect(None)
+    heartbeat.connect(None)
+    yield heartbeat.here()
+    heartbeat.connect(None)
 
 
 # -- alone -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra import faults, pulse, schedules
+from ddp_hydra import faults, heartbeat, schedules
 from ddp_hydra.checkpoint import Position, Saver, State, Ticking, load_weights, read, read_on_all_ranks, write
 from ddp_hydra.errors import CheckpointError
 
@@ -245,18 +245,18 @@ def test_a_saver_writes_what_the_run_was_when_asked(sent):
 
 
 @pytest.fixture
-def board() -> Iterator[pulse.Board]:
+def board() -> Iterator[heartbeat.Board]:
     """The board of this process, without faults that strike it."""
-    pulse.connect(None)
+    heartbeat.connect(None)
     faults.arm(0, 0, {})
-    yield pulse.here()
+    yield heartbeat.here()
     faults.arm(0, 0, {})
-    pulse.connect(None)
+    heartbeat.connect(None)
 
 
 def test_writing_a_checkpoint_gives_signs_of_life_and_stays_in_its_place(board, tmp_path):
     run = train(state(width=50), 2)
-    pulse.at("save", 2)
+    heartbeat.at("save", 2)
     before = board.read()
     write(run.capture(), tmp_path / "a.pt", step=2)
     assert board.read().ticks > before.ticks + len(run.model.state_dict())

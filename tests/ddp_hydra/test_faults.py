@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import faults, pulse
+from ddp_hydra import faults, heartbeat
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.faults import KINDS, ON_CLIENT, PLACES, Armed, Fault
 
@@ -16,10 +16,10 @@ from ddp_hydra.faults import KINDS, ON_CLIENT, PLACES, Armed, Fault
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     """No fault strikes the tests that follow."""
-    pulse.connect(None)
+    heartbeat.connect(None)
     yield
     faults.arm(0, 0, {})
-    pulse.connect(None)
+    heartbeat.connect(None)
 
 
 @pytest.fixture
@@ -180,11 +180,11 @@ def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
 def test_faults_wait_at_the_phases_of_a_process(capfd):
     faults.arm(1, 2, {})
     assert faults.wait(["raise,rank=1,step=3,attempt=2", "nan,rank=1,step=1,attempt=2"]).spoils(1)
-    pulse.at("forward", 2)
-    pulse.at("load", 3)
+    heartbeat.at("forward", 2)
+    heartbeat.at("load", 3)
     with pytest.raises(RuntimeError, match="on purpose"):
-        pulse.at("forward", 3)
-    pulse.at("forward", 3)
+        heartbeat.at("forward", 3)
+    heartbeat.at("forward", 3)
     assert capfd.readouterr().out.count("fault on purpose") == 1
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_has_a_place_of_its_own():
     faults.write(1)
     faults.arm(0, 0, {})
     faults.wait(["raise,step=4,at=write"])
-    pulse.at("save", 4)
+    heartbeat.at("save", 4)
     faults.write(3)
     with pytest.raises(RuntimeError, match="on purpose"):
         faults.write(4)
@@ -201,13 +201,13 @@ def test_a_checkpoint_has_a_place_of_its_own():
 def test_without_faults_nothing_listens():
     faults.arm(0, 0, {})
     faults.wait([])
-    assert pulse._hooks == []
+    assert heartbeat._hooks == []
 
 
 def test_a_fault_that_is_none_is_found_before_anything_is_armed():
     with pytest.raises(ConfigError):
         faults.wait(["kill", "lunch"])
-    pulse.at("forward", 1)
+    heartbeat.at("forward", 1)
 
 
 def test_segv_is_a_read_of_address_zero(monkeypatch):

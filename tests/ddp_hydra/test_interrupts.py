@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from ddp_hydra import inline, pulse
+from ddp_hydra import heartbeat, inline
 from ddp_hydra.console.signals import SIGNALS, Interrupts, held_back, raised
 
 
@@ -145,22 +145,22 @@ def test_a_wish_of_the_run_before_is_forgotten():
 # -- inline ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", pulse.UNREADY)
+@pytest.mark.parametrize("phase", heartbeat.UNREADY)
 def test_inline_before_the_loop_an_interrupt_ends_at_once(phase):
-    pulse.connect(None)
-    pulse.at(phase, 0)
+    heartbeat.connect(None)
+    heartbeat.at(phase, 0)
     with inline.FinishHere().caught(), pytest.raises(KeyboardInterrupt):
         strike()
-    assert pulse.here().finish == 0
-    pulse.connect(None)
+    assert heartbeat.here().finish == 0
+    heartbeat.connect(None)
 
 
 def test_inline_in_the_loop_an_interrupt_asks_it_to_finish_and_a_second_ends_at_once():
-    pulse.connect(None)
-    pulse.at("forward", 3)
+    heartbeat.connect(None)
+    heartbeat.at("forward", 3)
     with inline.FinishHere().caught():
         strike()
-        assert pulse.REASONS[pulse.here().finish] == "interrupt"
+        assert heartbeat.REASONS[heartbeat.here().finish] == "interrupt"
         with pytest.raises(KeyboardInterrupt):
             strike()
-    pulse.connect(None)
+    heartbeat.connect(None)

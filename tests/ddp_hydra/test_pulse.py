@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import pulse
-from ddp_hydra.pulse import PHASES, REASONS, Board, Place
+from ddp_hydra import heartbeat
+from ddp_hydra.heartbeat import PHASES, REASONS, Board, Place
 
 places = st.tuples(st.sampled_from(PHASES), st.integers(0, 2**63 - 1))
 
@@ -28,9 +28,9 @@ def page() -> Iterator[tuple[Board, int]]:
 @pytest.fixture
 def board() -> Iterator[Board]:
     """The board of this process."""
-    pulse.connect(None)
-    yield pulse.here()
-    pulse.connect(None)
+    heartbeat.connect(None)
+    yield heartbeat.here()
+    heartbeat.connect(None)
 
 
 def plain() -> Board:
@@ -178,7 +178,7 @@ def test_ranks_pass_the_places_of_a_step_in_order():
 
 def test_a_phase_that_does_not_exist_is_refused(board):
     with pytest.raises(ValueError, match="not in tuple"):
-        pulse.at("lunch", 1)
+        heartbeat.at("lunch", 1)
     assert board.read().ticks == 0
 
 
@@ -208,16 +208,16 @@ def test_what_is_asked_of_a_rank_survives_where_it_goes(visits):
 def test_a_checkpoint_under_way_is_on_the_page_and_waited_for(page, monkeypatch):
     assert not page[0].saving
     other = Board.of(os.dup(page[1]))
-    pulse.connect(other)
+    heartbeat.connect(other)
     other.saving = True
     assert page[0].saving
-    monkeypatch.setattr(pulse.time, "sleep", lambda seconds: setattr(page[0], "saving", False))
-    pulse.await_saved()
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: setattr(page[0], "saving", False))
+    heartbeat.await_saved()
     assert not other.saving
     other.saving = True
-    monkeypatch.setattr(pulse, "SAVE_S", 0.0)
-    pulse.await_saved()
-    pulse.connect(None)
+    monkeypatch.setattr(heartbeat, "SAVE_S", 0.0)
+    heartbeat.await_saved()
+    heartbeat.connect(None)
     other.close()
 
 
@@ -225,23 +225,23 @@ def test_a_checkpoint_under_way_is_on_the_page_and_waited_for(page, monkeypatch)
 
 
 def test_what_this_process_says_is_on_its_board_until_another_is_connected(board):
-    pulse.at("load", 1)
-    pulse.tick()
+    heartbeat.at("load", 1)
+    heartbeat.tick()
     assert board.read().ticks == 2
     other = plain()
-    pulse.connect(other)
-    pulse.at("save", 9)
+    heartbeat.connect(other)
+    heartbeat.at("save", 9)
     assert (board.read().step, other.read().step) == (1, 9)
 
 
 def test_hooks_hear_of_each_phase_after_it_was_written_and_are_forgotten_with_the_board(board):
     heard = []
-    pulse.on_phase(lambda phase, step: heard.append((phase, step, pulse.here().read().phase)))
-    pulse.at("load", 1)
-    pulse.tick()
-    pulse.at("forward", 1)
-    pulse.connect(None)
-    pulse.at("backward", 1)
+    heartbeat.on_phase(lambda phase, step: heard.append((phase, step, heartbeat.here().read().phase)))
+    heartbeat.at("load", 1)
+    heartbeat.tick()
+    heartbeat.at("forward", 1)
+    heartbeat.connect(None)
+    heartbeat.at("backward", 1)
     assert heard == [("load", 1, "load"), ("forward", 1, "forward")]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import pulse, rank
+from ddp_hydra import heartbeat, rank
 from ddp_hydra.errors import ConfigError
 
 
@@ -39,12 +39,12 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
 
     waited = []
     monkeypatch.setattr(rank.time, "sleep", wait)
-    pulse.connect(None)
+    heartbeat.connect(None)
     for number in range(rank.MAX_SPOOLED):
         (tmp_path / str(number)).touch()
     assert rank.PipeSender(None, tmp_path).spool == tmp_path
-    assert (len(waited), pulse.here().ticks) == (100, 2)
-    pulse.connect(None)
+    assert (len(waited), heartbeat.here().ticks) == (100, 2)
+    heartbeat.connect(None)
 
 
 def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypatch):

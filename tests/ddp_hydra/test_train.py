@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from ddp_hydra import faults, pulse, results
+from ddp_hydra import faults, heartbeat, results
 from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
 from ddp_hydra.config import TrainerConfig
@@ -97,7 +97,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
     results.connect(None)
     faults.arm(0, 0, {})
-    pulse.connect(None)
+    heartbeat.connect(None)
 
 
 @pytest.fixture
@@ -114,10 +114,10 @@ def train(group, tmp_path):
         if into is not None:  # also of a run that fails
             into.append(made)
         made.folder.mkdir()
-        pulse.connect(None)
-        board = pulse.here()
+        heartbeat.connect(None)
+        board = heartbeat.here()
         if stop_at is not None:
-            pulse.on_phase(lambda *place: board.ask_to_finish(1) if place == stop_at else None)
+            heartbeat.on_phase(lambda *place: board.ask_to_finish(1) if place == stop_at else None)
         results.connect(DirectSender(made.records.append, made.folder))
         faults.arm(0, 0, {})
         armed = faults.wait(fault)
@@ -420,7 +420,7 @@ class Spoilt(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        if self.training and pulse.here().step == 6:
+        if self.training and heartbeat.here().step == 6:
             y.register_hook(lambda gradient: gradient * float("nan"))
         return y
 
