@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from benchmarks.peers import data_common as common
-from data.stores import Bucket
+from ddp_hydra.storage import Bucket
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from data.images.stored import StoredImages
 from data.images.strings import Strings
-from data.stores import Access, Store
+from ddp_hydra.storage import Access, Store
 
 
 class ImageTable(StoredImages):

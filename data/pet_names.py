@@ -244,7 +244,7 @@ def _read_file(source: str) -> bytes:
 
 
 def _read_s3(source: str, access: dict[str, Any]) -> bytes:
-    from data.stores import Bucket
+    from ddp_hydra.storage import Bucket
 
     url = urlsplit(source)
     try:

@@ -14,8 +14,8 @@ from data.images.decode import IMAGE_EXTENSIONS
 from data.images.listing import kinds_of, known_size, list_images_once
 from data.images.stored import StoredImages
 from data.images.strings import Strings
-from data.stores import Store
 from data.user_cache import user_cache
+from ddp_hydra.storage import Store
 
 
 class S3ImageFolder(StoredImages):

@@ -10,8 +10,8 @@ import numpy as np
 from data.images.bad_samples import LostSamples
 from data.images.decode import IMAGE_EXTENSIONS
 from data.images.stored import StoredImages
-from data.stores.patience import StaleCredentialsError
 from data.wids_shards import WidsShards, field_of
+from ddp_hydra.storage.retry import StaleCredentialsError
 
 
 class WidsImages(StoredImages):

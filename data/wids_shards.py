@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from data.shards.cache import GIB, OpenShard, ShardCache
 from data.shards.decode import decode_field
 from data.shards.index import read_index, shown
-from data.stores import Access
+from ddp_hydra.storage import Access
 
 Sample = dict[str, Any]
 

@@ -59,12 +59,12 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 
 def _overrides_of(run: str) -> list[str] | None:
     if "://" in run:  # what knows of stores is imported only where it is needed
-        from ddp_hydra import store
+        from ddp_hydra.storage import results_root
 
-        run = store.plain_path(run)
-        if store.is_url(run):
+        run = results_root.plain_path(run)
+        if results_root.is_url(run):
             try:
-                content = store.folder(run).get(".hydra/overrides.yaml")
+                content = results_root.folder(run).get(".hydra/overrides.yaml")
             except (FileNotFoundError, ConnectionError):  # checkpoints alone; or a store that is asked again
                 return None
             return _words(OmegaConf.create(content.decode()))

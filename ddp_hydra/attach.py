@@ -14,12 +14,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ddp_hydra import store
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.options import parse
 from ddp_hydra.results import Record
 from ddp_hydra.shared import status as statuses
+from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 
 USAGE = """python -m ddp_hydra.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
@@ -59,7 +59,7 @@ def main() -> None:
     options, others = parse(Options, sys.argv[1:], USAGE)
     if others:
         raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{USAGE}")
-    there = store.folder(store.find(options.run))
+    there = results_root.folder(results_root.find(options.run))
     attached = Attached(there, options.lost_timeout_s)
     try:
         attached.begin()
@@ -82,7 +82,7 @@ class Attached:
         lost_timeout_s: a driver that has said nothing for so long is gone.
     """
 
-    def __init__(self, there: store.Store, lost_timeout_s: float) -> None:
+    def __init__(self, there: results_root.Store, lost_timeout_s: float) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
 
         self.there, self.lost_timeout_s = there, lost_timeout_s

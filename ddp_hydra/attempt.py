@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Future
 
-from ddp_hydra import room
 from ddp_hydra.book import SUSPENDED_S
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.crew import CALL_S, Crew
@@ -27,6 +26,7 @@ from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
 from ddp_hydra.roster import Roster
+from ddp_hydra.storage import wait_for_space
 from ddp_hydra.vitals import Hang, Vitals, waits
 
 if TYPE_CHECKING:
@@ -416,7 +416,7 @@ class Attempt:
         """
         first = self.specs[0]
         try:
-            return room.patiently(
+            return wait_for_space.patiently(
                 lambda: self.crew.send(first.rank, files),
                 lambda: f"the temporary folder {self.crew.folders[first.worker]} of worker {first.worker} is full",
                 self.gang.retry_s,

@@ -22,10 +22,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import cluster, store
+from ddp_hydra import cluster
 from ddp_hydra.cluster import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
-from ddp_hydra.manifest import FOLDER
 from ddp_hydra.shared.fence import Below, Fenced
 from ddp_hydra.shared.keeper import is_over, keep, let_go
 from ddp_hydra.shared.order import Order, Place
@@ -33,6 +32,8 @@ from ddp_hydra.shared.scratch import Scratch
 from ddp_hydra.shared.status import LOST, SUMMARY, Status
 from ddp_hydra.shared.uploader import Uploader, claim, go_on
 from ddp_hydra.shared.voice import Voice, Watch, stops
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers import Writer
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def begun(order: Order, place: Place) -> Iterator[Driver]:
     """
     scheduler = Scheduler(place.scheduler, _of_client(place.security), order.sweep)
     status = Status(place.scheduler, order.project.sha256, order.lives)
-    there = Fenced(store.folder(order.url))
+    there = Fenced(results_root.folder(order.url))
     if not order.again:
         claim(there, status, order.hydra)
     elif is_over(there, order.plain["dispatch"]["lost_timeout_s"]):

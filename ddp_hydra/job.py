@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, keys, launched, mirror, project, resize, store, stored, targets
+from ddp_hydra import bound, cluster, faults, inline, keys, launched, project, resize, stored, targets
 from ddp_hydra import config as configs
 from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.console.plural import counted
@@ -33,11 +33,12 @@ from ddp_hydra.errors import (
     RunFailed,
 )
 from ddp_hydra.heartbeat import REASONS
-from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.resize import Batch, share_out
 from ddp_hydra.results import Record, finite
+from ddp_hydra.storage import fetch_checkpoint, results_root
+from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers import ResultsHandler, Writer, default_writers
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Guest:
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[dict[str, Any]]], None]
-    checkpoints: store.Store
+    checkpoints: results_root.Store
 
 
 def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Guest | None = None) -> float | None:
@@ -175,11 +176,11 @@ def read_value(value: Any) -> dict[str, Any]:
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     """The checkpoint that `resume` means, brought here where it is in a bucket."""
-    run = store.find(cfg.resume)
-    if store.is_url(run):
+    run = results_root.find(cfg.resume)
+    if results_root.is_url(run):
         folder = run_dir / ".resume"
         folder.mkdir(parents=True, exist_ok=True)
-        return mirror.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
+        return fetch_checkpoint.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
     return find_checkpoint(run).absolute()
 
 

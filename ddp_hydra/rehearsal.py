@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ddp_hydra.faults import ON_CLIENT, Fault
-from ddp_hydra.manifest import FOLDER
 from ddp_hydra.results import Record
+from ddp_hydra.storage.manifest import FOLDER
 
 
 class RehearsalWriter:

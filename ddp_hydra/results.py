@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from ddp_hydra import heartbeat, room
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import RecordError
+from ddp_hydra.storage import wait_for_space
 
 KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "warning", "stack", "preempted", "end")
 INLINE_BYTES = 32 * 1024
@@ -259,7 +260,7 @@ def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
             source.unlink(missing_ok=True)  # a full disk, say: nobody would take it away
             raise
 
-    room.patiently(attempt, lambda: room.of_worker(source.parent), _here.retry_s, warn, _wait)
+    wait_for_space.patiently(attempt, lambda: wait_for_space.of_worker(source.parent), _here.retry_s, warn, _wait)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}

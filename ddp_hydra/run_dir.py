@@ -18,7 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.manifest import FOLDER, newest_first, read_manifest
+from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
 
 LOCK = ".lock"
 SUMMARY = "summary.json"

@@ -13,10 +13,11 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_hydra import build, mirror, project, store, stored
+from ddp_hydra import build, project, stored
 from ddp_hydra.checkpoint import load_weights, read
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.manifest import find_checkpoint
+from ddp_hydra.storage import fetch_checkpoint, results_root
+from ddp_hydra.storage.manifest import find_checkpoint
 
 
 @dataclass
@@ -57,9 +58,9 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
     name = cast('Literal["last", "best"]', which)
     sys.path.insert(0, str(project.find()))
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        place = store.find(str(run))
-        is_away = store.is_url(place)
-        path = mirror.fetch_checkpoint(place, Path(folder), name) if is_away else find_checkpoint(place, name)
+        place = results_root.find(str(run))
+        is_away = results_root.is_url(place)
+        path = fetch_checkpoint.fetch_checkpoint(place, Path(folder), name) if is_away else find_checkpoint(place, name)
         content = read(path)
     cfg = stored.composed(content["config"], overrides)
     train_set = build.dataset(cfg.data.train)

@@ -78,12 +78,12 @@ def part(module: str) -> str:
 def test_imports_are_seen(tmp_path):
     file = tmp_path / "x.py"
     file.write_text(
-        "import torch.nn\nfrom ddp_hydra import results, __version__\nfrom ddp_hydra.writers.disk import place\n"
+        "import torch.nn\nfrom ddp_hydra import results, __version__\nfrom ddp_hydra.storage.files import place\n"
         "def f():\n    import data.images\n"
         "if TYPE_CHECKING:\n    import models\nelse:\n    import json\nif __name__ == '__main__':\n    import os\n"
     )
     assert sorted(imports(file)) == [
-        "data.images", "ddp_hydra", "ddp_hydra.results", "ddp_hydra.writers.disk", "json", "torch.nn",
+        "data.images", "ddp_hydra", "ddp_hydra.results", "ddp_hydra.storage.files", "json", "torch.nn",
     ]  # fmt: skip
 
 

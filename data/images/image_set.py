@@ -18,9 +18,9 @@ from data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamples
 from data.images.batch_maker import BatchMaker
 from data.images.cache import Cache
 from data.images.decode import decode, read_jpeg_header
-from data.stores import Traffic
-from data.stores.patience import StaleCredentialsError
-from data.stores.traffic import Tally
+from ddp_hydra.storage import Traffic
+from ddp_hydra.storage.counters import Tally
+from ddp_hydra.storage.retry import StaleCredentialsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.images.decode import IMAGE_EXTENSIONS
 from data.images.strings import Strings
-from data.stores import Store
+from ddp_hydra.storage import Store
 
 _LARGEST = 2**32 - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from data.images.image_set import ImageSet
-from data.stores import Access
+from ddp_hydra.storage import Access
 
 
 class StoredImages(ImageSet):

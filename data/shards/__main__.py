@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from data.shards.make import index_of, make
-from data.stores import Access
+from ddp_hydra.storage import Access
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

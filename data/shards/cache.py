@@ -23,8 +23,8 @@ from data.shards.folder import ShardFolder, with_index
 from data.shards.index import Shard, shown
 from data.shards.look_ahead import LookAhead
 from data.shards.tar_members import TarMembers, checksum_of_some, load_members, read_members
-from data.stores import Access
 from data.user_cache import user_cache
+from ddp_hydra.storage import Access
 
 GIB = 2**30
 _POLL_S = 0.02

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from data.shards.index import Shard, shown
-from data.stores import Store
-from data.stores.patience import RangesIgnoredError
+from ddp_hydra.storage import Store
+from ddp_hydra.storage.retry import RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from data.stores import Access
+from ddp_hydra.storage import Access
 
 KIND = "wids-shard-index-v1"
 VERSION = 1

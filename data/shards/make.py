@@ -20,7 +20,7 @@ from typing import IO, Any
 from data.shards.download import download, is_packed
 from data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
 from data.shards.tar_members import TarMembers, read_members
-from data.stores import Access, Store
+from ddp_hydra.storage import Access, Store
 
 MIB = 2**20
 INDEX_NAME = "index.json"

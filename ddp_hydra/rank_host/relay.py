@@ -27,13 +27,13 @@ from typing import IO, Any, TypeVar
 import psutil
 from distributed import Worker, get_worker
 
-from ddp_hydra import room
 from ddp_hydra.errors import ConfigError, DiskFull
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, Board
 from ddp_hydra.outcome import describe_exit
 from ddp_hydra.rank_host import environment, farewell, gpus, leases, mailbox, network, rendezvous, spool, warm
 from ddp_hydra.rank_host.launch_spec import Order
 from ddp_hydra.results import Record
+from ddp_hydra.storage import wait_for_space
 
 T = TypeVar("T")
 FLUSH_S = 0.05
@@ -258,7 +258,9 @@ class Relay:
         """
         folder = Path(self.worker.local_directory)
         warn = lambda sentence: publish(self.worker, self.order, "warning", {"text": sentence})  # noqa: E731
-        return room.patiently(action, lambda: room.of_worker(folder), self.order.retry_s, warn, self.wait)
+        return wait_for_space.patiently(
+            action, lambda: wait_for_space.of_worker(folder), self.order.retry_s, warn, self.wait
+        )
 
     def wait(self, seconds: float) -> None:
         """Wait before the rank is started."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, job, objective, redact, store, stored, transfer
+from ddp_hydra import cluster, job, objective, redact, stored, transfer
 from ddp_hydra import config as configs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain as harmless
@@ -26,6 +26,7 @@ from ddp_hydra.rank_host import spool
 from ddp_hydra.results import Record
 from ddp_hydra.shared import start, voice
 from ddp_hydra.shared.order import Order
+from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 
 START_S = 120.0
@@ -113,7 +114,7 @@ def begun(
     check(cfg)
     plain = configs.plain(cfg)
     packed = job.packed_project(cfg, plain)
-    url = store.address(cfg.results.root, run_dir)
+    url = results_root.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
     with cluster.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
@@ -140,7 +141,7 @@ def begun(
                 transfer.call(client, worker, spool.clear, name)
             raise
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / store.POINTER).write_text(url + "\n")
+        (run_dir / results_root.POINTER).write_text(url + "\n")
         yield client, driver
         if messages is not None and client.status == "running":
             client.unsubscribe_topic(name)
@@ -169,8 +170,8 @@ def _some_worker(client: Any) -> str:
 
 def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str:
     """Bring a checkpoint of this machine to the driver's host; what is not here may be there."""
-    run = store.find(resume) if resume else ""
-    if not run or store.is_url(run) or not Path(run).exists():
+    run = results_root.find(resume) if resume else ""
+    if not run or results_root.is_url(run) or not Path(run).exists():
         return run
     path = job.find_checkpoint(run).absolute()
     try:

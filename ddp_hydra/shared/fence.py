@@ -7,9 +7,9 @@ import secrets
 import threading
 from typing import IO
 
-from ddp_hydra.bucket import Changed
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.store import Store
+from ddp_hydra.storage.bucket import Changed
+from ddp_hydra.storage.results_root import Store
 
 OWNER = "owner"
 """The object with the token of the driver that may write."""

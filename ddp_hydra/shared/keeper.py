@@ -15,7 +15,7 @@ from distributed.protocol.pickle import dumps
 from ddp_hydra.shared import start
 from ddp_hydra.shared.order import Order
 from ddp_hydra.shared.status import BEAT_S, ENDED, LOST, read
-from ddp_hydra.store import Store
+from ddp_hydra.storage.results_root import Store
 
 NAME = "ddp_hydra-keeper"
 TRIES = 10

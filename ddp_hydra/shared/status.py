@@ -11,7 +11,7 @@ from typing import Any
 
 import ddp_hydra
 from ddp_hydra.results import Record, finite
-from ddp_hydra.store import Store
+from ddp_hydra.storage.results_root import Store
 from ddp_hydra.writers.pace import Pace
 
 NAME = "status.json"

@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddp_hydra.bucket import PIECE_BYTES
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
-from ddp_hydra.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
-from ddp_hydra.manifest import NAME as MANIFEST
-from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from ddp_hydra.results import check_path
 from ddp_hydra.shared import status as statuses
 from ddp_hydra.shared.fence import Fenced
 from ddp_hydra.shared.status import ENDED, LOST, LOST_S, NAME, STOP, SUMMARY, Status, encoded
-from ddp_hydra.store import Store
-from ddp_hydra.writers.disk import place
+from ddp_hydra.storage.bucket import PIECE_BYTES
+from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from ddp_hydra.storage.files import place
+from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
+from ddp_hydra.storage.manifest import NAME as MANIFEST
+from ddp_hydra.storage.results_root import Store
 
 TICK_S = 1.0
 WATCH_S = 2.5 * statuses.BEAT_S

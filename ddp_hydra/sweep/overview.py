@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.storage.files import part_of, remove_parts, write_atomic, writing
 from ddp_hydra.sweep.rows import Objective, Row, State
 from ddp_hydra.sweep.tables import csv_text, markdown_text
-from ddp_hydra.writers.disk import part_of, remove_parts, write_atomic, writing
 
 log = logging.getLogger(__name__)
 _VERSION = 1

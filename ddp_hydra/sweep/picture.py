@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.console.text import plain
+from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
-from ddp_hydra.writers.disk import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

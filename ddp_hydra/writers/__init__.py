@@ -30,7 +30,7 @@ from ddp_hydra.results import Record
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ddp_hydra.store import Store
+    from ddp_hydra.storage.results_root import Store
     from ddp_hydra.writers.handler import ResultsHandler
 
 Fetch = Callable[[Record, Path], None]
@@ -83,8 +83,8 @@ def default_writers(
         RecordError: the run directory cannot be written.
         ConfigError: `keep` or `mirror` is not good, or the bucket lets nobody in.
     """
+    from ddp_hydra.storage.files import open_run_dir
     from ddp_hydra.writers.checkpoints import CheckpointWriter
-    from ddp_hydra.writers.disk import open_run_dir
     from ddp_hydra.writers.files import FileWriter
     from ddp_hydra.writers.jsonl import JsonLinesWriter
     from ddp_hydra.writers.logs import LogWriter

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import RESERVED, Record, check_path
+from ddp_hydra.storage.files import place
 from ddp_hydra.writers import Fetch
-from ddp_hydra.writers.disk import place
 from ddp_hydra.writers.incoming import Incoming
 
 

@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ddp_hydra.results import Record
+from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.writers.checks import check_record, metric_values
-from ddp_hydra.writers.disk import cannot_write
 from ddp_hydra.writers.patience import Patience
 
 if TYPE_CHECKING:

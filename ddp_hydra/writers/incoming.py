@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
+from ddp_hydra.storage.files import cannot_write, part_of, passing, sync, writing
 from ddp_hydra.writers import Fetch
-from ddp_hydra.writers.disk import cannot_write, part_of, passing, sync, writing
 
 _PIECE = 2**20
 

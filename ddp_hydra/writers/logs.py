@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.writers.disk import AppendFile, place
+from ddp_hydra.storage.files import AppendFile, place
 
 _LINE_CHARS = 2000
 

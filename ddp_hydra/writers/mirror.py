@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
-from ddp_hydra.manifest import (
+from ddp_hydra.results import Record
+from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
+from ddp_hydra.storage.manifest import (
     ALIASES,
     FOLDER,
     NAME,
@@ -27,9 +29,7 @@ from ddp_hydra.manifest import (
     read_manifest_text,
     write_manifest_text,
 )
-from ddp_hydra.mirror import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
-from ddp_hydra.results import Record
-from ddp_hydra.store import Store
+from ddp_hydra.storage.results_root import Store
 
 FIRST_TIMEOUT_S = 5.0
 """The job waits for the first question to the store, so it is short."""

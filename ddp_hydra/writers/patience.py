@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
-from ddp_hydra.writers.disk import cannot_write, passing
+from ddp_hydra.storage.files import cannot_write, passing
 
 if TYPE_CHECKING:
     from ddp_hydra.writers import Writer

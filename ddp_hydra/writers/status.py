@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_hydra.results import Record, finite
-from ddp_hydra.writers.disk import part_of
+from ddp_hydra.storage.files import part_of
 from ddp_hydra.writers.pace import Pace
 
 INTERVAL_S = 0.5

@@ -19,8 +19,8 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
+from ddp_hydra.storage.files import AppendFile, place
 from ddp_hydra.writers.checks import metric_values
-from ddp_hydra.writers.disk import AppendFile, place
 from ddp_hydra.writers.events import encoded, file_name
 
 _COSTS = ("data_wait", "samples_per_s", "slowest_rank")

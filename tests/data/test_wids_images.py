@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from data.shards.make import make
-from data.stores.patience import StaleCredentialsError
 from data.transforms import EvalTransform, TrainTransform
 from data.wids_images import WidsImages
 from ddp_hydra.samplers import Chunked
+from ddp_hydra.storage.retry import StaleCredentialsError
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 
 from data.shards.decode import decode_field
 from data.shards.folder import with_index
-from data.stores import Access
 from data.wids_shards import WidsShards, field_of
+from ddp_hydra.storage import Access
 from tests.data.shards.server import described, index_of, numbered, serving, tar_of
 
 

@@ -6,17 +6,18 @@ import time
 
 import pytest
 
-from ddp_hydra import attach, store
+from ddp_hydra import attach
 from ddp_hydra.attach import Attached
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
 from ddp_hydra.results import Record
 from ddp_hydra.shared.status import Status, encoded
+from ddp_hydra.storage import results_root
 
 
 class Run:
     """A run as its store shows it."""
 
-    def __init__(self, there: store.Store) -> None:
+    def __init__(self, there: results_root.Store) -> None:
         self.there = there
         self.status = Status("tcp://scheduler:8786", "abc")
         self.lines = b""
@@ -54,7 +55,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    return Run(store.folder(str(tmp_path)))
+    return Run(results_root.folder(str(tmp_path)))
 
 
 def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):

@@ -9,7 +9,6 @@ import pytest
 from distributed import Security
 from omegaconf import OmegaConf
 
-from ddp_hydra import store
 from ddp_hydra.config import Config
 from ddp_hydra.driver import Driver, _of_client
 from ddp_hydra.errors import ClusterError, SchedulerLost
@@ -22,12 +21,13 @@ from ddp_hydra.shared.keeper import is_over
 from ddp_hydra.shared.order import Order
 from ddp_hydra.shared.scratch import Scratch
 from ddp_hydra.shared.status import Status, encoded
+from ddp_hydra.storage import results_root
 
 PLAIN = {"results": {"handler": "rank0", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
 
 
 def owned(url: str) -> Fenced:
-    there = Fenced(store.folder(url))
+    there = Fenced(results_root.folder(url))
     there.take(None)
     return there
 
@@ -70,7 +70,7 @@ def test_one_that_is_there_stays(driver, order, resume):
 
 
 def test_what_was_brought_before_comes_back_to_go_on_with(driver, order):
-    there = store.folder(order.url)
+    there = results_root.folder(order.url)
     there.put("metrics.jsonl", b'{"step":1}\n')
     there.put("logs/rank-0.log", b"hello\n")
     before = Status("tcp://scheduler:8786", "abc")
@@ -86,7 +86,7 @@ def test_what_was_brought_before_comes_back_to_go_on_with(driver, order):
 
 
 def test_a_run_that_has_ended_needs_no_other_driver(order):
-    there = store.folder(order.url)
+    there = results_root.folder(order.url)
     status = Status("tcp://scheduler:8786", "abc")
     status.state = "done"
     there.put("status.json", encoded(status.content()))
@@ -114,13 +114,13 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
     assert (found, said) == (state, str(error))
     driver.uploader.start()
     assert driver.uploader.finish(0, found, said) == ""
-    there = store.folder(order.url)
+    there = results_root.folder(order.url)
     assert is_over(there, 100) is (state == "failed")
     assert (there.size("summary.json") is None) is (state == "lost")
 
 
 def test_the_attempts_of_a_lost_driver_are_not_forgotten(driver, order):
-    there = store.folder(order.url)
+    there = results_root.folder(order.url)
     before = Status("tcp://scheduler:8786", "abc")
     before.note_attempts([{"attempt": 0, "failure": {"message": "a rank was killed"}}])
     before.write(Record("start", {"world_size": 2, "total_steps": 20}, step=4, attempt=1))

@@ -32,11 +32,11 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import TRAIN, Job, find_resume, read_value, summarised
-from ddp_hydra.manifest import write_manifest_text
 from ddp_hydra.resize import Batch
 from ddp_hydra.restarts import Ended
 from ddp_hydra.results import Record
-from ddp_hydra.writers.disk import cannot_write
+from ddp_hydra.storage.files import cannot_write
+from ddp_hydra.storage.manifest import write_manifest_text
 
 KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
 VALUE = {

@@ -4,16 +4,17 @@ import errno
 
 import pytest
 
-from ddp_hydra import results, room
+from ddp_hydra import results
 from ddp_hydra.errors import DiskFull
 from ddp_hydra.inline import DirectSender
+from ddp_hydra.storage import wait_for_space
 
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     """How long was waited; no time passes else."""
     waited: list[float] = []
-    monkeypatch.setattr(room.time, "monotonic", lambda: 1000.0 + sum(waited))
+    monkeypatch.setattr(wait_for_space.time, "monotonic", lambda: 1000.0 + sum(waited))
     monkeypatch.setattr(results.time, "sleep", waited.append)
     return waited
 

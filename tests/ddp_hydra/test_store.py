@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra import store
-from ddp_hydra.bucket import Folder
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.bucket import Folder
 
 
 @pytest.fixture
-def disk(tmp_path) -> store.Store:
-    return store.folder(f"file://{tmp_path}/runs/a")
+def disk(tmp_path) -> results_root.Store:
+    return results_root.folder(f"file://{tmp_path}/runs/a")
 
 
 def test_a_folder_of_a_disk_is_a_store(disk, tmp_path):
@@ -35,7 +35,7 @@ def test_what_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (f"{tmp_path}/file/runs", "/proc/runs"):
         with pytest.raises(ConfigError, match=r"is the disk mounted there, and may its user write it\?"):
-            store.folder(path).put("x", b"")
+            results_root.folder(path).put("x", b"")
 
 
 def test_a_full_disk_may_pass(disk):
@@ -50,21 +50,21 @@ def test_a_full_disk_may_pass(disk):
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket/runs", "az://container/runs"])
 def test_a_bucket_is_one(url):
-    assert isinstance(store.folder(url), Folder)
-    assert store.is_url(url)
+    assert isinstance(results_root.folder(url), Folder)
+    assert results_root.is_url(url)
 
 
 @pytest.mark.parametrize("url", ["runs", "", "s3://key:top-secret@bucket/a", "http://bucket/a"])
 def test_anything_else_is_none(url):
     with pytest.raises(ConfigError, match="a bucket is given as") as caught:
-        store.folder(url)
+        results_root.folder(url)
     assert "top-secret" not in str(caught.value)
 
 
 def test_another_hosts_files_are_refused():
     with pytest.raises(ConfigError, match="with three slashes"):
-        store.plain_path("file://shared/runs")
-    assert store.plain_path("file:///a%20b/c") == "/a b/c"
+        results_root.plain_path("file://shared/runs")
+    assert results_root.plain_path("file:///a%20b/c") == "/a b/c"
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_another_hosts_files_are_refused():
 )
 def test_each_run_has_its_own_folder_below_the_root(run_dir, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert store.address("s3://bucket/runs/", Path(run_dir).absolute()) == f"s3://bucket/runs/{name}"
-    assert store.address("file:///shared", Path(run_dir).absolute()) == f"/shared/{name}"
+    assert results_root.address("s3://bucket/runs/", Path(run_dir).absolute()) == f"s3://bucket/runs/{name}"
+    assert results_root.address("file:///shared", Path(run_dir).absolute()) == f"/shared/{name}"
 
 
 def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"results.root=shared/runs: give s3://bucket/folder, or the whole path"):
-        store.address("shared/runs", tmp_path)
+        results_root.address("shared/runs", tmp_path)
 
 
 def test_a_run_directory_may_point_to_its_results(tmp_path):
-    assert store.find(str(tmp_path)) == str(tmp_path)
-    (tmp_path / store.POINTER).write_text("s3://bucket/runs/a\n")
-    assert store.find(str(tmp_path)) == "s3://bucket/runs/a"
-    assert store.find("s3://bucket/runs/b") == "s3://bucket/runs/b"
+    assert results_root.find(str(tmp_path)) == str(tmp_path)
+    (tmp_path / results_root.POINTER).write_text("s3://bucket/runs/a\n")
+    assert results_root.find(str(tmp_path)) == "s3://bucket/runs/a"
+    assert results_root.find("s3://bucket/runs/b") == "s3://bucket/runs/b"

@@ -17,8 +17,8 @@ import pytest
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_hydra import store
-from ddp_hydra.manifest import read_manifest_text
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.manifest import read_manifest_text
 from tests.data.conftest import S3Server, s3_server
 from tests.integration.chaos import Dask
 from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
@@ -95,7 +95,7 @@ class Results:
     def __init__(self, url: str, access: dict[str, str]) -> None:
         self.url = url
         with environment(access):
-            self.store = store.folder(url)
+            self.store = results_root.folder(url)
             self.store.size("x")
 
     def get(self, name: str) -> bytes:

@@ -14,8 +14,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from data.images.image_set import ImageSet, Rows
-from data.stores.patience import StaleCredentialsError, TemporaryError
 from data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.storage.retry import StaleCredentialsError, TemporaryError
 
 
 def jpeg(number: int, size: int = 100) -> bytes:

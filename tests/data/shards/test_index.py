@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data.shards.index import DEEPEST, Shard, read_index
-from data.stores import Access
+from ddp_hydra.storage import Access
 from tests.data.shards.server import index_of
 
 MD5 = "0123456789abcdef" * 2

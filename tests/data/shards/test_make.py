@@ -13,8 +13,8 @@ import pytest
 
 from data.shards import make as shards
 from data.shards.__main__ import main
-from data.stores import Access
 from data.wids_shards import WidsShards
+from ddp_hydra.storage import Access
 from tests.data.shards.server import numbered, serving, tar_of
 
 

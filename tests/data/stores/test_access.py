@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stores import Access, Bucket, LocalFolder
+from ddp_hydra.storage import Access, Bucket, LocalFolder
 from tests.fault_server import serving
 
 OBJECTS = {"photos/a/1.bin": b"one", "photos/a/b c.bin": b"two"}

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from data.stores import Bucket
-from data.stores.patience import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
+from ddp_hydra.storage import Bucket
+from ddp_hydra.storage.retry import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
 from tests.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]

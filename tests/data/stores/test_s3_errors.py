@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from data.stores import Bucket
+from ddp_hydra.storage import Bucket
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 

@@ -5,33 +5,33 @@ import threading
 
 import pytest
 
-from ddp_hydra import store
-from ddp_hydra.bucket import Folder
 from ddp_hydra.errors import TakenOver
 from ddp_hydra.shared.fence import Below, Fenced
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.bucket import Folder
 from tests.data.conftest import s3  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def there(request, tmp_path, monkeypatch) -> store.Store:
+def there(request, tmp_path, monkeypatch) -> results_root.Store:
     if request.param == "disk":
-        return store.folder(str(tmp_path / "runs"))
+        return results_root.folder(str(tmp_path / "runs"))
     server = request.getfixturevalue("s3")
     environment = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
     for name, value in {**environment, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
         monkeypatch.setenv(name, value)
-    return store.folder(f"s3://{server.fill({})}/runs")
+    return results_root.folder(f"s3://{server.fill({})}/runs")
 
 
 def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
     assert there.tag("x") is None
     first = there.put_if("x", b"1", None)
     assert there.tag("x") == first
-    with pytest.raises(store.Changed):
+    with pytest.raises(results_root.Changed):
         there.put_if("x", b"2", None)
     second = there.put_if("x", b"22", first)
     for stale in (first, None):
-        with pytest.raises(store.Changed):
+        with pytest.raises(results_root.Changed):
             there.put_if("x", b"333", stale)
     assert there.get("x") == b"22"
     assert there.tag("x") == second
@@ -90,7 +90,7 @@ def test_what_the_one_before_put_there_late_is_replaced(there):
 
 @pytest.mark.parametrize("answer", ["ignores", "refuses"])
 def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
-    class Plain(store.Disk):
+    class Plain(results_root.Disk):
         def put_if(self, name, content, tag):
             if answer == "refuses":
                 raise NotImplementedError

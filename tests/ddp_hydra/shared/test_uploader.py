@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra import store
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.results import Record
 from ddp_hydra.shared import uploader
@@ -15,9 +14,10 @@ from ddp_hydra.shared.fence import Fenced
 from ddp_hydra.shared.scratch import Scratch
 from ddp_hydra.shared.status import Status
 from ddp_hydra.shared.uploader import Uploader, claim
+from ddp_hydra.storage import results_root
 
 
-class Shaky(store.Disk):
+class Shaky(results_root.Disk):
     """A store that is away now and then, and keeps the order of what comes."""
 
     def __init__(self, path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.manifest import find_checkpoint
 from ddp_hydra.results import Record
+from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 
 OPERATIONS = ("replace", "fsync", "link", "unlink", "mkdir", "open")

@@ -19,8 +19,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.manifest import find_checkpoint, read_manifest
 from ddp_hydra.results import Record
+from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
 from ddp_hydra.writers import ResultsHandler, default_writers, incoming
 
 SIZE = 2 * 2**20

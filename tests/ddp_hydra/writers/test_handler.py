@@ -136,7 +136,7 @@ import base64, importlib, json, pkgutil, sys
 import ddp_hydra.writers as package
 from ddp_hydra.results import Record
 assert not {{"rich", "tensorboard"}} & set(sys.modules), "importing the package is cheap"
-import ddp_hydra.manifest
+import ddp_hydra.storage.manifest
 assert not {{"rich", "tensorboard"}} & set(sys.modules), "reading a manifest is cheap"
 for module in pkgutil.iter_modules(package.__path__, "ddp_hydra.writers."):
     importlib.import_module(module.name)

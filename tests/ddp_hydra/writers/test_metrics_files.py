@@ -98,7 +98,7 @@ def test_a_piece_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, metrics_r
             return real(handle, data[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ddp_hydra.writers.disk.os.write", half_full)
+    monkeypatch.setattr("ddp_hydra.storage.files.os.write", half_full)
     with pytest.raises(RecordError, match=r"cannot write .*metrics\.jsonl: No space left on device; free some"):
         writer.write(metrics_record(2, loss=1.0))
     monkeypatch.undo()

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ddp_hydra import bucket
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.manifest import find_checkpoint, read_manifest_text
-from ddp_hydra.mirror import fetch_checkpoint
+from ddp_hydra.storage import bucket
+from ddp_hydra.storage.fetch_checkpoint import fetch_checkpoint
+from ddp_hydra.storage.manifest import find_checkpoint, read_manifest_text
 from ddp_hydra.writers import ResultsHandler, default_writers
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.mirror import MirrorWriter

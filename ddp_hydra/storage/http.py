@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from data.stores.patience import TemporaryError
-from data.stores.remote import Remote
-from data.stores.s3_errors import cause
-from data.stores.traffic import Traffic
+from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.remote import Remote
+from ddp_hydra.storage.retry import TemporaryError
+from ddp_hydra.storage.s3_messages import cause
 
 
 class WebServer(Remote):

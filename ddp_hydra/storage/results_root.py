@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import IO, Protocol
 from urllib.parse import unquote, urlsplit
 
-from ddp_hydra.bucket import Changed, Folder
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.writers.disk import commit, part_of, passing
+from ddp_hydra.storage.bucket import Changed, Folder
+from ddp_hydra.storage.files import commit, part_of, passing
 
 LOCK = ".lock"
 POINTER = "results.url"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from data.stores.traffic import Traffic
+from ddp_hydra.storage.counters import Traffic
 
 T = TypeVar("T")
 

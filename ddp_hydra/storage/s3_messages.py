@@ -6,10 +6,10 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from data.stores.patience import OtherRegionError, StaleCredentialsError, TemporaryError
+from ddp_hydra.storage.retry import OtherRegionError, StaleCredentialsError, TemporaryError
 
 if TYPE_CHECKING:
-    from data.stores.s3 import Bucket
+    from ddp_hydra.storage.s3 import Bucket
 
 _STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data.stores.traffic import Traffic
+from ddp_hydra.storage.counters import Traffic
 
 _PIECE_BYTES = 2**20
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ddp_hydra import bucket, store
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.manifest import FOLDER, NAME, STEP_FILE, Entries, damage, newest_first, read_manifest_text
-from ddp_hydra.writers.disk import cannot_write, commit, part_of, writing
+from ddp_hydra.storage import bucket, results_root
+from ddp_hydra.storage.files import cannot_write, commit, part_of, writing
+from ddp_hydra.storage.manifest import FOLDER, NAME, STEP_FILE, Entries, damage, newest_first, read_manifest_text
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
@@ -21,7 +21,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
 log = logging.getLogger(__name__)
 
 
-def folder_of(url: str, timeout_s: float = 60.0) -> store.Store:
+def folder_of(url: str, timeout_s: float = 60.0) -> results_root.Store:
     """Return where the checkpoints of a mirrored run lie.
 
     Args:
@@ -32,7 +32,7 @@ def folder_of(url: str, timeout_s: float = 60.0) -> store.Store:
         ConfigError: it is no such URL, or obstore is not installed.
     """
     url = url.rstrip("/")
-    return store.folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
+    return results_root.folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
 
 
 def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
@@ -77,7 +77,7 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
     raise CheckpointError(f"checkpoint {remote.url}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 
-def _entries(remote: store.Store, retry_s: float) -> Entries:
+def _entries(remote: results_root.Store, retry_s: float) -> Entries:
     try:
         return read_manifest_text(_patiently(lambda: remote.get(NAME), retry_s))
     except FileNotFoundError:
@@ -88,7 +88,9 @@ def _entries(remote: store.Store, retry_s: float) -> Entries:
         raise CheckpointError(f"{remote.url}/{NAME} is not the manifest of checkpoints ({error})") from None
 
 
-def _download(remote: store.Store, name: str, wanted: dict[str, Any], folder: Path, retry_s: float) -> str | None:
+def _download(
+    remote: results_root.Store, name: str, wanted: dict[str, Any], folder: Path, retry_s: float
+) -> str | None:
     """Put one checkpoint into `folder`. Returns what is wrong with it."""
     assert STEP_FILE.fullmatch(name)
     size, target = wanted.get("size"), folder / name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.stores.traffic import Traffic
+from ddp_hydra.storage.counters import Traffic
 
 
 class LocalFolder:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from data.stores.local import LocalFolder
-from data.stores.s3 import Bucket
-from data.stores.traffic import Traffic
-from data.stores.web import WebServer
+from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.http import WebServer
+from ddp_hydra.storage.local import LocalFolder
+from ddp_hydra.storage.s3 import Bucket
 
 
 class Store(Protocol):

@@ -11,7 +11,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from data.stores.patience import (
+from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.listing import Walk
+from ddp_hydra.storage.retry import (
     OtherRegionError,
     RangesIgnoredError,
     StaleCredentialsError,
@@ -19,9 +21,7 @@ from data.stores.patience import (
     WrongBodyError,
     patiently,
 )
-from data.stores.stream import Stream
-from data.stores.traffic import Traffic
-from data.stores.walk import Walk
+from ddp_hydra.storage.stream import Stream
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from data.stores.remote import Remote
-from data.stores.s3_errors import explain
-from data.stores.traffic import Traffic
+from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.remote import Remote
+from ddp_hydra.storage.s3_messages import explain
 
 
 class Bucket(Remote):

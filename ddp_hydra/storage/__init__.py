@@ -1,0 +1,8 @@
+"""Where data lies: buckets, web servers, local folders, all read through the same few methods."""
+
+from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.local import LocalFolder
+from ddp_hydra.storage.s3 import Bucket
+from ddp_hydra.storage.urls import Access, Store
+
+__all__ = ["Access", "Bucket", "LocalFolder", "Store", "Traffic"]
