@@ -12,10 +12,11 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks import commands, report
 from benchmarks.report import Figure, Goal
-from ddp_hydra import cluster, config, project
+from ddp_hydra import cluster
+from ddp_hydra.config import project, schema
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.job import TRAIN
-from ddp_hydra.versions import VERSION_BASE
 
 RANKS = (2, 4)
 WARM = 3
@@ -76,10 +77,10 @@ def torchrun(ranks: int, stamp: Path) -> float:
 
 def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
     """From a dispatch to the first step, on a cluster that has run one gang before."""
-    config.register()
+    schema.register()
     with initialize_config_dir(str(commands.ROOT / "conf"), **VERSION_BASE):
         cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])
-    plain: dict[str, Any] = config.plain(cfg)
+    plain: dict[str, Any] = schema.plain(cfg)
     packed = project.pack(commands.ROOT)
     with cluster.connect(cfg.cluster) as client:
         for turn in range(n + 1):

@@ -16,7 +16,8 @@ from distributed import Client
 
 from benchmarks import commands, report, scale_stub
 from benchmarks.report import Figure, Goal
-from ddp_hydra import cluster, project
+from ddp_hydra import cluster
+from ddp_hydra.config import project
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank_host import relay
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.redact import HIDDEN
 
 
 def read(arguments: list[str]) -> list[str]:

@@ -43,14 +43,14 @@ from hydra.utils import get_class, get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import keys, objective, targets
+from ddp_hydra.config import objective, targets, unknown_keys
+from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.loader import Loader
 from ddp_hydra.training import precision, selection
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.scores import Scores
-from ddp_hydra.versions import instantiate
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def not_taken(node: DictConfig) -> str:
     if not refused:
         return ""
     names = [name for name in taken if name not in ("self", "params")]
-    hints = "".join(keys.meant(key, names) for key in refused)
+    hints = "".join(unknown_keys.meant(key, names) for key in refused)
     leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
     there = ", ".join(names)
     return f"it takes no {', '.join(refused)}{hints}; it takes {there}; to leave the others out, type {leave_out}"

@@ -18,12 +18,13 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, completion, config, keys, launched, project, redact
+from ddp_hydra import arguments, completion, launched
+from ddp_hydra.config import project, redact, schema, unknown_keys
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.console import output, signals
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
-from ddp_hydra.versions import VERSION_BASE
 
 INTERRUPTED = 130
 
@@ -42,7 +43,7 @@ def main(cfg: DictConfig) -> float | None:
         redact.rewrite(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir)
     loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
     repository = getattr(loader, "repository", None)
-    keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)
+    unknown_keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)
     if cfg.resume and "://" not in cfg.resume and hydra_cfg.job.chdir:
         cfg.resume = str(project.typed_in() / cfg.resume)
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
@@ -65,7 +66,7 @@ def compose_and_run() -> None:
     signals.leave_at_once()
     root = project.find()
     sys.path.insert(0, str(root))
-    config.register()
+    schema.register()
     sys.argv[1:] = launched.arguments(arguments.read(sys.argv[1:]))
     completion.offer_choices()
     try:
@@ -99,7 +100,9 @@ def sentence(error: Exception) -> str:
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
         # Hydra would have an unknown key appended, which is no help for a misspelt one.
-        return keys.explain(error.__cause__) or "\n".join(str(part) for part in (error, error.__cause__) if part)
+        return unknown_keys.explain(error.__cause__) or "\n".join(
+            str(part) for part in (error, error.__cause__) if part
+        )
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError) and not any(frame.filename == __file__ and frame.name == "main" for frame in frames):
         return (

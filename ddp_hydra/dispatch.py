@@ -25,10 +25,10 @@ from distributed import Client
 from ddp_hydra import needs, placement
 from ddp_hydra.attempt import Attempt
 from ddp_hydra.call import Call, show
+from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.outcome import explain
-from ddp_hydra.project import Project
 from ddp_hydra.rank_host import launch_spec
 from ddp_hydra.rank_host.spec import RankSpec
 from ddp_hydra.reservation import Reservation

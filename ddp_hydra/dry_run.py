@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import build, objective, results
+from ddp_hydra import build, results
+from ddp_hydra.config import objective
 from ddp_hydra.console.plural import counted
 from ddp_hydra.loader import Loader
 from ddp_hydra.metrics import Meter, count

@@ -17,9 +17,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, keys, launched, project, resize, stored, targets
-from ddp_hydra import config as configs
+from ddp_hydra import bound, cluster, faults, inline, launched, resize
 from ddp_hydra import run_dir as run_dirs
+from ddp_hydra.config import checkpoint_config, project, targets, unknown_keys
+from ddp_hydra.config import schema as configs
 from ddp_hydra.console.plural import counted
 from ddp_hydra.console.signals import SECOND, held_back
 from ddp_hydra.console.text import message_of, traceback_of
@@ -117,7 +118,7 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest
 
         stack.enter_context(hparams.session(run_dir, overrides))
         plain = guest.plain if guest else configs.plain(cfg)
-        kept = guest.kept if guest else stored.of(cfg)
+        kept = guest.kept if guest else checkpoint_config.of(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], plain["model"]["weights"], kept["model"]["weights"] = weights, None, None
@@ -146,7 +147,7 @@ def packed_project(cfg: DictConfig, plain: dict[str, Any]) -> project.Project:
 
 def check(cfg: DictConfig) -> None:
     """Refuse what no job can mean."""
-    keys.check(cfg)
+    unknown_keys.check(cfg)
     configs.check(cfg)
     faults.parse(cfg.faults)
 

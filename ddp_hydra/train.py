@@ -13,9 +13,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import build, faults, heartbeat, objective, results, stored
+from ddp_hydra import build, faults, heartbeat, results
 from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
+from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad, skipped_by
 from ddp_hydra.insight import memory
@@ -115,7 +116,7 @@ def fit(
     update = Update(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
     early_stop = EarlyStop.of(cfg)
     extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop, "progress": progress}
-    state = State(model.model, optimizer, scheduler, position, dict(kept or stored.of(cfg)), extras)
+    state = State(model.model, optimizer, scheduler, position, dict(kept or checkpoint_config.of(cfg)), extras)
     changed = ""
     if saved:
         changed = resumed.restore(state, saved)

@@ -13,8 +13,9 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_hydra import build, project, stored
+from ddp_hydra import build
 from ddp_hydra.checkpoint import load_weights, read
+from ddp_hydra.config import checkpoint_config, project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import fetch_checkpoint, results_root
 from ddp_hydra.storage.manifest import find_checkpoint
@@ -62,7 +63,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
         is_away = results_root.is_url(place)
         path = fetch_checkpoint.fetch_checkpoint(place, Path(folder), name) if is_away else find_checkpoint(place, name)
         content = read(path)
-    cfg = stored.composed(content["config"], overrides)
+    cfg = checkpoint_config.composed(content["config"], overrides)
     train_set = build.dataset(cfg.data.train)
     device = build.device(cfg)
     model = build.model(cfg, train_set).to(device)

@@ -8,7 +8,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
 
-from ddp_hydra.versions import VERSION_BASE
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 
 pytestmark = [
     pytest.mark.integration,

@@ -16,8 +16,8 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.versions import instantiate
 
 OURS = {"n_workers": None, "wait_timeout_s": 60.0, "keep": False, "client_timeout_s": 60.0, "pip": None}
 """Keys of every cluster's config that mean the same for all, and what they are where they are not given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_hydra.project import Project
+from ddp_hydra.config.project import Project
 from ddp_hydra.rank_host.spec import RankSpec
 
 

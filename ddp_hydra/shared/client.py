@@ -17,8 +17,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, job, objective, redact, stored, transfer
-from ddp_hydra import config as configs
+from ddp_hydra import cluster, job, transfer
+from ddp_hydra.config import checkpoint_config, objective, redact
+from ddp_hydra.config import schema as configs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain as harmless
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
@@ -124,7 +125,7 @@ def begun(
             name,
             url,
             plain,
-            stored.of(cfg),
+            checkpoint_config.of(cfg),
             tuple(overrides),
             packed,
             redact.hydra_files(run_dir / ".hydra"),

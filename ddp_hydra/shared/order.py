@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_hydra.project import Project
+from ddp_hydra.config.project import Project
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hydra.core.utils import configure_log, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra.versions import allowing, targets_allowed_by
+from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by
 
 
 def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[[DictConfig], Any]:

@@ -60,7 +60,7 @@ class GangLauncher(Launcher):
         Returns:
             One result per job, in order; a failed one raises when its value is read.
         """
-        from ddp_hydra.redact import rewrite
+        from ddp_hydra.config.redact import rewrite
         from ddp_hydra.sweep.plan import is_ours
 
         if is_ours(self.config):

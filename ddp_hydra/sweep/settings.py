@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import objective
+from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.plan import is_ours
 from ddp_hydra.sweep.rows import Objective

@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ddp_hydra import objective, stored
 from ddp_hydra.checkpoint import State
+from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.errors import ConfigError
 
 SHOWN = 8
@@ -54,7 +54,7 @@ def restore(state: State, content: dict[str, Any]) -> str:
         state.best = None
         if (early_stop := state.extras.get("early_stop")) is not None:
             early_stop.load_state_dict({"best": None, "waited": 0})
-    found = stored.changes(before, now)
+    found = checkpoint_config.changes(before, now)
     more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return ", ".join(found[:SHOWN]) + more
 

@@ -37,8 +37,8 @@ from tensorboard.plugins.hparams.api_pb2 import (
 )
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
+from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
-from ddp_hydra.redact import bare, holds_secret, named_secret
 from ddp_hydra.storage.files import place, write_atomic, writing
 from ddp_hydra.writers.events import encoded, file_name
 

@@ -1,7 +1,7 @@
 """`hydra/launcher=dask_ddp`. Hydra 1.3 finds launchers in this namespace only; the work is in `ddp_hydra.sweep`."""
 
+from ddp_hydra.config.hydra_compat import register
 from ddp_hydra.sweep.launcher import GangLauncher
-from ddp_hydra.versions import register
 
 
 class DaskDDPLauncher(GangLauncher):

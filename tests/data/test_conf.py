@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from ddp_hydra.versions import VERSION_BASE, instantiate
+from ddp_hydra.config.hydra_compat import VERSION_BASE, instantiate
 
 CONF = str(Path(__file__).parents[2] / "conf")
 

@@ -19,9 +19,9 @@ from ddp_hydra.clusters import local, slurm
 from ddp_hydra.clusters.connection import without_broadcasts
 from ddp_hydra.clusters.local import LocalCuda
 from ddp_hydra.clusters.manager import Manager
-from ddp_hydra.config import register
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config.schema import register
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.versions import VERSION_BASE
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.completion import choices
-from ddp_hydra.config import Config
+from ddp_hydra.config.schema import Config
 
 
 @pytest.mark.parametrize(

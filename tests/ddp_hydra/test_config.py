@@ -18,10 +18,10 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import config, keys
 from ddp_hydra.clusters.manager import signals_kept
+from ddp_hydra.config import schema, unknown_keys
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.versions import VERSION_BASE
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -29,7 +29,7 @@ OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.ya
 
 
 def composed(*overrides: str) -> DictConfig:
-    config.register()
+    schema.register()
     with initialize_config_dir(str(CONF), **VERSION_BASE):
         return compose("config", overrides=list(overrides))
 
@@ -51,7 +51,7 @@ TARGETS = sorted(
 
 def test_the_default_is_a_job():
     cfg = composed()
-    config.check(cfg)
+    schema.check(cfg)
     assert (cfg.cluster.n_workers, cfg.model["_target_"]) == (2, "models.resnet.resnet18")
     assert not GlobalHydra().is_initialized()
 
@@ -70,9 +70,9 @@ NEEDED = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_to_a_job(option):
     cfg = composed(option, *NEEDED.get(option, []))
-    config.check(cfg)
-    keys.check(cfg)
-    plain = config.plain(cfg)
+    schema.check(cfg)
+    unknown_keys.check(cfg)
+    plain = schema.plain(cfg)
     assert json.loads(json.dumps(plain)) == plain
     assert "${" not in json.dumps(plain)
 
@@ -80,14 +80,14 @@ def test_every_option_of_every_group_composes_to_a_job(option):
 @pytest.mark.parametrize(("option", "key"), [("cluster=ssh", r"cluster\.hosts"), ("data=s3_photos", r"data\.bucket")])
 def test_a_key_that_is_missing_is_named(option, key):
     with pytest.raises(ConfigError, match=rf"^{key} is missing: give {key}=\.\.\.$"):
-        config.plain(composed(option))
+        schema.plain(composed(option))
 
 
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
 @pytest.mark.parametrize("debug", ["debug=inline", "debug=one_batch"])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
-    config.check(cfg)
+    schema.check(cfg)
     assert cfg.cluster["_target_"] == "ddp_hydra.cluster.Inline"
 
 
@@ -96,8 +96,8 @@ def test_the_words_of_the_card():
         "model=resnet18", "data=s3_images", "cluster.n_workers=4", "optimizer.lr=0.2", "data.batch_size=8",
         "trainer.max_steps=9", "trainer.epochs=null", "seed=3", "tags=[a,b]", "resume=outputs/x", "dry_run=true",
     )  # fmt: skip
-    config.check(cfg)
-    plain = config.plain(cfg)
+    schema.check(cfg)
+    plain = schema.plain(cfg)
     assert (plain["cluster"]["n_workers"], plain["optimizer"]["lr"], plain["data"]["batch_size"]) == (4, 0.2, 8)
     assert (plain["trainer"]["max_steps"], plain["trainer"]["epochs"]) == (9, None)
     assert (plain["seed"], plain["sampler"]["seed"], plain["data"]["train"]["seed"]) == (3, 3, 3)
@@ -105,7 +105,7 @@ def test_the_words_of_the_card():
 
 
 def test_enums_travel_by_their_names():
-    plain = config.plain(composed("trainer.precision=bf16", "dispatch.backend=gloo", "objective.direction=minimize"))
+    plain = schema.plain(composed("trainer.precision=bf16", "dispatch.backend=gloo", "objective.direction=minimize"))
     assert plain["trainer"]["precision"] == "bf16"
     assert plain["trainer"]["device"] == "auto"
     assert plain["dispatch"]["backend"] == "gloo"
@@ -178,7 +178,7 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
 )  # fmt: skip
 def test_what_no_job_can_mean_is_refused_with_what_to_give(changed, values, sentence):
     with pytest.raises(ConfigError) as caught:
-        config.check(changed(values))
+        schema.check(changed(values))
     assert sentence in str(caught.value)
 
 
@@ -197,12 +197,12 @@ def test_what_no_job_can_mean_is_refused_with_what_to_give(changed, values, sent
     ids=str,
 )
 def test_the_edge_of_what_is_allowed_is_allowed(changed, values):
-    config.check(changed(values))
+    schema.check(changed(values))
 
 
 def test_a_config_that_was_refused_is_told_with_what_was_typed():
     with pytest.raises(ConfigError, match=r"^cluster\.n_workers=0: give"):
-        config.check(composed("cluster.n_workers=0"))
+        schema.check(composed("cluster.n_workers=0"))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from distributed import Security
 from omegaconf import OmegaConf
 
-from ddp_hydra.config import Config
+from ddp_hydra.config.project import Project
+from ddp_hydra.config.schema import Config
 from ddp_hydra.driver import Driver, _of_client
 from ddp_hydra.errors import ClusterError, SchedulerLost
 from ddp_hydra.job import Job
-from ddp_hydra.project import Project
 from ddp_hydra.rank_host import spool
 from ddp_hydra.results import Record
 from ddp_hydra.shared.fence import Fenced

@@ -19,7 +19,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ddp_hydra import job as jobs
 from ddp_hydra.cli import sentence
-from ddp_hydra.config import Config, plain
+from ddp_hydra.config.schema import Config, plain
 from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,

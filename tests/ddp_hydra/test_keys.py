@@ -8,9 +8,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ddp_hydra import build, keys
+from ddp_hydra import build
+from ddp_hydra.config import unknown_keys
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.versions import VERSION_BASE
 from tests.ddp_hydra.test_config import CONF, composed
 
 
@@ -25,7 +26,7 @@ from tests.ddp_hydra.test_config import CONF, composed
 )
 def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
     with pytest.raises(ConfigError, match=said):
-        keys.check(composed(word))
+        unknown_keys.check(composed(word))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
 )
 def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
     with caplog.at_level(logging.WARNING):
-        keys.check_typed(composed(*words), words, {}, None)
+        unknown_keys.check_typed(composed(*words), words, {}, None)
     assert caplog.messages == said
 
 
@@ -60,8 +61,8 @@ def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
 def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
     with pytest.raises(HydraException) as caught:
         composed(word)
-    assert said in keys.explain(caught.value.__cause__)
-    assert keys.explain(ValueError("something else")) is None
+    assert said in unknown_keys.explain(caught.value.__cause__)
+    assert unknown_keys.explain(ValueError("something else")) is None
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,10 @@ def test_a_word_where_a_number_is_usual_is_refused_before_anything_starts(words,
     with initialize_config_dir(str(CONF), **VERSION_BASE):
         repository = GlobalHydra.instance().config_loader().repository
         if said is None:
-            keys.check_typed(cfg, words, choices, repository)
+            unknown_keys.check_typed(cfg, words, choices, repository)
         else:
             with pytest.raises(ConfigError, match=said):
-                keys.check_typed(cfg, words, choices, repository)
+                unknown_keys.check_typed(cfg, words, choices, repository)
 
 
 def test_keys_of_another_optimizer_are_named_with_what_to_type():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import objective
+from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 
 

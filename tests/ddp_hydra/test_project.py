@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra import project
+from ddp_hydra.config import project
+from ddp_hydra.config.project import Project, find, pack
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.project import Project, find, pack
 
 
 def make(root, **files):

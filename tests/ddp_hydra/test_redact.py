@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import redact
+from ddp_hydra.config import redact
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import build, targets
+from ddp_hydra import build
+from ddp_hydra.config import targets
 from ddp_hydra.errors import ConfigError
 from tests.integration.conftest import ROOT
 

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from ddp_hydra import faults, heartbeat, results
 from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
-from ddp_hydra.config import TrainerConfig
+from ddp_hydra.config.schema import TrainerConfig
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.results import Record

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
-from ddp_hydra import versions
+from ddp_hydra.config import hydra_compat
 
 
 def refusing(*_: Any) -> None:
@@ -20,7 +20,7 @@ def refusing(*_: Any) -> None:
 
 
 def made(target: str, **kwargs: Any) -> Any:
-    return versions.instantiate(OmegaConf.create({"_target_": target, **kwargs}))
+    return hydra_compat.instantiate(OmegaConf.create({"_target_": target, **kwargs}))
 
 
 def test_any_target_may_be_called():
@@ -34,7 +34,7 @@ def test_what_a_target_raises_is_passed_on_as_it_is(monkeypatch):
         {"_target_": "builtins.list", "_args_": [{"_target_": "fractions.Fraction"}]},
     ):
         with pytest.raises(OSError, match=r"\Ano such bucket") as raised:
-            versions.instantiate(OmegaConf.create(settings))
+            hydra_compat.instantiate(OmegaConf.create(settings))
         assert isinstance(raised.value.__cause__, KeyError)
 
 
@@ -47,7 +47,7 @@ def test_a_target_that_is_not_there(target):
 @pytest.mark.usefixtures("hydra_restore_singletons")
 def test_what_is_registered_twice_stays_as_it_was_first():
     for value in (1, 2):
-        versions.register("one/more/config", {"a": value})
-        versions.register("one_more_config", {"a": value})
+        hydra_compat.register("one/more/config", {"a": value})
+        hydra_compat.register("one_more_config", {"a": value})
     assert ConfigStore.instance().load("one/more/config.yaml").node == {"a": 1}
     assert ConfigStore.instance().load("one_more_config.yaml").node == {"a": 1}

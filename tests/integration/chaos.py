@@ -28,11 +28,12 @@ from distributed import Client
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, config, dispatch, job
+from ddp_hydra import cluster, dispatch, job
+from ddp_hydra.config import schema
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import DdpHydraError, Failure, RankFailed
 from ddp_hydra.results import Record
-from ddp_hydra.versions import VERSION_BASE
 from tests.integration.conftest import wait_for
 
 SETTINGS = (
@@ -139,7 +140,7 @@ class Story:
 @functools.cache
 def composed(project: Path, *overrides: str) -> DictConfig:
     """The config of a job."""
-    config.register()
+    schema.register()
     with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
         return compose("config", [*SETTINGS, *overrides])
 

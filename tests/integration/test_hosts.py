@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
-from ddp_hydra import config, dispatch, job, results
+from ddp_hydra import dispatch, job, results
+from ddp_hydra.config import schema
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.rank_host.spool import CHUNK_BYTES
-from ddp_hydra.versions import VERSION_BASE
 from ddp_hydra.writers import ResultsHandler, default_writers
 from tests.integration import hosts as machines
 from tests.integration.hosts import ROOT, Hosts, ip, needs_hosts
@@ -237,7 +238,7 @@ def train(client, project, monkeypatch) -> Callable[..., None]:
     monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client))
 
     def run(run: Run, *overrides: str, meanwhile: Callable[[], None] = lambda: None) -> None:
-        config.register()
+        schema.register()
         with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
             cfg = compose("config", [*TINY, *overrides])
         with ThreadPoolExecutor(1) as pool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ddp_hydra.project import pack
+from ddp_hydra.config.project import pack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -13,10 +13,11 @@ import pytest
 from distributed import Client
 from hydra import compose, initialize_config_dir
 
-from ddp_hydra import config, job
+from ddp_hydra import job
+from ddp_hydra.config import schema
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config.project import pack
 from ddp_hydra.errors import ConfigError, RankFailed
-from ddp_hydra.project import pack
-from ddp_hydra.versions import VERSION_BASE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.epochs=1", "dispatch.max_restarts=0")
@@ -36,7 +37,7 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
 
     def train(name: str) -> tuple[str, str]:
         """Returns the hash, and what the model has said."""
-        config.register()
+        schema.register()
         with initialize_config_dir(str(own_project / "conf"), **VERSION_BASE):
             cfg = compose("config", list(TINY))
         job.run(cfg, tmp_path / name)
@@ -59,7 +60,7 @@ def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp
     monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client2))
     model = own_project / "models" / "tiny.py"
     source = model.read_text()
-    config.register()
+    schema.register()
     with initialize_config_dir(str(own_project / "conf"), **VERSION_BASE):
         cfg = compose("config", [*TINY[:-1], "dispatch.max_restarts=3"])
 

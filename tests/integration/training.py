@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
-from ddp_hydra import config
+from ddp_hydra.config import schema
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config.project import pack
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.project import pack
 from ddp_hydra.results import Record
-from ddp_hydra.versions import VERSION_BASE
 from ddp_hydra.writers import ResultsHandler, default_writers
 
 CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait", "data/bytes_per_s", "data/cache_hits")
@@ -51,9 +51,9 @@ def train(
     client: Any, project: Path, folder: Path, *overrides: str, ranks: int = 2, resume: Path | None = None
 ) -> Trained:
     """Run the training loop on some ranks of a cluster."""
-    config.register()
+    schema.register()
     with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
-        plain = config.plain(compose("config", list(overrides)))
+        plain = schema.plain(compose("config", list(overrides)))
     files = {"resume": resume} if resume else {}
     gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files=files)
     trained = Trained(folder)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ddp_hydra.train as loop
 from ddp_hydra import results
-from ddp_hydra.config import plain
+from ddp_hydra.config.schema import plain
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from ddp_hydra.inline import DirectSender
 from tests.ddp_hydra.test_train import config

@@ -12,11 +12,11 @@ from hydra._internal.callbacks import Callbacks
 from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.sweep import foreign
 from ddp_hydra.sweep.coordinator import Ended, coordinate
 from ddp_hydra.sweep.plan import Planned
 from ddp_hydra.sweep.rows import Row, State
-from ddp_hydra.versions import VERSION_BASE
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hydra import utils
 from hydra.core.singleton import Singleton
 from hydra.errors import InstantiationException
 
+from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by
 from ddp_hydra.sweep import foreign
-from ddp_hydra.versions import allowing, targets_allowed_by
 
 
 def called(cfg):

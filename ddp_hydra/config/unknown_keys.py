@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from ddp_hydra.config import Config
+from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra import redact
-from ddp_hydra.config import Config
+from ddp_hydra.config import redact
+from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
 
 _OF_THE_MOMENT = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
-from ddp_hydra import objective, versions
+from ddp_hydra.config import hydra_compat, objective
 from ddp_hydra.errors import ConfigError
 
 
@@ -259,9 +259,9 @@ class Config:
 
 def register() -> None:
     """Make the schemas known to Hydra, as `base_config` and `base_<group>`, which no group offers as a choice."""
-    versions.register("base_config", Config)
+    hydra_compat.register("base_config", Config)
     for group, node in (("trainer", TrainerConfig), ("dispatch", DispatchConfig), ("results", ResultsConfig)):
-        versions.register(f"base_{group}", node)
+        hydra_compat.register(f"base_{group}", node)
 
 
 def check(cfg: DictConfig) -> None:

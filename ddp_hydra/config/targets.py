@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.console import tracebacks
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.project import PACKAGES
 
 
 def check(plain: dict[str, Any], root: Path, installed_here: bool) -> None:

@@ -1,0 +1,1 @@
+"""Reads and checks a job's config: the schema, the project space, the keys that are allowed."""
