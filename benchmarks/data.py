@@ -256,7 +256,7 @@ def has_shards() -> bool:
     """Whether this checkout reads shards at all."""
     there = (ROOT / "data" / "wids_shards.py").is_file()
     if not there:
-        report.progress("data/wids_shards.py is not there: its lines are left out")
+        report.progress("ddp_hydra/data/wids.py is not there: its lines are left out")
     return there
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.peers import data_common as common
-from data.images.decode import read_jpeg_header
-from data.s3_image_folder import S3ImageFolder
-from data.transforms import EvalTransform, TrainTransform
-from ddp_hydra.loader import Loader
+from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data.images.decode import read_jpeg_header
+from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 
 BUCKET, PREFIX, MANY = "photos", "train", "many"
 
@@ -62,7 +62,7 @@ def listing(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 def shards(endpoint: str, folder: str) -> Any:
     """The shards as a user opens them, undecoded as wids without transformations."""
-    from data.wids_shards import WidsShards
+    from ddp_hydra.data.wids import WidsShards
 
     return WidsShards(f"{endpoint}/{BUCKET}/shards/index.json", cache_dir=folder, decode=False)
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from data.holdout import check, is_of
-from data.user_cache import private_folder, user_cache
+from ddp_hydra.data.holdout import check, is_of
+from ddp_hydra.data.user_cache import private_folder, user_cache
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")

@@ -45,8 +45,8 @@ from torch import nn
 
 from ddp_hydra.config import objective, targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DdpHydraError
-from ddp_hydra.loader import Loader
 from ddp_hydra.training import precision, selection
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
-from ddp_hydra.loader import Loader
 
 COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses", "bad_samples")
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra import build, results
 from ddp_hydra.config import objective
 from ddp_hydra.console.plural import counted
-from ddp_hydra.loader import Loader
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.metrics import Meter, count
 from ddp_hydra.training import precision, selection
 from ddp_hydra.training.parallel import Parallel

@@ -18,13 +18,13 @@ from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.console.plural import counted
+from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad, skipped_by
 from ddp_hydra.insight import memory
 from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
 from ddp_hydra.metrics import Count, Meter, count, means
 from ddp_hydra.nonfinite import NonFinite
-from ddp_hydra.samplers import Repeated
 from ddp_hydra.stopwatch import Stopwatch
 from ddp_hydra.training import precision, resumed, selection, weights
 from ddp_hydra.training.early_stop import EarlyStop

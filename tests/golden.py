@@ -76,7 +76,16 @@ def prepare(folder: Path) -> dict[str, str]:
     names = ["".join(chance.choices(syllables, k=chance.randint(1, 4))) for _ in range(600)]
     (folder / "names.json").write_text(json.dumps(names))
     write_digits(folder / "images")
-    make = [sys.executable, "-m", "data.shards", "make", folder / "images", folder / "shards", "--shard-mb", "0.03"]
+    make = [
+        sys.executable,
+        "-m",
+        "ddp_hydra.data.shards",
+        "make",
+        folder / "images",
+        folder / "shards",
+        "--shard-mb",
+        "0.03",
+    ]
     subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     places = {"names": "names.json", "shards": "shards", "cache": "cache", "digits": "digits, 2 ranks"}
     return {name: str(folder / place) for name, place in places.items()}

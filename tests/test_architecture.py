@@ -83,7 +83,7 @@ def test_imports_are_seen(tmp_path):
         "if TYPE_CHECKING:\n    import models\nelse:\n    import json\nif __name__ == '__main__':\n    import os\n"
     )
     assert sorted(imports(file)) == [
-        "data.images", "ddp_hydra", "ddp_hydra.results", "ddp_hydra.storage.files", "json", "torch.nn",
+        "ddp_hydra.data.images", "ddp_hydra", "ddp_hydra.results", "ddp_hydra.storage.files", "json", "torch.nn",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_hydra.loader import Loader
+from ddp_hydra.data.loader import Loader
 
 
 class Stragglers:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_hydra import heartbeat
-from ddp_hydra.loader import Loader
+from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.samplers import Partition
 from ddp_hydra.metrics import Meter, count
-from ddp_hydra.samplers import Partition
 from ddp_hydra.training.scores import Scores
 
 

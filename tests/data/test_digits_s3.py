@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from data import digits_s3
-from data.images.decode import decode
-from data.s3_image_folder import S3ImageFolder
+from ddp_hydra.data import demo_server
+from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data.images.decode import decode
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,11 +30,11 @@ def listens(endpoint_url: str) -> bool:
 
 def children() -> list[psutil.Process]:
     alive = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
-    return [child for child in alive if "data.digits_s3" in child.cmdline()]
+    return [child for child in alive if "ddp_hydra.data.demo_server" in child.cmdline()]
 
 
 def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
-    files = dict(digits_s3.digits())
+    files = dict(demo_server.digits())
     assert len(files) == 1797
     parts = {part: Counter(key.split("/")[1] for key in files if key.startswith(part)) for part in ("train", "val")}
     assert sorted(parts["val"]) == [str(digit) for digit in range(10)]
@@ -46,7 +46,7 @@ def test_a_digit_is_scikit_learns_picture_made_larger():
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    files = dict(digits_s3.digits())
+    files = dict(demo_server.digits())
     for number in (0, 5, 1796):
         key = next(key for key in files if key.endswith(f"/{number:04d}.png"))
         assert key.split("/")[1] == str(digits.target[number])
@@ -81,7 +81,7 @@ def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(mon
 @pytest.mark.integration
 def test_the_server_starts_within_seconds_and_listens_on_loopback_only():
     start = time.monotonic()
-    endpoint = digits_s3.acquire()
+    endpoint = demo_server.acquire()
     try:
         assert time.monotonic() - start < 15
         (server,) = children()
@@ -90,13 +90,13 @@ def test_the_server_starts_within_seconds_and_listens_on_loopback_only():
         }
         assert listens(endpoint)
     finally:
-        digits_s3.release()
+        demo_server.release()
     assert not listens(endpoint)
 
 
 @pytest.mark.integration
 def test_a_server_that_was_killed_is_started_again():
-    endpoint = digits_s3.acquire()
+    endpoint = demo_server.acquire()
     children()[0].kill()
     for _ in range(100):
         if not listens(endpoint):
@@ -104,7 +104,7 @@ def test_a_server_that_was_killed_is_started_again():
         time.sleep(0.05)
     data = S3ImageFolder(prefix="val")
     assert data[0][1] == 0
-    digits_s3.release()  # of the first one: the second is still in use
+    demo_server.release()  # of the first one: the second is still in use
     assert data[1][1] == 0
     data.close()
     assert children() == []
@@ -115,8 +115,8 @@ def test_it_works_where_another_data_package_is_in_the_current_folder(tmp_path, 
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.chdir(tmp_path)
-    assert listens(digits_s3.acquire())
-    digits_s3.release()
+    assert listens(demo_server.acquire())
+    demo_server.release()
 
 
 @pytest.mark.integration
@@ -140,18 +140,20 @@ def test_the_server_ends_when_its_parent_is_killed():
 
 @pytest.mark.integration
 def test_ctrl_c_reaches_the_job_and_not_its_server():
-    endpoint = digits_s3.acquire()
+    endpoint = demo_server.acquire()
     try:
         (server,) = children()
         assert os.getpgid(server.pid) != os.getpgid(0)
         assert listens(endpoint)
     finally:
-        digits_s3.release()
+        demo_server.release()
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
-    find_spec = digits_s3.importlib.util.find_spec
-    monkeypatch.setattr(digits_s3.importlib.util, "find_spec", lambda name: None if name == "moto" else find_spec(name))
+    find_spec = demo_server.importlib.util.find_spec
+    monkeypatch.setattr(
+        demo_server.importlib.util, "find_spec", lambda name: None if name == "moto" else find_spec(name)
+    )
     with pytest.raises(ModuleNotFoundError, match=r'moto.*pip install "ddp-hydra\[demo\]".*data\.bucket='):
         S3ImageFolder()
 
@@ -160,7 +162,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 def test_a_server_that_does_not_start_says_why(monkeypatch):
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(ConnectionError, match=r"did not start.*data\.bucket="):
-        digits_s3.acquire()
+        demo_server.acquire()
     assert children() == []
 
 
@@ -168,7 +170,7 @@ def test_a_server_that_does_not_start_says_why(monkeypatch):
 def test_on_another_host_the_embedded_server_is_told_to_be_out_of_reach(monkeypatch):
     data = S3ImageFolder(prefix="val")
     data.close()
-    monkeypatch.setattr("data.s3_image_folder.socket.gethostname", lambda: "other-host")
+    monkeypatch.setattr("ddp_hydra.data.image_folder.socket.gethostname", lambda: "other-host")
     monkeypatch.setattr(data._store, "get", lambda *_: (_ for _ in ()).throw(ConnectionError("refused")))
     with pytest.raises(ConnectionError, match=r"other-host can't reach it.*data\.bucket="):
         data.__getitems__([0])

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from data.image_table import ImageTable
-from ddp_hydra.samplers import Sharded
+from ddp_hydra.data.image_table import ImageTable
+from ddp_hydra.data.samplers import Sharded
 
 ROWS = "path,label\ncat/1.png,cat\ndog/1.png,dog\ncat/2.png,cat\n"
 

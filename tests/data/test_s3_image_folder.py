@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from data.holdout import is_of
-from data.s3_image_folder import S3ImageFolder
-from data.transforms import TrainTransform
+from ddp_hydra.data.holdout import is_of
+from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data.transforms import TrainTransform
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 ROOT = Path(__file__).parents[2]

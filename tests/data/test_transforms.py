@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from data.images.colour import Shade
-from data.images.decode import decode, read_jpeg_header
-from data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.data.images.color_jitter import Shade
+from ddp_hydra.data.images.decode import decode, read_jpeg_header
+from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 
 
 def picture(height: int, width: int) -> torch.Tensor:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.shards.make import make
-from data.transforms import EvalTransform, TrainTransform
-from data.wids_images import WidsImages
-from ddp_hydra.samplers import Chunked
+from ddp_hydra.data.samplers import Chunked
+from ddp_hydra.data.shards.write import make
+from ddp_hydra.data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.data.wids_images import WidsImages
 from ddp_hydra.storage.retry import StaleCredentialsError
 
 

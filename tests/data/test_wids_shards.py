@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data.shards.decode import decode_field
-from data.shards.folder import with_index
-from data.wids_shards import WidsShards, field_of
+from ddp_hydra.data.shards.cache_folder import with_index
+from ddp_hydra.data.shards.decode import decode_field
+from ddp_hydra.data.wids import WidsShards, field_of
 from ddp_hydra.storage import Access
 from tests.data.shards.server import described, index_of, numbered, serving, tar_of
 

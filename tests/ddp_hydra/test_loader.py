@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.loader import Loader
+from ddp_hydra.data.loader import Loader
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")

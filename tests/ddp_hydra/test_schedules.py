@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra import schedules
 from ddp_hydra.checkpoint import Position
-from ddp_hydra.samplers import Distributed
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.training.progress import Progress
 
 

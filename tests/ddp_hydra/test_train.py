@@ -18,10 +18,10 @@ from ddp_hydra import faults, heartbeat, results
 from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
 from ddp_hydra.config.schema import TrainerConfig
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.results import Record
-from ddp_hydra.samplers import Distributed
 from ddp_hydra.train import fit, seed_step
 from ddp_hydra.training.inspection import Inspection
 from ddp_hydra.training.parallel import Parallel
@@ -51,7 +51,7 @@ def config(**trainer: Any) -> Any:
             "seed": 0,
             "data": {"batch_size": 2},
             "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
-            "sampler": {"_target_": "ddp_hydra.samplers.Distributed", "seed": 0},
+            "sampler": {"_target_": "ddp_hydra.data.samplers.Distributed", "seed": 0},
             "loss": {"_target_": "ddp_hydra.losses.CrossEntropy"},
             "mix": {},
             "metrics": {},

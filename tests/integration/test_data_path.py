@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.shards.make import make
+from ddp_hydra.data.shards.write import make
 from ddp_hydra.errors import JobFailed
 from tests.fault_server import FaultServer, serving
 from tests.integration import training

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.shards.make import make
+from ddp_hydra.data.shards.write import make
 from ddp_hydra.train import seed_step
 from models.resnet import resnet50
 from tests.integration import training

@@ -11,8 +11,8 @@ import simplejpeg
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from data.images.decode import IMAGE_EXTENSIONS, decode, decode_jpeg, read_jpeg_header
-from data.transforms import EvalTransform
+from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS, decode, decode_jpeg, read_jpeg_header
+from ddp_hydra.data.transforms import EvalTransform
 
 ROWS, COLUMNS = np.mgrid[0:24, 0:36]
 COLOURS = np.stack([ROWS * 10, COLUMNS * 7, (ROWS + COLUMNS) * 4], axis=-1).astype(np.uint8)

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from data.images.image_set import ImageSet, Rows
-from data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.data.images.dataset import ImageSet, Rows
+from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.storage.retry import StaleCredentialsError, TemporaryError
 
 

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import cache as shard_cache
-from data.shards import download as shard_download
-from data.shards import folder as shard_folder
-from data.shards.cache import ShardCache
-from data.shards.folder import Kept, ShardFolder, eviction_rank, with_index
-from data.shards.index import Shard
+from ddp_hydra.data.shards import cache as shard_cache
+from ddp_hydra.data.shards import cache_folder as shard_folder
+from ddp_hydra.data.shards import download as shard_download
+from ddp_hydra.data.shards.cache import ShardCache
+from ddp_hydra.data.shards.cache_folder import Kept, ShardFolder, eviction_rank, with_index
+from ddp_hydra.data.shards.index import Shard
 from tests.data.shards.server import TarServer, numbered, serving
 
 pytestmark = pytest.mark.integration

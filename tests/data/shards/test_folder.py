@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from data.shards import folder as module
-from data.shards.folder import ShardFolder, with_index
+from ddp_hydra.data.shards import cache_folder as module
+from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
 
 NAME = f"{'0' * 32}-a.tar"
 OTHER = f"{'1' * 32}-b.tar"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from data.shards.index import DEEPEST, Shard, read_index
+from ddp_hydra.data.shards.index import DEEPEST, Shard, read_index
 from ddp_hydra.storage import Access
 from tests.data.shards.server import index_of
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import make as shards
-from data.shards.__main__ import main
-from data.wids_shards import WidsShards
+from ddp_hydra.data.shards import write as shards
+from ddp_hydra.data.shards.__main__ import main
+from ddp_hydra.data.wids import WidsShards
 from ddp_hydra.storage import Access
 from tests.data.shards.server import numbered, serving, tar_of
 
@@ -125,7 +125,7 @@ def test_wrong_usage_ends_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: python -m data.shards" in capsys.readouterr().err
+    assert "usage: python -m ddp_hydra.data.shards" in capsys.readouterr().err
 
 
 def test_shards_that_exist_get_an_index(tmp_path, capsys):
@@ -194,7 +194,15 @@ def test_shards_go_into_a_bucket(s3, credentials, pictures, tmp_path, capsys):
 @pytest.mark.integration
 def test_it_runs_as_a_module(tmp_path):
     (tmp_path / "a.tar").write_bytes(numbered(0, 10))
-    command = [sys.executable, "-m", "data.shards", "index", str(tmp_path / "a.tar"), "--out", str(tmp_path / "i.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_hydra.data.shards",
+        "index",
+        str(tmp_path / "a.tar"),
+        "--out",
+        str(tmp_path / "i.json"),
+    ]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("10 samples in 1 shards\n")

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.shards import tar_members
-from data.shards.tar_members import TarMembers, load_members, read_members
+from ddp_hydra.data.shards import tar_index
+from ddp_hydra.data.shards.tar_index import TarMembers, load_members, read_members
 from tests.data.shards.server import tar_of
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]
@@ -46,7 +46,7 @@ def as_dict(members: TarMembers, content: bytes) -> dict[str, dict[str, bytes]]:
 @pytest.fixture
 def only_fast(monkeypatch):
     """Nothing that the test reads is left to tarfile."""
-    monkeypatch.setattr(tar_members, "_any_members", lambda *arguments: pytest.fail("tarfile was needed"))
+    monkeypatch.setattr(tar_index, "_any_members", lambda *arguments: pytest.fail("tarfile was needed"))
 
 
 @pytest.mark.usefixtures("only_fast")
@@ -183,7 +183,7 @@ def test_what_is_read_fast_is_what_tarfile_reads(tmp_path_factory, files, tar_fo
     path = tmp_path_factory.mktemp("tar") / "a.tar"
     path.write_bytes(content.getvalue())
     with path.open("rb") as file:
-        slow = tar_members._group(tar_members._any_members(file, path, path.stat().st_size), path.stat().st_size)
+        slow = tar_index._group(tar_index._any_members(file, path, path.stat().st_size), path.stat().st_size)
     fast = read_members(path)
     assert as_dict(fast, content.getvalue()) == as_dict(slow, content.getvalue())
     assert len(fast) == len(slow)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ddp_hydra.data.samplers import Distributed, Partition
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.samplers import Distributed, Partition
 
 sizes = st.integers(1, 60)
 epochs = st.integers(0, 3)

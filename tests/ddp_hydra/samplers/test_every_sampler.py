@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_hydra.samplers import Chunked, Distributed, Sampler, Sharded, Weighted
+from ddp_hydra.data.samplers import Chunked, Distributed, Sampler, Sharded, Weighted
 
 
 @dataclass

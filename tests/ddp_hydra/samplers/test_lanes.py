@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_hydra.data.samplers import Chunked, Sharded
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.samplers import Chunked, Sharded
 
 
 def shards_of(rank: int, world_size: int, epoch: int = 0, **options) -> list[set[int]]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.samplers import Distributed, Repeated
+from ddp_hydra.data.samplers import Distributed, Repeated
 
 
 @pytest.mark.parametrize("n", [1, 2])

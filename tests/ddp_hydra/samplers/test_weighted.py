@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from ddp_hydra.data.samplers import Weighted
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.samplers import Weighted
 
 TARGETS = [0] * 900 + [1] * 90 + [2] * 10
 

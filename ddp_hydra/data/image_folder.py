@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from data import digits_s3
-from data.holdout import check, is_of
-from data.images.decode import IMAGE_EXTENSIONS
-from data.images.listing import kinds_of, known_size, list_images_once
-from data.images.stored import StoredImages
-from data.images.strings import Strings
-from data.user_cache import user_cache
+from ddp_hydra.data import demo_server
+from ddp_hydra.data.holdout import check, is_of
+from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
+from ddp_hydra.data.images.listing import kinds_of, known_size, list_images_once
+from ddp_hydra.data.images.stored import StoredImages
+from ddp_hydra.data.images.string_array import Strings
+from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Store
 
 
@@ -88,11 +88,11 @@ class S3ImageFolder(StoredImages):
                 f"endpoint_url is {endpoint_url!r}, and no bucket is given: type data.bucket=..., or leave "
                 "out data.endpoint_url to use the embedded digits"
             )
-        self.access.endpoint_url, self.access.region = digits_s3.acquire(), "us-east-1"
+        self.access.endpoint_url, self.access.region = demo_server.acquire(), "us-east-1"
         self._owns_server = True
         self._embedded_on = socket.gethostname()
-        self.access.credentials = digits_s3.CREDENTIALS
-        return self.access.bucket(digits_s3.BUCKET)
+        self.access.credentials = demo_server.CREDENTIALS
+        return self.access.bucket(demo_server.BUCKET)
 
     def _label(self, classes_from: str | None) -> None:
         """Number the classes, and give each image the number of its own."""
@@ -169,4 +169,4 @@ class S3ImageFolder(StoredImages):
         super().close()
         if self._owns_server:
             self._owns_server = False
-            digits_s3.release()
+            demo_server.release()

@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from data.shards.download import download, is_packed
-from data.shards.folder import ShardFolder, with_index
-from data.shards.index import Shard, shown
-from data.shards.look_ahead import LookAhead
-from data.shards.tar_members import TarMembers, checksum_of_some, load_members, read_members
-from data.user_cache import user_cache
+from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
+from ddp_hydra.data.shards.download import download, is_packed
+from ddp_hydra.data.shards.index import Shard, shown
+from ddp_hydra.data.shards.prefetch import LookAhead
+from ddp_hydra.data.shards.tar_index import TarMembers, checksum_of_some, load_members, read_members
+from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access
 
 GIB = 2**30
@@ -302,7 +302,7 @@ class ShardCache:
         if len(members) != shard.n_samples:
             raise ValueError(
                 f"{shown(shard.url)} holds {len(members):,} samples, and the index says {shard.n_samples:,}: write the "
-                "index anew, python -m data.shards index"
+                "index anew, python -m ddp_hydra.data.shards index"
             )
         return members
 

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from data.shards.download import download, is_packed
-from data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
-from data.shards.tar_members import TarMembers, read_members
+from ddp_hydra.data.shards.download import download, is_packed
+from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
+from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.storage import Access, Store
 
 MIB = 2**20
@@ -134,7 +134,11 @@ def _index(name: str | None, shards: list[dict[str, Any]], info: dict[str, Any])
 
 def _images(store: Store, prefix: str, source: str, say: Callable[[str], None]) -> list[tuple[str, int | None]]:
     """Return key and size of the images in class folders, sorted."""
-    from data.images.listing import kinds_of, known_size, list_images  # torch takes seconds that `index` need not spend
+    from ddp_hydra.data.images.listing import (  # torch takes seconds that `index` need not spend
+        kinds_of,
+        known_size,
+        list_images,
+    )
 
     found = list_images(store, prefix)
     others = f"skipped: {kinds_of(found.others)}"

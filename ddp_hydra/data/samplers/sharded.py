@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from ddp_hydra.data.samplers.base import Sampler
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.samplers.base import Sampler
 
 
 @dataclass(kw_only=True)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
-from data.images.batch_maker import BatchMaker
-from data.images.cache import Cache
-from data.images.decode import decode, read_jpeg_header
+from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
+from ddp_hydra.data.images.batch_loader import BatchMaker
+from ddp_hydra.data.images.cache import Cache
+from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.storage import Traffic
 from ddp_hydra.storage.counters import Tally
 from ddp_hydra.storage.retry import StaleCredentialsError

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from data.images.stored import StoredImages
-from data.images.strings import Strings
+from ddp_hydra.data.images.stored import StoredImages
+from ddp_hydra.data.images.string_array import Strings
 from ddp_hydra.storage import Access, Store
 
 

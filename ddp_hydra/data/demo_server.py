@@ -77,10 +77,10 @@ class _Server:
             )
         self._parent = os.getpid()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)
-        folder = str(Path(__file__).resolve().parents[1])
+        folder = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "data.digits_s3"],
+            [sys.executable, "-P", "-m", "ddp_hydra.data.demo_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

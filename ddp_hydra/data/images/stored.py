@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from data.images.image_set import ImageSet
+from ddp_hydra.data.images.dataset import ImageSet
 from ddp_hydra.storage import Access
 
 

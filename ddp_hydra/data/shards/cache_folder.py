@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from data.user_cache import private_folder
+from ddp_hydra.data.user_cache import private_folder
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
 """Only such files are ever removed, whatever else is in the folder."""

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from data.images.room import Room
+from ddp_hydra.data.images.memory_budget import Room
 
 if TYPE_CHECKING:
-    from data.images.image_set import ImageSet
+    from ddp_hydra.data.images.dataset import ImageSet
 
 
 class Batch:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from data.shards.index import Shard, shown
+from ddp_hydra.data.shards.index import Shard, shown
 from ddp_hydra.storage import Store
 from ddp_hydra.storage.retry import RangesIgnoredError
 

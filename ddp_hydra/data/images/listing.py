@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from data.images.decode import IMAGE_EXTENSIONS
-from data.images.strings import Strings
+from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
+from ddp_hydra.data.images.string_array import Strings
 from ddp_hydra.storage import Store
 
 _LARGEST = 2**32 - 1

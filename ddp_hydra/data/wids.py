@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from data.shards.cache import GIB, OpenShard, ShardCache
-from data.shards.decode import decode_field
-from data.shards.index import read_index, shown
+from ddp_hydra.data.shards.cache import GIB, OpenShard, ShardCache
+from ddp_hydra.data.shards.decode import decode_field
+from ddp_hydra.data.shards.index import read_index, shown
 from ddp_hydra.storage import Access
 
 Sample = dict[str, Any]

@@ -6,11 +6,11 @@ share it evenly. So a run that is stopped and goes on with another world size or
 off, and all ranks have equally many full batches.
 """
 
-from ddp_hydra.samplers.base import Sampler
-from ddp_hydra.samplers.distributed import Distributed
-from ddp_hydra.samplers.lanes import Chunked, Sharded
-from ddp_hydra.samplers.partition import Partition
-from ddp_hydra.samplers.repeated import Repeated
-from ddp_hydra.samplers.weighted import Weighted
+from ddp_hydra.data.samplers.base import Sampler
+from ddp_hydra.data.samplers.distributed import Distributed
+from ddp_hydra.data.samplers.partition import Partition
+from ddp_hydra.data.samplers.repeated import Repeated
+from ddp_hydra.data.samplers.sharded import Chunked, Sharded
+from ddp_hydra.data.samplers.weighted import Weighted
 
 __all__ = ["Chunked", "Distributed", "Partition", "Repeated", "Sampler", "Sharded", "Weighted"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.images.decode import IMAGE_EXTENSIONS, decode
+from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS, decode
 
 _PICKLES = (".pickle", ".pkl", ".pyd")
 _TAKE_BYTES = "take the bytes, WidsShards(..., decode=False)"

@@ -1,7 +1,7 @@
 """Commands that make tar shards out of an image folder, and the index of shards that exist.
 
-python -m data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME]
-python -m data.shards index TAR... --out index.json
+python -m ddp_hydra.data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME]
+python -m ddp_hydra.data.shards index TAR... --out index.json
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from data.shards.make import index_of, make
+from ddp_hydra.data.shards.write import index_of, make
 from ddp_hydra.storage import Access
 
 
@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0: done; 1: it could not be done, and why is on stderr.
     """
-    parser = argparse.ArgumentParser(prog="python -m data.shards", description="Tar shards, as data.index takes them.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_hydra.data.shards", description="Tar shards, as data.index takes them."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="write the images of a folder into shards, in random order")
     making.add_argument("source", metavar="SOURCE", help="folder or s3://bucket/prefix with <class>/<file> images")
@@ -44,10 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             index = index_of(given.tars, given.out, name=given.name, access=access, say=_say)
     except (ValueError, OSError) as error:
-        print(f"data.shards: {error}", file=sys.stderr)  # noqa: T201
+        print(f"ddp_hydra.data.shards: {error}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
-        print("data.shards: interrupted; there is no index yet", file=sys.stderr)  # noqa: T201
+        print("ddp_hydra.data.shards: interrupted; there is no index yet", file=sys.stderr)  # noqa: T201
         return 130
     total = sum(shard["nsamples"] for shard in index["shardlist"])
     _say(f"{total:,} samples in {len(index['shardlist']):,} shards")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_hydra.samplers.base import Sampler
+from ddp_hydra.data.samplers.base import Sampler
 
 
 @dataclass(kw_only=True)

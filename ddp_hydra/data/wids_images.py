@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from data.images.bad_samples import LostSamples
-from data.images.decode import IMAGE_EXTENSIONS
-from data.images.stored import StoredImages
-from data.wids_shards import WidsShards, field_of
+from ddp_hydra.data.images.bad_samples import LostSamples
+from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
+from ddp_hydra.data.images.stored import StoredImages
+from ddp_hydra.data.wids import WidsShards, field_of
 from ddp_hydra.storage.retry import StaleCredentialsError
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.images.colour import Jitter, Shade
-from data.images.decode import JpegHeader, decode_jpeg
-from data.images.opencv import cv2
+from ddp_hydra.data.images.color_jitter import Jitter, Shade
+from ddp_hydra.data.images.decode import JpegHeader, decode_jpeg
+from ddp_hydra.data.images.opencv import cv2
 
 
 @dataclass(frozen=True)
