@@ -19,7 +19,7 @@ from benchmarks.report import Figure, Goal
 from ddp_hydra import cluster
 from ddp_hydra.config import project
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.rank_host import relay
+from ddp_hydra.rank import task
 
 RANKS = (2, 32, 256)
 FROM = 32
@@ -51,7 +51,7 @@ def measure(repeats: int) -> Iterator[Figure]:
     packed = project.pack(commands.ROOT)
     dispatch: dict[int, list[Cost]] = {n: [] for n in RANKS}
     records: dict[int, list[Cost]] = {n: [] for n in RANKS}
-    with workers(max(RANKS)) as (client, scheduler), mock.patch.object(relay, "run_rank", scale_stub.run_rank):
+    with workers(max(RANKS)) as (client, scheduler), mock.patch.object(task, "run_rank", scale_stub.run_rank):
         run(client, scheduler, packed, max(RANKS), 1)  # everything once, before anything is measured
         for _ in range(repeats):
             for n in RANKS:
@@ -90,7 +90,7 @@ def figures(dispatch: dict[int, list[Cost]], records: dict[int, list[Cost]]) -> 
         }
         yield from more.values()
         yield report.ratio(f"{part}: {most} / {FROM} ranks", more[most], more[FROM], linear)
-        beats = [MANY * run / 1e6 / relay.BEAT_S for run in more[most].runs]
+        beats = [MANY * run / 1e6 / task.BEAT_S for run in more[most].runs]
         yield report.times(f"{part}: beats of {MANY} ranks keep busy", beats, unit="cores")
 
 

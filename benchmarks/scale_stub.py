@@ -9,8 +9,7 @@ import time
 import cloudpickle
 from distributed import get_worker
 
-from ddp_hydra import values
-from ddp_hydra.rank_host import launch_spec, mailbox, relay
+from ddp_hydra.rank import inbox, launch_spec, return_values, task
 from ddp_hydra.results import Record
 
 
@@ -21,9 +20,9 @@ def records(n: int) -> None:
 def run_rank(order: launch_spec.Order) -> None:
     """Stand in for `relay.run_rank`: come up, hear where to meet, send records one by one, end."""
     worker, rank = get_worker(), order.spec.rank
-    box = mailbox.box(order.gang, rank)
+    box = inbox.box(order.gang, rank)
     try:
-        relay.publish(worker, order, "up", {} if rank else {"rendezvous": ["127.0.0.1", 1]})
+        task.publish(worker, order, "up", {} if rank else {"rendezvous": ["127.0.0.1", 1]})
         while rank and not any("rendezvous" in message for message in box.take()):
             select.select([box], [], [], 1.0)
         _, (n,), _ = cloudpickle.loads(order.call)
@@ -31,7 +30,7 @@ def run_rank(order: launch_spec.Order) -> None:
             said = {"metrics": {"train/loss": 0.5, "lr": 0.1}, "epoch": 0, "samples": 32 * step}
             record = Record("metrics", said, rank, step, time.time(), order.attempt)
             worker.log_event(order.gang, record.encode())
-        value = base64.b64encode(values.encode(rank)).decode()
-        relay.publish(worker, order, "end", {"status": "ok", "value": value, "time_s": time.time()})
+        value = base64.b64encode(return_values.encode(rank)).decode()
+        task.publish(worker, order, "end", {"status": "ok", "value": value, "time_s": time.time()})
     finally:
-        mailbox.remove(order.gang, rank)
+        inbox.remove(order.gang, rank)

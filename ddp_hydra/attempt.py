@@ -19,10 +19,10 @@ from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
 from ddp_hydra.heartbeat import SAVE_S
-from ddp_hydra.outcome import explain
 from ddp_hydra.placement import ranges
-from ddp_hydra.rank_host import relay
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank import task
+from ddp_hydra.rank.failure import explain
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
 from ddp_hydra.roster import Roster
@@ -43,7 +43,7 @@ END_S = 5.0
 """How long ranks that were told to end are waited for."""
 REST_S = 30.0
 """How long the last records of a failed attempt may take: a checkpoint among them is worth it."""
-ACKNOWLEDGE_BYTES = relay.WINDOW_BYTES // 4
+ACKNOWLEDGE_BYTES = task.WINDOW_BYTES // 4
 
 
 class Attempt:
@@ -112,7 +112,7 @@ class Attempt:
             for spec in self.specs:
                 future = self.client.submit(
                     pickle.loads,
-                    pickle.dumps(relay.Sealed(self.gang.order(self.number, self.name, spec, call))),
+                    pickle.dumps(task.Sealed(self.gang.order(self.number, self.name, spec, call))),
                     key=f"{self.name}-rank-{spec.rank}",
                     workers=[spec.worker],
                     # Pinned to a dead worker, a task waits for ever; anywhere else it says at once that it is lost.
@@ -189,7 +189,7 @@ class Attempt:
     def suspects(self) -> list[int]:
         """Ranks that have missed a beat or two."""
         self.check_silence()
-        return self.vitals.overdue(self.roster.running, time.monotonic(), 2.5 * relay.BEAT_S)
+        return self.vitals.overdue(self.roster.running, time.monotonic(), 2.5 * task.BEAT_S)
 
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Handle events until all ranks have ended, or `enough`, or the time of `until` has come."""
@@ -336,7 +336,7 @@ class Attempt:
         """Have all ranks write their stacks into their logs, and name the one that holds up the others."""
         running, now, time_s, beats = self.roster.running, time.monotonic(), time.time(), dict(self.vitals.beats)
         self.crew.tell({rank: {"stacks": True} for rank in running})
-        until = now + 2 * relay.STACK_S + CALL_S
+        until = now + 2 * task.STACK_S + CALL_S
         self.drain(until, enough=lambda: self.stacks.keys() >= set(self.roster.running))
         self.vitals.beats = beats  # a suspended rank had to be woken for its stack, and went on
         waiting = [rank for rank in running if waits(self.stacks.get(rank, ""))]

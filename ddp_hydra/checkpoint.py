@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_hydra import faults, heartbeat, results
+from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.finite import not_finite
+from ddp_hydra.rank import fault_injection
 
 FORMAT = 1
 
@@ -249,7 +250,7 @@ class Ticking:
         heartbeat.tick()
         try:
             if self.file.tell():
-                faults.write(self.step)
+                fault_injection.write(self.step)
             return self.file.write(data)
         except Exception as error:
             self.error = self.error or error

@@ -106,10 +106,10 @@ def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.
     manager.check()
     if is_local(cfg):
         # Importing torch takes longer than starting workers, so it begins first, beside them.
-        from ddp_hydra.rank_host import warm
+        from ddp_hydra.rank import fork_client
 
-        warm.hold()
-        stack.callback(warm.release)
+        fork_client.hold()
+        stack.callback(fork_client.release)
     load()
     stack.enter_context(dask.config.set(QUIET))
     stack.enter_context(without_broadcasts())

@@ -11,10 +11,10 @@ from typing import Any
 
 from distributed import Client
 
-from ddp_hydra import heartbeat, transfer, values
+from ddp_hydra import heartbeat, transfer
 from ddp_hydra.errors import RecordError
-from ddp_hydra.rank_host import mailbox, spool
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank import inbox, outbox, return_values
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
 CALL_S = 2.0
@@ -65,14 +65,14 @@ class Crew:
         """
         self.tell({rank: {"stop": True, "patiently": patiently} for rank in ranks})
 
-    def tell(self, letters: Mapping[int, mailbox.Message]) -> None:
+    def tell(self, letters: Mapping[int, inbox.Message]) -> None:
         """Leave messages for ranks, on all their workers at once."""
         by_worker = {self.specs[rank].worker: (rank, dict(message)) for rank, message in letters.items()}
-        self.call(list(by_worker), mailbox.deliver, self.name, by_worker)
+        self.call(list(by_worker), inbox.deliver, self.name, by_worker)
 
     def clear(self) -> None:
         """Empty the spools."""
-        self.call(list(self.folders), spool.clear, self.name)
+        self.call(list(self.folders), outbox.clear, self.name)
 
     def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> None:
         """Run a short function on workers. One that is gone is not waited for: Dask would try for half a minute."""
@@ -86,7 +86,7 @@ class Crew:
         """Bring a spooled file home; that it is gone there lets the rank know."""
         spec = self.specs[record.rank]
         folder = self.folders[spec.worker]
-        if spec.worker in self.lost and not spool.path(folder, self.name, spec.rank).is_dir():
+        if spec.worker in self.lost and not outbox.path(folder, self.name, spec.rank).is_dir():
             raise OSError(f"its worker {spec.worker} is lost")
         is_lost = lambda: spec.worker in self.lost  # noqa: E731
         transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost)
@@ -107,12 +107,12 @@ class Crew:
         """
         try:
             if "value" in record.data:
-                return values.decode(base64.b64decode(record.data["value"]))
+                return return_values.decode(base64.b64decode(record.data["value"]))
             with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
                 path, file = Path(folder) / "value", record.data["value_file"]
                 self.fetch(record, path, file)
                 transfer.verify(path, file["size"], file["sha256"])
-                return values.decode(path.read_bytes())
+                return return_values.decode(path.read_bytes())
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"what rank {record.rank} returned cannot be read ({error!r:.200})") from None
 

@@ -28,9 +28,9 @@ from ddp_hydra.call import Call, show
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, RankFailed
-from ddp_hydra.outcome import explain
-from ddp_hydra.rank_host import launch_spec
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank import launch_spec
+from ddp_hydra.rank.failure import explain
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.reservation import Reservation
 from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record

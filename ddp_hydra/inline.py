@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra import faults, heartbeat, results
+from ddp_hydra import heartbeat, results
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed
-from ddp_hydra.outcome import explain, root_cause
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.failure import explain, root_cause
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
 if TYPE_CHECKING:
@@ -96,14 +97,14 @@ def run(
     """
     import cloudpickle
 
-    from ddp_hydra import rank
+    from ddp_hydra.rank import process
 
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
         if threads or spec is not ALONE:
-            rank.set_threads(threads, spec.local_world_size)
+            process.set_threads(threads, spec.local_world_size)
         results.connect(DirectSender(on_record, Path(folder)), spec.rank, attempt, retry_s)
         interrupts = FinishHere(notice) if spec is ALONE else FinishThere(notice)
-        faults.arm(spec.rank, 0, {})
+        fault_injection.arm(spec.rank, 0, {})
         heartbeat.connect(None)
         try:
             with interrupts.caught():
@@ -111,28 +112,27 @@ def run(
                 mine = fingerprints(args) if spec.world_size > 1 else {}
                 kwargs, wanted = agree(store, spec, kwargs, mine)
                 call = cloudpickle.dumps((fn, args, kwargs))
-                with told(store, spec), rank.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
+                with told(store, spec), process.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
                     check_same(mine, wanted, spec)
-                    return [rank.perform(call)]
+                    return [process.perform(call)]
         except Exception:
             heartbeat.await_saved()
             raise
         finally:
             results.connect(None)
             heartbeat.connect(None)
-            rank.leave_process_group()
+            process.leave_process_group()
 
 
 def meet_nobody(timeout_s: float) -> Store:
     """The store of a rank that is alone."""
-    from ddp_hydra import rank
-    from ddp_hydra.rank_host import rendezvous
+    from ddp_hydra.rank import process, rendezvous
 
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
     os.environ.update(names)
     listener = rendezvous.bind("127.0.0.1")
     port = listener.getsockname()[1]
-    return rank.meet(0, "127.0.0.1", port, timeout_s, listener.detach())
+    return process.meet(0, "127.0.0.1", port, timeout_s, listener.detach())
 
 
 def meet_launched(spec: RankSpec, timeout_s: float, wait_timeout_s: float | None = None) -> Store:
@@ -146,7 +146,7 @@ def meet_launched(spec: RankSpec, timeout_s: float, wait_timeout_s: float | None
     from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
 
-    from ddp_hydra.rank_host import environment
+    from ddp_hydra.rank import environment
 
     os.environ.update(environment.own_gpu_first(os.environ, spec.local_rank))
     wait_s = timeout_s if wait_timeout_s is None else wait_timeout_s
@@ -223,14 +223,14 @@ def told(store: Store, spec: RankSpec) -> Iterator[None]:
     Raises:
         RankFailed: on rank 0, with the cause; on the others, in a line, for rank 0 tells the rest.
     """
-    from ddp_hydra import rank
+    from ddp_hydra.rank import process
 
     try:
         yield
     except Exception as error:
         if spec.world_size == 1:
             raise
-        end = {**rank.describe(error), "time_s": time.time()}
+        end = {**process.describe(error), "time_s": time.time()}
         mine = Failure.from_end(end, spec.rank, spec.host, 0)
         assert mine is not None
         others: list[Failure] = []

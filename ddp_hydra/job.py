@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, faults, inline, launched, resize
+from ddp_hydra import bound, cluster, inline, launched, resize
 from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.config import checkpoint_config, project, targets, unknown_keys
 from ddp_hydra.config import schema as configs
@@ -34,7 +34,8 @@ from ddp_hydra.errors import (
     RunFailed,
 )
 from ddp_hydra.heartbeat import REASONS
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
 from ddp_hydra.resize import Batch, share_out
 from ddp_hydra.results import Record, finite
@@ -149,7 +150,7 @@ def check(cfg: DictConfig) -> None:
     """Refuse what no job can mean."""
     unknown_keys.check(cfg)
     configs.check(cfg)
-    faults.parse(cfg.faults)
+    fault_injection.parse(cfg.faults)
 
 
 def read_value(value: Any) -> dict[str, Any]:
@@ -285,7 +286,7 @@ class Job:
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
         writers += self.guest.writers if self.guest else ()
-        wanted = faults.parse(self.cfg.faults)
+        wanted = fault_injection.parse(self.cfg.faults)
         if wanted:
             writers.insert(0, RehearsalWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
         with ResultsHandler(writers, **settings) as handler:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from ddp_hydra.errors import ClusterError, ConfigError
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank.spec import RankSpec
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")

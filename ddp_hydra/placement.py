@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank.spec import RankSpec
 
 
 def plan(workers: Mapping[str, str]) -> list[RankSpec]:

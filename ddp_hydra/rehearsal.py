@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ddp_hydra.faults import ON_CLIENT, Fault
+from ddp_hydra.rank.fault_injection import ON_CLIENT, Fault
 from ddp_hydra.results import Record
 from ddp_hydra.storage.manifest import FOLDER
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from ddp_hydra.errors import Failure, JobFailed, RankFailed
-from ddp_hydra.outcome import explain, root_cause
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank.failure import explain, root_cause
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.vitals import Vitals
 

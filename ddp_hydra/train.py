@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import build, faults, heartbeat, results
+from ddp_hydra import build, heartbeat, results
 from ddp_hydra.agreement import Agreement, Finish
 from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
 from ddp_hydra.config import checkpoint_config, objective
@@ -25,6 +25,7 @@ from ddp_hydra.insight.profile import Profile
 from ddp_hydra.insight.stragglers import Stragglers
 from ddp_hydra.metrics import Count, Meter, count, means
 from ddp_hydra.nonfinite import NonFinite
+from ddp_hydra.rank import fault_injection
 from ddp_hydra.stopwatch import Stopwatch
 from ddp_hydra.training import precision, resumed, selection, weights
 from ddp_hydra.training.early_stop import EarlyStop
@@ -49,7 +50,7 @@ def train(
         stopped before its end, or "".
     """
     cfg = OmegaConf.create(dict(config))
-    fault, finish = faults.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
+    fault, finish = fault_injection.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     seed_others(cfg.seed)  # all ranks split a data set alike
     with build.datasets(cfg) as (train_set, val_set):
@@ -66,7 +67,7 @@ def fit(
     train_set: Any,
     val_set: Any,
     files: Mapping[str, Path],
-    fault: faults.Armed,
+    fault: fault_injection.Armed,
     finish: Finish,
     kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from distributed import Client
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.rank_host import spool
+from ddp_hydra.rank import outbox
 
 PIECE_S = 15.0
 """How long one piece of a file may take."""
@@ -44,14 +44,14 @@ def fetch(
         is_lost: whether the worker is given up meanwhile.
     """
     name = Path(file["source"]).name
-    if not _take_local(spool.path(local_directory, gang, rank) / name, file["size"], target):
+    if not _take_local(outbox.path(local_directory, gang, rank) / name, file["size"], target):
         with target.open("wb") as out:
             while out.tell() < file["size"]:
-                piece = call(client, worker, spool.read, gang, rank, name, out.tell(), is_lost=is_lost)
+                piece = call(client, worker, outbox.read, gang, rank, name, out.tell(), is_lost=is_lost)
                 if not piece:
                     break
                 out.write(piece)
-        call(client, worker, spool.remove, gang, rank, name, is_lost=is_lost)
+        call(client, worker, outbox.remove, gang, rank, name, is_lost=is_lost)
 
 
 def drop(
@@ -64,11 +64,11 @@ def drop(
     is_lost: Callable[[], bool] = lambda: False,
 ) -> None:
     """Remove a spooled file; the arguments are those of `fetch`."""
-    source = spool.path(local_directory, gang, rank) / Path(str(file["source"])).name
+    source = outbox.path(local_directory, gang, rank) / Path(str(file["source"])).name
     if _is_here(source, file.get("size")):
         source.unlink(missing_ok=True)
     else:
-        call(client, worker, spool.remove, gang, rank, source.name, is_lost=is_lost)
+        call(client, worker, outbox.remove, gang, rank, source.name, is_lost=is_lost)
 
 
 def call(
@@ -121,13 +121,13 @@ def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str
         source: the file here.
     """
     found = source.stat()
-    if call(client, worker, spool.is_same_file, str(source), found.st_size, found.st_mtime_ns):
+    if call(client, worker, outbox.is_same_file, str(source), found.st_size, found.st_mtime_ns):
         return str(source)
     path = ""
     with source.open("rb") as file:
         while not path or file.tell() < os.fstat(file.fileno()).st_size:
-            piece = file.read(spool.CHUNK_BYTES)
-            path = call(client, worker, spool.write, gang, rank, source.name, piece, not path)
+            piece = file.read(outbox.CHUNK_BYTES)
+            path = call(client, worker, outbox.write, gang, rank, source.name, piece, not path)
     return path
 
 

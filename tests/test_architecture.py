@@ -71,7 +71,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def part(module: str) -> str:
-    """`ddp_hydra.rank_host.relay` -> `rank_host`."""
+    """`ddp_hydra.rank.task` -> `rank_host`."""
     return [*module.split("."), ""][1]
 
 
@@ -145,7 +145,7 @@ TORCH_FREE = sorted(
 
 @pytest.mark.integration
 def test_the_client_side_imports_no_torch():
-    assert {"ddp_hydra.cli", "ddp_hydra.rank_host.relay", "ddp_hydra.writers.tensorboard"} <= set(TORCH_FREE)
+    assert {"ddp_hydra.cli", "ddp_hydra.rank.task", "ddp_hydra.writers.tensorboard"} <= set(TORCH_FREE)
     script = (
         "import importlib, json, sys\n"
         "guilty = None\n"

@@ -23,7 +23,7 @@ from ddp_hydra.config import schema as configs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain as harmless
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
-from ddp_hydra.rank_host import spool
+from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
 from ddp_hydra.shared import start, voice
 from ddp_hydra.shared.order import Order
@@ -139,7 +139,7 @@ def begun(
             driver = _begin(client, worker, order)
         except DdpHydraError:
             with contextlib.suppress(OSError):
-                transfer.call(client, worker, spool.clear, name)
+                transfer.call(client, worker, outbox.clear, name)
             raise
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / results_root.POINTER).write_text(url + "\n")

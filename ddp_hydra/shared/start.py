@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_hydra
-from ddp_hydra.rank_host.warm import without_dasks_limits
+from ddp_hydra.rank.fork_client import without_dasks_limits
 from ddp_hydra.shared.order import Order, Place
 
 SAID_BYTES = 2000

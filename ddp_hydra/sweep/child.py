@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.console.signals import SIGNALS
-from ddp_hydra.processes import die_with_parent, kill_group
+from ddp_hydra.rank.processes import die_with_parent, kill_group
 
 KILL_S = 5.0
 """How long a process that was told to end may take."""

@@ -231,7 +231,7 @@ def own_need(ranks: int | None, config: Any) -> Need:
             "threads_per_worker": 1,
             "host": "127.0.0.1",
             "dashboard_address": "127.0.0.1:0",
-            "preload": "ddp_hydra.rank_host.preload",
+            "preload": "ddp_hydra.rank.dask_preload",
             **settings,
         }
     return Need(OmegaConf.to_yaml(OmegaConf.create(settings), sort_keys=True), ranks)

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hydra import attempt as module
-from ddp_hydra import placement, transfer, values
+from ddp_hydra import placement, transfer
 from ddp_hydra.attempt import Attempt
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
-from ddp_hydra.rank_host import mailbox
+from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.results import Record
 
-OK = base64.b64encode(values.encode("done")).decode()
+OK = base64.b64encode(return_values.encode("done")).decode()
 
 
 def end(rank: int, status: str = "ok", **more: Any) -> Record:
@@ -70,7 +70,7 @@ class Client:
 
     def _run(self, function: Any, *args: Any, workers: list[str], on_error: str) -> None:
         assert on_error == "ignore"
-        if function is not mailbox.deliver:
+        if function is not inbox.deliver:
             return
         gang, letters = args
         for worker in workers:

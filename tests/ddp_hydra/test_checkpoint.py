@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra import faults, heartbeat, schedules
+from ddp_hydra import heartbeat, schedules
 from ddp_hydra.checkpoint import Position, Saver, State, Ticking, load_weights, read, read_on_all_ranks, write
 from ddp_hydra.errors import CheckpointError
+from ddp_hydra.rank import fault_injection
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
@@ -248,9 +249,9 @@ def test_a_saver_writes_what_the_run_was_when_asked(sent):
 def board() -> Iterator[heartbeat.Board]:
     """The board of this process, without faults that strike it."""
     heartbeat.connect(None)
-    faults.arm(0, 0, {})
+    fault_injection.arm(0, 0, {})
     yield heartbeat.here()
-    faults.arm(0, 0, {})
+    fault_injection.arm(0, 0, {})
     heartbeat.connect(None)
 
 
@@ -265,7 +266,7 @@ def test_writing_a_checkpoint_gives_signs_of_life_and_stays_in_its_place(board, 
 
 
 def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(board, tmp_path):
-    faults.wait(["raise,step=2,at=write"])
+    fault_injection.wait(["raise,step=2,at=write"])
     write(state().capture(), tmp_path / "whole.pt", step=1)
     with pytest.raises(RuntimeError, match="on purpose"):
         write(state().capture(), tmp_path / "half.pt", step=2)

@@ -224,7 +224,7 @@ def test_local_cuda_gets_its_arguments(gpus, given, workers):
     with chosen.open() as opened:
         native = opened.given
     assert (chosen.expected, native["n_workers"]) == (workers, workers)
-    assert native["preload"] == ["ddp_hydra.rank_host.preload"]
+    assert native["preload"] == ["ddp_hydra.rank.dask_preload"]
     assert type(native["preload"]) is list  # dask-cuda adds its own to it
     assert native["host"] == "127.0.0.1"
     assert isinstance(chosen, LocalCuda)

@@ -14,7 +14,7 @@ from ddp_hydra.config.schema import Config
 from ddp_hydra.driver import Driver, _of_client
 from ddp_hydra.errors import ClusterError, SchedulerLost
 from ddp_hydra.job import Job
-from ddp_hydra.rank_host import spool
+from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
 from ddp_hydra.shared.fence import Fenced
 from ddp_hydra.shared.keeper import is_over
@@ -53,7 +53,7 @@ def test_its_config_is_that_of_a_job_that_is_typed_there(driver, order):
 
 
 def test_a_checkpoint_that_was_sent_moves_in(driver, order, tmp_path):
-    sent = spool.path(str(tmp_path / "worker"), order.name, 0, "in") / "step-000005.pt"
+    sent = outbox.path(str(tmp_path / "worker"), order.name, 0, "in") / "step-000005.pt"
     sent.parent.mkdir(parents=True)
     sent.write_bytes(b"weights")
     driver.order = replace(order, resume=str(sent))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import faults, heartbeat
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.faults import KINDS, ON_CLIENT, PLACES, Armed, Fault
+from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.fault_injection import KINDS, ON_CLIENT, PLACES, Armed, Fault
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def disarmed() -> Iterator[None]:
     """No fault strikes the tests that follow."""
     heartbeat.connect(None)
     yield
-    faults.arm(0, 0, {})
+    fault_injection.arm(0, 0, {})
     heartbeat.connect(None)
 
 
@@ -31,7 +32,7 @@ def killed(monkeypatch) -> list[tuple[int, int]]:
 
 
 def armed(*texts, rank=1, attempt=0, **pids) -> Armed:
-    return Armed(rank, attempt, pids, faults.parse(texts))
+    return Armed(rank, attempt, pids, fault_injection.parse(texts))
 
 
 # -- what can be written -----------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def test_any_text_is_a_fault_or_refused(text):
 )
 def test_what_is_written_is_what_is_read(kind, rank, step, at, attempt):
     text = f"{kind},rank={rank},step={step},at={at},attempt={attempt}"
-    assert faults.parse([text]) == [Fault(kind, rank, step, at, attempt)]
+    assert fault_injection.parse([text]) == [Fault(kind, rank, step, at, attempt)]
 
 
 # -- when they strike --------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_other_faults_do_what_they_say(monkeypatch):
         armed("raise,rank=1")("forward", 1)
     did = []
     monkeypatch.setattr(os, "_exit", did.append)
-    monkeypatch.setattr(faults, "_sleep", did.append)
+    monkeypatch.setattr(fault_injection, "_sleep", did.append)
     for text in ("exit,rank=1", "slow,rank=1,seconds=0.5", "hang,rank=1"):
         armed(text)("forward", 1)
     assert did == [3, 0.5, 1e9]
@@ -162,7 +163,7 @@ def test_other_faults_do_what_they_say(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.001])
 def test_a_short_sleep_ends(seconds):
-    faults._sleep(seconds)
+    fault_injection._sleep(seconds)
 
 
 def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
@@ -178,8 +179,8 @@ def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
 
 
 def test_faults_wait_at_the_phases_of_a_process(capfd):
-    faults.arm(1, 2, {})
-    assert faults.wait(["raise,rank=1,step=3,attempt=2", "nan,rank=1,step=1,attempt=2"]).spoils(1)
+    fault_injection.arm(1, 2, {})
+    assert fault_injection.wait(["raise,rank=1,step=3,attempt=2", "nan,rank=1,step=1,attempt=2"]).spoils(1)
     heartbeat.at("forward", 2)
     heartbeat.at("load", 3)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -189,29 +190,29 @@ def test_faults_wait_at_the_phases_of_a_process(capfd):
 
 
 def test_a_checkpoint_has_a_place_of_its_own():
-    faults.write(1)
-    faults.arm(0, 0, {})
-    faults.wait(["raise,step=4,at=write"])
+    fault_injection.write(1)
+    fault_injection.arm(0, 0, {})
+    fault_injection.wait(["raise,step=4,at=write"])
     heartbeat.at("save", 4)
-    faults.write(3)
+    fault_injection.write(3)
     with pytest.raises(RuntimeError, match="on purpose"):
-        faults.write(4)
+        fault_injection.write(4)
 
 
 def test_without_faults_nothing_listens():
-    faults.arm(0, 0, {})
-    faults.wait([])
+    fault_injection.arm(0, 0, {})
+    fault_injection.wait([])
     assert heartbeat._hooks == []
 
 
 def test_a_fault_that_is_none_is_found_before_anything_is_armed():
     with pytest.raises(ConfigError):
-        faults.wait(["kill", "lunch"])
+        fault_injection.wait(["kill", "lunch"])
     heartbeat.at("forward", 1)
 
 
 def test_segv_is_a_read_of_address_zero(monkeypatch):
     read = []
-    monkeypatch.setattr(faults.ctypes, "string_at", read.append)
+    monkeypatch.setattr(fault_injection.ctypes, "string_at", read.append)
     armed("segv,rank=1")("forward", 1)
     assert read == [0]

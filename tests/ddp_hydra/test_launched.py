@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra import inline, launched
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank.spec import RankSpec
 
 TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.launched.Torchrun"})
 LOCAL = OmegaConf.create({"_target_": "distributed.LocalCluster"})

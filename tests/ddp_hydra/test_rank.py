@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import heartbeat, rank
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import process
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -20,10 +21,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def test_groups_made_beside_the_main_one_have_its_timeout():
     usual = distributed_c10d.default_pg_timeout
-    with rank.process_group(dist.HashStore(), 0, 1, "gloo", timeout_s=77.0):
+    with process.process_group(dist.HashStore(), 0, 1, "gloo", timeout_s=77.0):
         assert timeout_of(dist.new_group()) == timedelta(seconds=77)
         assert timeout_of(dist.new_group(backend="gloo", timeout=timedelta(seconds=5))) == timedelta(seconds=5)
-    with rank.process_group(dist.HashStore(), 0, 1, timeout_s=77.0, init=False):  # a script makes it
+    with process.process_group(dist.HashStore(), 0, 1, timeout_s=77.0, init=False):  # a script makes it
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert timeout_of(dist.group.WORLD) == timedelta(seconds=77)
     assert distributed_c10d.default_pg_timeout == usual
@@ -38,11 +39,11 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
             (tmp_path / "1").unlink()
 
     waited = []
-    monkeypatch.setattr(rank.time, "sleep", wait)
+    monkeypatch.setattr(process.time, "sleep", wait)
     heartbeat.connect(None)
-    for number in range(rank.MAX_SPOOLED):
+    for number in range(process.MAX_SPOOLED):
         (tmp_path / str(number)).touch()
-    assert rank.PipeSender(None, tmp_path).spool == tmp_path
+    assert process.PipeSender(None, tmp_path).spool == tmp_path
     assert (len(waited), heartbeat.here().ticks) == (100, 2)
     heartbeat.connect(None)
 
@@ -52,24 +53,24 @@ def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for number, uuid in enumerate(("a", "b", None)):
-        monkeypatch.setattr(rank, "gpu_uuid", lambda uuid=uuid: uuid)
-        rank.claim_gpu(store, number, 4)
-    monkeypatch.setattr(rank, "gpu_uuid", lambda: "a")
+        monkeypatch.setattr(process, "gpu_uuid", lambda uuid=uuid: uuid)
+        process.claim_gpu(store, number, 4)
+    monkeypatch.setattr(process, "gpu_uuid", lambda: "a")
     said = "rank 3 .* has the same GPU as another rank .a.*2 ranks that see 1 GPU.*ranks=1.*backend=gloo.*device=cpu"
     with pytest.raises(ConfigError, match=said):
-        rank.claim_gpu(store, 3, 4)
-    rank.claim_gpu(store, 0, 1)
-    assert rank.describe(ConfigError("x"))["mistake"]  # so it is not tried again
+        process.claim_gpu(store, 3, 4)
+    process.claim_gpu(store, 0, 1)
+    assert process.describe(ConfigError("x"))["mistake"]  # so it is not tried again
 
 
 def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch):
     asked = []
-    monkeypatch.setattr(rank, "claim_gpu", lambda store, number, world_size: asked.append(number))
+    monkeypatch.setattr(process, "claim_gpu", lambda store, number, world_size: asked.append(number))
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for backend in ("gloo", "auto", "nccl"):
-        with rank.process_group(dist.HashStore(), 0, 1, backend):
+        with process.process_group(dist.HashStore(), 0, 1, backend):
             pass
     assert asked == [0, 0]
 
@@ -80,9 +81,9 @@ class Mute(Exception):
 
 
 def test_what_was_raised_is_told_within_bounds_also_by_an_error_that_cannot_say_what_it_is():
-    end = rank.describe(ValueError("x" * 10_000_000))
+    end = process.describe(ValueError("x" * 10_000_000))
     assert end["message"].startswith("ValueError: xxx")
     assert len(json.dumps(end)) < 100_000
-    assert len(json.dumps(rank.describe(SystemExit("x" * 10_000_000)))) < 100_000
-    assert rank.describe(Mute())["message"] == "Mute: (its message can't be told: Mute.__str__ raised KeyError)"
-    assert rank.describe(KeyError())["message"] == "KeyError"
+    assert len(json.dumps(process.describe(SystemExit("x" * 10_000_000)))) < 100_000
+    assert process.describe(Mute())["message"] == "Mute: (its message can't be told: Mute.__str__ raised KeyError)"
+    assert process.describe(KeyError())["message"] == "KeyError"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra import faults
+from ddp_hydra.rank import fault_injection
 from ddp_hydra.rehearsal import RehearsalWriter, damage
 from ddp_hydra.results import Record
 
@@ -22,7 +22,7 @@ def rehearse(tmp_path):
     ended = []
 
     def make(*texts: str) -> RehearsalWriter:
-        writer = RehearsalWriter(faults.parse(texts), tmp_path, lambda: ended.append("scheduler"))
+        writer = RehearsalWriter(fault_injection.parse(texts), tmp_path, lambda: ended.append("scheduler"))
         writer.ended = ended
         return writer
 

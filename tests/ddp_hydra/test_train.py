@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from ddp_hydra import faults, heartbeat, results
+from ddp_hydra import heartbeat, results
 from ddp_hydra.agreement import Finish
 from ddp_hydra.checkpoint import read
 from ddp_hydra.config.schema import TrainerConfig
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
+from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
 from ddp_hydra.train import fit, seed_step
 from ddp_hydra.training.inspection import Inspection
@@ -96,7 +97,7 @@ def group() -> Iterator[None]:
     yield
     dist.destroy_process_group()
     results.connect(None)
-    faults.arm(0, 0, {})
+    fault_injection.arm(0, 0, {})
     heartbeat.connect(None)
 
 
@@ -119,8 +120,8 @@ def train(group, tmp_path):
         if stop_at is not None:
             heartbeat.on_phase(lambda *place: board.ask_to_finish(1) if place == stop_at else None)
         results.connect(DirectSender(made.records.append, made.folder))
-        faults.arm(0, 0, {})
-        armed = faults.wait(fault)
+        fault_injection.arm(0, 0, {})
+        armed = fault_injection.wait(fault)
         cfg = OmegaConf.merge(config(**trainer), parts or {})
         finish = Finish(cfg.trainer.time_limit_s)
         given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}

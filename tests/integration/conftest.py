@@ -26,7 +26,7 @@ from distributed import Client, LocalCluster
 
 from ddp_hydra.clusters.connection import QUIET
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.rank_host import warm
+from ddp_hydra.rank import fork_client
 from ddp_hydra.results import Record
 from tests.data.conftest import png, s3  # noqa: F401 (fixtures)
 
@@ -70,12 +70,12 @@ def warm_server(private_folders) -> Iterator[psutil.Process]:
             if name.startswith(("AWS_", "DASK_", "HYDRA_", "DDP_HYDRA_")) or name.lower().endswith("_proxy"):
                 patch.delenv(name)
         patch.setenv("PYTHONPATH", str(ROOT))
-        warm.release()
-        warm.hold()
-        address = str(warm.socket_path())
+        fork_client.release()
+        fork_client.hold()
+        address = str(fork_client.socket_path())
         server = wait_for(lambda: _listener_on(address), 30, "a warm server that listens")
         yield server
-        warm.release()
+        fork_client.release()
         wait_for(lambda: not alive(server.pid), 20, "the end of the warm server, which nobody needs any more")
         assert not Path(address).exists()
 

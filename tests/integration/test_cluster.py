@@ -17,7 +17,7 @@ from ddp_hydra.clusters import lease
 from ddp_hydra.clusters.waiting import wait_for_workers
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.inline import variables_restored
-from ddp_hydra.rank_host import warm
+from ddp_hydra.rank import fork_client
 from ddp_hydra.reservation import Reservation
 from ddp_hydra.shipped import Shipped
 from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
@@ -55,7 +55,7 @@ def test_a_class_without_n_workers_is_scaled_and_its_own_arguments_arrive():
 
 
 def test_a_local_cluster_has_credentials_of_its_own_where_they_are_wanted(warm_server, monkeypatch):
-    monkeypatch.setattr(warm, "release", lambda: None)  # it is for all of these tests
+    monkeypatch.setattr(fork_client, "release", lambda: None)  # it is for all of these tests
     local = OmegaConf.load(ROOT / "conf" / "cluster" / "local.yaml")
     with cluster.connect(OmegaConf.merge(local, {"security": True, "n_workers": 1, "preload": None})) as client:
         assert client.scheduler.address.startswith("tls://127.0.0.1:")

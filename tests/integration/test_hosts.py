@@ -27,7 +27,7 @@ from ddp_hydra import dispatch, job, results
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
-from ddp_hydra.rank_host.spool import CHUNK_BYTES
+from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.writers import ResultsHandler, default_writers
 from tests.integration import hosts as machines
 from tests.integration.hosts import ROOT, Hosts, ip, needs_hosts

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ddp_hydra import results
 from ddp_hydra.errors import RankFailed, RecordError
-from ddp_hydra.rank_host.relay import WINDOW_BYTES
-from ddp_hydra.rank_host.spool import CHUNK_BYTES
+from ddp_hydra.rank.outbox import CHUNK_BYTES
+from ddp_hydra.rank.task import WINDOW_BYTES
 from ddp_hydra.writers import ResultsHandler, default_writers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ddp_hydra.rank_host import environment, leases, warm
+from ddp_hydra.rank import device_leases, environment, fork_client
 
 FOUR = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 CORES = range(8)
@@ -23,7 +23,7 @@ def taken():
 @pytest.fixture
 def take(taken):
     def of_gang(gang, local_rank, ranks, seen=FOUR, cores=CORES):
-        return taken.enter_context(leases.take(gang, ranks, list(cores), seen, local_rank))
+        return taken.enter_context(device_leases.take(gang, ranks, list(cores), seen, local_rank))
 
     return of_gang
 
@@ -69,16 +69,16 @@ def test_threads_are_shared_among_all_ranks_that_have_the_same_cores(take, monke
 
 def test_what_was_given_back_is_free_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with leases.take("one", 1, list(CORES), FOUR, 0):
-        assert list(warm.runtime_folder().glob("*.lease"))
-    with leases.take("two", 1, list(CORES), FOUR, 0) as share:
-        assert share == leases.Share(0, 0, 0)
-    assert not warm.runtime_folder().exists()
+    with device_leases.take("one", 1, list(CORES), FOUR, 0):
+        assert list(fork_client.runtime_folder().glob("*.lease"))
+    with device_leases.take("two", 1, list(CORES), FOUR, 0) as share:
+        assert share == device_leases.Share(0, 0, 0)
+    assert not fork_client.runtime_folder().exists()
 
 
 HOLDER = """
 import os
-from ddp_hydra.rank_host import leases
+from ddp_hydra.rank import leases
 with leases.take("dead", 1, [0], ["GPU-a"], 0):
     print("taken", flush=True)
     os.read(0, 1)

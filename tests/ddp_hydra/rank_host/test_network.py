@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.rank_host import network, rendezvous
+from ddp_hydra.rank import network, rendezvous
 
 
 def test_the_loopback_carries_its_address():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.rank_host import server as module
-from ddp_hydra.rank_host.server import Server
+from ddp_hydra.rank import fork_server as module
+from ddp_hydra.rank.fork_server import Server
 
 NOBODY = b'{"signal": 0}\n'
 

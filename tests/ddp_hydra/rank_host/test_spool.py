@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank_host import spool
+from ddp_hydra.rank import outbox
 
 NOBODY = 65534
 
@@ -30,7 +30,7 @@ def worker(tmp_path) -> SimpleNamespace:
 
 
 def test_what_ranks_import_and_read_is_closed_to_other_users(worker):
-    spool.folder(worker, "gang", 0)
+    outbox.folder(worker, "gang", 0)
     assert mode(Path(worker.local_directory)) == 0o700
     assert mode(Path(worker.local_directory).parent) == 0o1777  # their workers may have folders there, as in /tmp
 
@@ -44,10 +44,10 @@ def test_a_folder_that_somebody_else_has_made_is_refused_with_what_to_give(worke
     os.chown(other, NOBODY, NOBODY)
     said = f"{other} belongs to user id {NOBODY}, not 0.* Give .*DASK_TEMPORARY_DIRECTORY"
     with pytest.raises(ConfigError, match=said):
-        spool.folder(worker, "gang", 0)
+        outbox.folder(worker, "gang", 0)
     for act in (
-        lambda: spool.write("gang", 0, "file", b"", True, worker),
-        lambda: spool.read("gang", 0, "file", 0, worker),
+        lambda: outbox.write("gang", 0, "file", b"", True, worker),
+        lambda: outbox.read("gang", 0, "file", 0, worker),
     ):
         with pytest.raises(ConfigError):
             act()
@@ -56,11 +56,11 @@ def test_a_folder_that_somebody_else_has_made_is_refused_with_what_to_give(worke
 @pytest.mark.skipif(os.getuid() == 0, reason="everything is root's")
 def test_a_scratch_folder_of_somebody_else_is_refused_also_where_it_is_roots():
     with pytest.raises(ConfigError):
-        spool.secure("/usr")
+        outbox.secure("/usr")
 
 
 def test_a_link_is_judged_by_where_it_leads(worker, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(worker.local_directory)
-    spool.secure(str(link))
+    outbox.secure(str(link))
     assert mode(Path(worker.local_directory)) == 0o700

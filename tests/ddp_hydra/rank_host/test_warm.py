@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank_host import environment, gpus, warm
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank import environment, fork_client, gpus
+from ddp_hydra.rank.spec import RankSpec
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
@@ -27,7 +27,7 @@ ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
     ],
 )
 def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given, kept):
-    assert warm.without_dasks_limits(given) == kept
+    assert fork_client.without_dasks_limits(given) == kept
 
 
 def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
@@ -82,19 +82,19 @@ def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):
 
 
 def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):
-    before = warm.socket_path()
+    before = fork_client.socket_path()
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    assert warm.socket_path() != before
-    assert warm.socket_path().parent == before.parent
+    assert fork_client.socket_path() != before
+    assert fork_client.socket_path().parent == before.parent
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"])
 def test_each_batch_job_has_a_server_of_its_own(monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    first = warm.socket_path()
-    assert first == warm.socket_path()
+    first = fork_client.socket_path()
+    assert first == fork_client.socket_path()
     monkeypatch.setenv(name, "2")
-    assert warm.socket_path() != first
+    assert fork_client.socket_path() != first
 
 
 def test_each_cgroup_has_a_server_of_its_own():
@@ -105,7 +105,7 @@ def test_each_cgroup_has_a_server_of_its_own():
         pytest.skip("needs the right to make a cgroup")
     group = root / f"ddp_hydra-test-{os.getpid()}"
     program = (
-        "import sys; from pathlib import Path; from ddp_hydra.rank_host import warm\n"
+        "import sys; from pathlib import Path; from ddp_hydra.rank import warm\n"
         "print(warm.socket_path()); Path(sys.argv[1]).write_text('0'); print(warm.socket_path())"
     )
     group.mkdir()
@@ -122,14 +122,14 @@ def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "ddp_hydra").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="must belong to you and be closed to others"):
-        warm.connect()
+        fork_client.connect()
 
 
 @pytest.mark.parametrize("made", ["a symbolic link", "a dangling link", "a file", "a link on the way"])
 def test_something_else_in_place_of_the_runtime_folder_is_refused(tmp_path, monkeypatch, made):
     folder = tmp_path / "run" / "ddp_hydra"
-    monkeypatch.setattr(warm, "runtime_folder", lambda: folder)
-    monkeypatch.setattr(warm, "MAX_TRIES", 20)
+    monkeypatch.setattr(fork_client, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(fork_client, "MAX_TRIES", 20)
     place = folder.parent if made == "a link on the way" else folder
     place.parent.mkdir(exist_ok=True)
     if made == "a file":
@@ -137,15 +137,15 @@ def test_something_else_in_place_of_the_runtime_folder_is_refused(tmp_path, monk
     else:
         place.symlink_to(tmp_path if made == "a symbolic link" else tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"ddp_hydra must be a folder of your own.*XDG_RUNTIME_DIR"):
-        warm.connect()
+        fork_client.connect()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a long path needs /proc")
 def test_a_runtime_folder_may_have_a_long_path(tmp_path, monkeypatch):
     folder = tmp_path / ("long" * 30)
-    monkeypatch.setattr(warm, "runtime_folder", lambda: folder)
-    monkeypatch.setattr(warm, "_start", lambda address, short: listener.bind(short) or listener.listen())
-    with socket.socket(socket.AF_UNIX) as listener, warm.connect(), listener.accept()[0]:
-        assert warm.socket_path().is_socket()
-        with warm.connect(), listener.accept()[0]:  # it is there already
+    monkeypatch.setattr(fork_client, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(fork_client, "_start", lambda address, short: listener.bind(short) or listener.listen())
+    with socket.socket(socket.AF_UNIX) as listener, fork_client.connect(), listener.accept()[0]:
+        assert fork_client.socket_path().is_socket()
+        with fork_client.connect(), listener.accept()[0]:  # it is there already
             pass

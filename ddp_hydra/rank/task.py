@@ -29,9 +29,9 @@ from distributed import Worker, get_worker
 
 from ddp_hydra.errors import ConfigError, DiskFull
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, Board
-from ddp_hydra.outcome import describe_exit
-from ddp_hydra.rank_host import environment, farewell, gpus, leases, mailbox, network, rendezvous, spool, warm
-from ddp_hydra.rank_host.launch_spec import Order
+from ddp_hydra.rank import device_leases, environment, fork_client, gpus, inbox, network, outbox, preemption, rendezvous
+from ddp_hydra.rank.failure import describe_exit
+from ddp_hydra.rank.launch_spec import Order
 from ddp_hydra.results import Record
 from ddp_hydra.storage import wait_for_space
 
@@ -89,7 +89,7 @@ def run_rank(order: Order) -> None:
             end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
         publish(worker, order, "end", {"time_s": time.time(), **end})
     finally:
-        mailbox.remove(order.gang, order.spec.rank)  # after its last word: a worker that closes waits for this
+        inbox.remove(order.gang, order.spec.rank)  # after its last word: a worker that closes waits for this
 
 
 def publish(worker: Worker, order: Order, kind: str, data: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Relay:
         self.task = worker.get_current_task()
         self.rank = order.spec.rank
         self.selector = stack.enter_context(selectors.DefaultSelector())
-        self.box = mailbox.box(order.gang, self.rank)
+        self.box = inbox.box(order.gang, self.rank)
         self.partial = b""
         self.buffer: list[bytes] = []
         self.flushed = 0.0
@@ -149,7 +149,7 @@ class Relay:
             self.say("a process that it has left behind keeps its output open: what that writes from now on is lost")
         self.flush(at_once=True)
         if self.abandoned():  # nobody will come for what the rank had spooled
-            spool.clear(self.order.gang, self.worker)
+            outbox.clear(self.order.gang, self.worker)
         return self.judge()
 
     def start(self) -> None:
@@ -170,9 +170,9 @@ class Relay:
             up["rendezvous"] = [host, listener.getsockname()[1]]
             self.send(up)
         publish(self.worker, self.order, "up", up)
-        warm.hold()
-        farewell.prepare(self.worker)
-        self.server = self.stack.enter_context(warm.connect())
+        fork_client.hold()
+        preemption.prepare(self.worker)
+        self.server = self.stack.enter_context(fork_client.connect())
         local = Path(self.worker.local_directory)
         packed = self.order.project
         project = [str(self.with_room(lambda: packed.unpack(local)))] if packed else []
@@ -202,14 +202,14 @@ class Relay:
         # An address that is none of this machine's leads here through a port mapping.
         return network.interface_of(self.order.spec.host) or network.interface_towards(self.worker.scheduler.addr)
 
-    def lease(self) -> leases.Share:
+    def lease(self) -> device_leases.Share:
         """Take a GPU and a share of the cores for the rank, until it has ended."""
         spec, seen = self.order.spec, gpus.identities(os.environ)
         wanted = environment.preferred_gpu(spec)
         if environment.is_placed():
             seen = seen[:1]
         share = self.stack.enter_context(
-            leases.take(self.order.owner or self.order.gang, spec.local_world_size, self.cores(), seen, wanted)
+            device_leases.take(self.order.owner or self.order.gang, spec.local_world_size, self.cores(), seen, wanted)
         )
         if share.others_on_gpu and share.position is not None:
             self.say(
@@ -221,7 +221,7 @@ class Relay:
         """Return those that the ranks of this host share."""
         return environment.shared_cores(os.getppid() if self.worker.nanny else None)
 
-    def write_order(self, share: leases.Share) -> IO[bytes]:
+    def write_order(self, share: device_leases.Share) -> IO[bytes]:
         """Write what the rank has to do, a line of JSON and the pickled call, where nobody else can: it has no name."""
         header = {
             "spec": asdict(self.order.spec),
@@ -236,7 +236,7 @@ class Relay:
             ),
             "project": self.order.project.sha256 if self.order.project else "",
             "retry_s": self.order.retry_s,
-            "spool": str(self.with_room(lambda: spool.folder(self.worker, self.order.gang, self.rank))),
+            "spool": str(self.with_room(lambda: outbox.folder(self.worker, self.order.gang, self.rank))),
             "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
         }
         with contextlib.ExitStack() as stack:
@@ -374,7 +374,7 @@ class Relay:
             self.buffer.clear()
             self.flushed = now
 
-    def send(self, message: mailbox.Message) -> None:
+    def send(self, message: inbox.Message) -> None:
         """Tell the rank something; one that has ended does not hear it."""
         with contextlib.suppress(OSError):
             self.control.sendall(json.dumps(message).encode() + b"\n")

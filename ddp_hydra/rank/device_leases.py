@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ddp_hydra.rank_host import warm
+from ddp_hydra.rank import fork_client
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def take(gang: str, ranks: int, cores: Sequence[int], gpus: Sequence[str], prefe
         gpus: UUIDs of those that it sees; only these are taken.
         preferred: position of the one to take where several are as free.
     """
-    folder = warm.runtime_folder()
+    folder = fork_client.runtime_folder()
     path = folder / f"{secrets.token_hex(8)}.lease"
     with contextlib.ExitStack() as stack:
-        with warm.locked(folder):
+        with fork_client.locked(folder):
             taken = find(folder)
             position = choose(gang, taken, gpus, preferred)
             gpu = "" if position is None else gpus[position]
@@ -124,6 +124,6 @@ def give_back(path: Path, handle: int) -> None:
     """Remove a lease, and the folder where it was the last thing in it."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-        with warm.locked(path.parent):
+        with fork_client.locked(path.parent):
             path.parent.rmdir()
     os.close(handle)

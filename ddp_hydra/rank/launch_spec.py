@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_hydra.config.project import Project
-from ddp_hydra.rank_host.spec import RankSpec
+from ddp_hydra.rank.spec import RankSpec
 
 
 @dataclass(frozen=True)

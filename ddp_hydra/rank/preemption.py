@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from distributed import Worker, WorkerPlugin
 
-from ddp_hydra.rank_host import mailbox, spool
+from ddp_hydra.rank import inbox, outbox
 
 NAME = "ddp_hydra-farewell"
 GRACE_S = 7.0
@@ -37,12 +37,12 @@ class Farewell(WorkerPlugin):
         stream = worker.batched_stream
         if stream is not None and not stream.closed():
             deadline = time.monotonic() + GRACE_S
-            told = mailbox.tell_all({"preempted": True})
-            while told and time.monotonic() < deadline and (mailbox.has_any(told) or spool.waiting(worker)):
+            told = inbox.tell_all({"preempted": True})
+            while told and time.monotonic() < deadline and (inbox.has_any(told) or outbox.waiting(worker)):
                 await asyncio.sleep(0.05)
             if told:
                 await _sent(stream, until=time.monotonic() + SEND_S)
-        mailbox.tell_all({"stop": True})  # Dask would wait for their tasks for half a minute
+        inbox.tell_all({"stop": True})  # Dask would wait for their tasks for half a minute
 
 
 async def _sent(stream: Any, until: float) -> None:

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-from ddp_hydra.rank_host import gpus
-from ddp_hydra.rank_host.spec import RankSpec
-from ddp_hydra.rank_host.warm import without_dasks_limits
+from ddp_hydra.rank import gpus
+from ddp_hydra.rank.fork_client import without_dasks_limits
+from ddp_hydra.rank.spec import RankSpec
 
 
 def of_rank(

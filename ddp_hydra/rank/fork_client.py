@@ -183,7 +183,7 @@ def _start(address: Path, short: str) -> None:
         listener.bind(short)
         address.chmod(0o600)
         listener.listen(128)
-        command = [sys.executable, "-m", "ddp_hydra.rank_host.server", str(listener.fileno()), str(address)]
+        command = [sys.executable, "-m", "ddp_hydra.rank.fork_server", str(listener.fileno()), str(address)]
         environment = ALLOCATOR | without_dasks_limits(os.environ)
         path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from hydra.errors import InstantiationException
 from torch.distributed import distributed_c10d
 
-from ddp_hydra import faults, heartbeat, results, values
+from ddp_hydra import heartbeat, results
 from ddp_hydra.console import tracebacks
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.rank import fault_injection, return_values
 from ddp_hydra.results import Record
 
 MAX_SPOOLED = 4
@@ -72,7 +73,7 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     control = socket.socket(fileno=control_fd)
     sender = PipeSender(control, Path(job["spool"]))
     results.connect(sender, spec["rank"], job["attempt"], job["retry_s"])
-    faults.arm(spec["rank"], job["attempt"], job["pids"])
+    fault_injection.arm(spec["rank"], job["attempt"], job["pids"])
     try:
         set_threads(job["threads"], spec["local_world_size"])
         host, port = hear_rendezvous(control)
@@ -279,7 +280,7 @@ def leave_process_group() -> None:
 
 def pack_value(value: Any) -> dict[str, Any]:
     """Put what the function returned into the end record, or beside it where it is large."""
-    data = values.encode(value)
+    data = return_values.encode(value)
     if len(data) <= results.INLINE_BYTES:
         return {"value": base64.b64encode(data).decode()}
     return {"value_file": results.spool_file(lambda path: path.write_bytes(data))}

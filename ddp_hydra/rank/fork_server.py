@@ -1,6 +1,6 @@
 """The warm server: imports torch once, then forks a process for each rank.
 
-Run by `warm` only, as `python -m ddp_hydra.rank_host.server <listening fd> <socket path>`. It is exec'd fresh, so it
+Run by `warm` only, as `python -m ddp_hydra.rank.fork_server <listening fd> <socket path>`. It is exec'd fresh, so it
 has no CUDA context and no threads of Dask, and it never runs a tensor operation, so it has no threads of its own
 to lose in a fork.
 
@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_hydra.processes import adopt_orphans, children, command_of, die_with_parent, kill_group
+from ddp_hydra.rank.processes import adopt_orphans, children, command_of, die_with_parent, kill_group
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
-    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank", "ddp_hydra.train",
+    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.train",
 )  # fmt: skip
 """What nearly every rank imports; what is not installed is left out."""
 
@@ -208,10 +208,10 @@ class Server:
             os.environ.update(request["environment"])
             os.chdir(request["cwd"])
             sys.path[:] = request["path"]
-            from ddp_hydra import rank
+            from ddp_hydra.rank import process
 
             its_listener = listener[0] if listener else None
-            code = rank.main(request["title"], order, control, board, its_listener)
+            code = process.main(request["title"], order, control, board, its_listener)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
