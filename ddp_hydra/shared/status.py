@@ -12,7 +12,7 @@ from typing import Any
 import ddp_hydra
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage.results_root import Store
-from ddp_hydra.writers.pace import Pace
+from ddp_hydra.writers.progress_state import Pace
 
 NAME = "status.json"
 STOP = "stop"

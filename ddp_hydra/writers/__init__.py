@@ -85,9 +85,9 @@ def default_writers(
     """
     from ddp_hydra.storage.files import open_run_dir
     from ddp_hydra.writers.checkpoints import CheckpointWriter
-    from ddp_hydra.writers.files import FileWriter
     from ddp_hydra.writers.jsonl import JsonLinesWriter
     from ddp_hydra.writers.logs import LogWriter
+    from ddp_hydra.writers.submitted_files import FileWriter
 
     folder = open_run_dir(run_dir)
     writers: list[Writer] = [
@@ -97,7 +97,7 @@ def default_writers(
         CheckpointWriter(folder, fetch, keep),
     ]
     if mirror:
-        from ddp_hydra.writers.mirror import MirrorWriter
+        from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 
         writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror, remote=mirror_store))
     if tensorboard:

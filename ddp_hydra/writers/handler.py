@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self
 
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
-from ddp_hydra.writers.checks import check_record, metric_values
-from ddp_hydra.writers.patience import Patience
+from ddp_hydra.writers.disk_retry import Patience
+from ddp_hydra.writers.validate import check_record, metric_values
 
 if TYPE_CHECKING:
     from ddp_hydra.writers import Writer

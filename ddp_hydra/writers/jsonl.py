@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage.files import AppendFile, write_atomic, writing
-from ddp_hydra.writers.checks import metric_values
+from ddp_hydra.writers.validate import metric_values
 
 
 class JsonLinesWriter:

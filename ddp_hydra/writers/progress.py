@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.writers.pace import Pace
+from ddp_hydra.writers.progress_state import Pace
 
 
 class StdoutConsole(Console):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage.files import part_of
-from ddp_hydra.writers.pace import Pace
+from ddp_hydra.writers.progress_state import Pace
 
 INTERVAL_S = 0.5
 

@@ -20,8 +20,8 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import AppendFile, place
-from ddp_hydra.writers.checks import metric_values
-from ddp_hydra.writers.events import encoded, file_name
+from ddp_hydra.writers.tfevents import encoded, file_name
+from ddp_hydra.writers.validate import metric_values
 
 _COSTS = ("data_wait", "samples_per_s", "slowest_rank")
 _COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
-from ddp_hydra.writers import ResultsHandler, default_writers, incoming
+from ddp_hydra.writers import ResultsHandler, default_writers, receive_file
 
 SIZE = 2 * 2**20
 
@@ -67,7 +67,7 @@ class Waiting(logging.Handler):
 @pytest.fixture
 def freed():
     """Have a full disk freed while somebody waits."""
-    log = logging.getLogger("ddp_hydra.writers.patience")
+    log = logging.getLogger("ddp_hydra.writers.disk_retry")
     watching: list[Waiting] = []
 
     def free(ballast: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_record_that_found_the_disk_full_lands_once_it_is_freed(small, freed, 
         freed(fill(small))
         for record in coming[first:] + coming[:first]:
             handler.handle(record)
-    said = [record.getMessage() for record in caplog.records if record.name == "ddp_hydra.writers.patience"]
+    said = [record.getMessage() for record in caplog.records if record.name == "ddp_hydra.writers.disk_retry"]
     assert re.fullmatch(r"cannot write .*: no space left on device; trying again for up to 60 s: free some.*", said[0])
     assert re.fullmatch(r"written after all, after \d+ s: .*", said[1])
     check_run(small / "run", coming)
@@ -255,7 +255,9 @@ def test_a_failed_fsync_is_not_believed_when_it_works_later(tmp_path, monkeypatc
     (tmp_path / "run/a").mkdir(parents=True)
     with ResultsHandler(writers(tmp_path / "run"), retry_s=60.0) as handler:
         monkeypatch.setattr(os, "fsync", Failing(os.fsync, errno.EIO, 0, times=1))
-        monkeypatch.setattr(incoming, "_write_anew", lambda part, real=incoming._write_anew: anew.append(real(part)))
+        monkeypatch.setattr(
+            receive_file, "_write_anew", lambda part, real=receive_file._write_anew: anew.append(real(part))
+        )
         handler.handle(record)
     assert len(anew) == 1
     assert hashlib.sha256((tmp_path / "run/a/one.bin").read_bytes()).hexdigest() == record.data["sha256"]

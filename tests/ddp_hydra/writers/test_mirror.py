@@ -25,8 +25,8 @@ from ddp_hydra.storage import bucket
 from ddp_hydra.storage.fetch_checkpoint import fetch_checkpoint
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest_text
 from ddp_hydra.writers import ResultsHandler, default_writers
+from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 from ddp_hydra.writers.checkpoints import CheckpointWriter
-from ddp_hydra.writers.mirror import MirrorWriter
 
 pytestmark = pytest.mark.integration
 

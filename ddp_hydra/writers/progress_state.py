@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.writers.checks import metric_values
+from ddp_hydra.writers.validate import metric_values
 
 
 class Pace:

@@ -8,7 +8,7 @@ from ddp_hydra.errors import RecordError
 from ddp_hydra.results import RESERVED, Record, check_path
 from ddp_hydra.storage.files import place
 from ddp_hydra.writers import Fetch
-from ddp_hydra.writers.incoming import Incoming
+from ddp_hydra.writers.receive_file import Incoming
 
 
 class FileWriter:
