@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from benchmarks import commands, report
 from benchmarks.report import Figure, Goal
-from ddp_hydra import cluster
+from ddp_hydra.cluster import connect
 from ddp_hydra.config import project, schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang
@@ -82,7 +82,7 @@ def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
         cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])
     plain: dict[str, Any] = schema.plain(cfg)
     packed = project.pack(commands.ROOT)
-    with cluster.connect(cfg.cluster) as client:
+    with connect.connect(cfg.cluster) as client:
         for turn in range(n + 1):
             begin = time.time()
             Gang(client, name="bench", project=packed, threads=1).run(TRAIN, plain)

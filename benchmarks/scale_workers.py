@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 import dask
 from distributed import Scheduler, Worker
 
-from ddp_hydra.cluster import QUIET
+from ddp_hydra.cluster.connect import QUIET
 
 
 async def scheduler() -> None:

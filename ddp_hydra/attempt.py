@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Future
 
-from ddp_hydra.book import SUSPENDED_S
+from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.crew import CALL_S, Crew
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost

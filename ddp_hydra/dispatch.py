@@ -22,16 +22,17 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
-from ddp_hydra import needs, placement
+from ddp_hydra import placement
 from ddp_hydra.attempt import Attempt
 from ddp_hydra.call import Call, show
+from ddp_hydra.cluster import preflight
+from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.rank import launch_spec
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.reservation import Reservation
 from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
 from ddp_hydra.script import Script, script
@@ -193,10 +194,10 @@ class Gang:
         Raises:
             ClusterError: some do not.
         """
-        found = needs.ask(self.client, [address for address in workers if address not in self.asked], self.pip)
-        needs.check(found)
-        needs.check_packages(found)
-        needs.check_network(found, self.interface)
+        found = preflight.ask(self.client, [address for address in workers if address not in self.asked], self.pip)
+        preflight.check(found)
+        preflight.check_packages(found)
+        preflight.check_network(found, self.interface)
         self.asked |= found.keys()
 
     def start(self, attempt: Attempt, call: Call) -> list[Any]:

@@ -22,8 +22,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import cluster
-from ddp_hydra.cluster import Scheduler
+from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.shared.fence import Below, Fenced
 from ddp_hydra.shared.keeper import is_over, keep, let_go
@@ -45,7 +45,7 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    cluster.load()
+    connect.load()
     order, place = pickle.load(sys.stdin.buffer)  # noqa: S301, of the worker that has started us
     setproctitle(f"ddp_hydra driver {order.url}")
     try:
@@ -86,7 +86,7 @@ def begun(order: Order, place: Place) -> Iterator[Driver]:
     scratch = Scratch(place.scratch)
     try:
         with scheduler.client() as client:
-            cluster.lend(scheduler)
+            connect.lend(scheduler)
             driver = Driver(order, scratch, there, status, client)
             if order.again:
                 driver.take_over()

@@ -17,8 +17,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, cluster, inline, launched, resize
+from ddp_hydra import bound, inline, launched, resize
 from ddp_hydra import run_dir as run_dirs
+from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, unknown_keys
 from ddp_hydra.config import schema as configs
 from ddp_hydra.console.plural import counted
@@ -102,7 +103,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
             run_dirs.refuse_another(run_dir, cfg.resume)
         print(f"ddp_hydra  ->  {guest.url if guest else _short(run_dir)}", flush=True)  # noqa: T201
         if cfg.results.handler is configs.Handler.rank0:
-            cluster.load()
+            connect.load()
             from ddp_hydra.shared import client
 
             return client.run(cfg, run_dir, overrides)
@@ -129,7 +130,7 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest
             summary["profile"] = "profile/table.md"
         job = Job(run_dir, cfg, plain, files, summary, guest, kept)
         spec = launched.place(cfg.cluster)
-        here = spec is not None or cluster.is_inline(cfg.cluster)
+        here = spec is not None or connect.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
@@ -142,7 +143,7 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest
 def packed_project(cfg: DictConfig, plain: dict[str, Any]) -> project.Project:
     """Pack the project space, once the ranks are known to find in it what the config names."""
     root = project.find()
-    targets.check(plain, root, cluster.is_local(cfg.cluster) or cluster.is_inline(cfg.cluster))
+    targets.check(plain, root, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
     return project.pack(root)
 
 
@@ -309,10 +310,10 @@ class Job:
 
     def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
         """Run as a gang on a Dask cluster."""
-        from ddp_hydra import needs
+        from ddp_hydra.cluster import preflight
 
-        pip = needs.check_requirements(self.cfg.cluster.get("pip") or ())
-        with cluster.connect(self.cfg.cluster, self.run_dir / "logs") as client:
+        pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
+        with connect.connect(self.cfg.cluster, self.run_dir / "logs") as client:
             from ddp_hydra.dispatch import Gang
 
             settings = OmegaConf.to_container(self.cfg.dispatch, enum_to_str=True)
@@ -325,7 +326,7 @@ class Job:
                 project=packed,
                 pip=pip,
                 threads=self.cfg.trainer.threads,
-                sweep=cluster.sweep(),
+                sweep=connect.sweep(),
                 on_give_up=self.give_up.set,
                 first_attempt=self.first_attempt,
                 goes_on=self.goes_on,

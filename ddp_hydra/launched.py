@@ -109,9 +109,9 @@ def check(cfg: DictConfig, world_size: int) -> None:
     if cfg.get("keep"):
         raise ConfigError("cluster.keep=true: cluster=torchrun has no cluster that could be kept: leave it out")
     if cfg.get("pip"):
-        from ddp_hydra import needs, probe
+        from ddp_hydra.cluster import preflight, worker_probe
 
-        lacking = [lack for text in needs.check_requirements(cfg.pip) for lack in probe.missing(text)]
+        lacking = [lack for text in preflight.check_requirements(cfg.pip) for lack in worker_probe.missing(text)]
         if lacking:
             said = ", ".join(f"{need} ({there})" for need, there in lacking)
             install = " ".join(f"'{need}'" for need, _ in lacking)

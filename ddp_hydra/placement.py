@@ -13,7 +13,7 @@ def plan(workers: Mapping[str, str]) -> list[RankSpec]:
     Args:
         workers: worker address -> host.
     """
-    from ddp_hydra.book import natural  # Dask comes with it, and --help needs none
+    from ddp_hydra.cluster.scheduler_plugin import natural  # Dask comes with it, and --help needs none
 
     by_host: dict[str, list[str]] = {}
     for address in sorted(workers, key=natural):

@@ -17,7 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, job, transfer
+from ddp_hydra import job, transfer
+from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, objective, redact
 from ddp_hydra.config import schema as configs
 from ddp_hydra.console.signals import Interrupts
@@ -117,7 +118,7 @@ def begun(
     packed = job.packed_project(cfg, plain)
     url = results_root.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
-    with cluster.connect(cfg.cluster, run_dir / "logs") as client:
+    with connect.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
         worker = _some_worker(client)
@@ -131,7 +132,7 @@ def begun(
             redact.hydra_files(run_dir / ".hydra"),
             os.getcwd(),  # noqa: PTH109
             None if messages is None else client.id,
-            cluster.sweep(),
+            connect.sweep(),
             _send_resume(client, worker, name, cfg.resume),
             lives=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
@@ -151,10 +152,10 @@ def begun(
 def check(cfg: DictConfig) -> None:
     """Refuse what cannot be a run of a driver."""
     job.check(cfg)
-    if cluster.is_inline(cfg.cluster):
+    if connect.is_inline(cfg.cluster):
         raise ConfigError("results.handler=rank0 needs a cluster, and cluster=inline is none: leave one of them out")
-    stays = cfg.cluster.get("keep") or cfg.cluster.get("_target_") == f"{cluster.Remote.__module__}.Remote"
-    if cfg.detach and (cluster.is_local(cfg.cluster) or not stays):
+    stays = cfg.cluster.get("keep") or cfg.cluster.get("_target_") == f"{connect.Remote.__module__}.Remote"
+    if cfg.detach and (connect.is_local(cfg.cluster) or not stays):
         raise ConfigError(
             f"detach=true: the cluster {cfg.cluster.get('_target_')} ends with this command, and the run would end "
             "with it: give a cluster that stays, cluster=remote cluster.address=tcp://host:8786, or leave detach out"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hydra.core.utils import JobReturn, JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 
-from ddp_hydra import cluster
-from ddp_hydra.cluster import Scheduler
+from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.sweep.plan import Planned
 from ddp_hydra.sweep.returns import first_line, portable, summarised
@@ -42,7 +42,7 @@ def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, sche
         scheduler: of the sweep's cluster.
     """
     if scheduler is not None:
-        cluster.lend(scheduler)
+        connect.lend(scheduler)
     if scheduler is not None and not planned.is_ours:
         from ddp_hydra.sweep.foreign import on_ranks
 

@@ -33,7 +33,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
     """
 
     def run(cfg: DictConfig) -> Any:
-        from ddp_hydra import cluster
+        from ddp_hydra.cluster import connect
         from ddp_hydra.dispatch import Gang
         from ddp_hydra.writers import ResultsHandler, default_writers
 
@@ -41,8 +41,8 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
         call = cloudpickle.dumps(
             (task, cfg, HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context))
         )
-        with cluster.connect(DictConfig({})) as client:
-            gang = Gang(client, ranks, name="task", sweep=cluster.sweep())
+        with connect.connect(DictConfig({})) as client:
+            gang = Gang(client, ranks, name="task", sweep=connect.sweep())
             with ResultsHandler(default_writers(folder, gang.fetch, tensorboard=False)) as handler:
                 gang.on_record = handler.handle
                 return gang.run("ddp_hydra.sweep.foreign:perform", call, sys.path)[0]

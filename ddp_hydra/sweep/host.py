@@ -16,8 +16,8 @@ from typing import Any
 import dask
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import cluster
-from ddp_hydra.cluster import Scheduler
+from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep.child import Child
 
@@ -84,9 +84,9 @@ def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) ->
             assert isinstance(parsed, DictConfig)
             # A LocalCluster's workers are forked from one process that has imported Dask, not spawned one by one. That
             # takes a process of our own: its environment is theirs, and killed, it would leave a folder behind.
-            if cluster.is_local(parsed):
+            if connect.is_local(parsed):
                 stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
-            client = cluster.start(parsed, stack, lambda said: pipe.send(("says", said)), logs)
+            client = connect.start(parsed, stack, lambda said: pipe.send(("says", said)), logs)
             workers = _workers(client)
             pipe.send(("workers", workers))
             pipe.send(("up", Scheduler(client.scheduler.address, client.security, sweep)))

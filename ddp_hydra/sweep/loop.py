@@ -21,7 +21,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster
+from ddp_hydra.cluster import connect
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, SweepFailed
 from ddp_hydra.sweep import plan, reports
@@ -357,7 +357,7 @@ class Sweep:
 
 def preload(ours: bool) -> None:
     """Import, once for all the processes to come, what each job needs."""
-    cluster.load()
+    connect.load()
     writers = ("handler", "hparams", "tensorboard", "progress", "checkpoints", "status")
     for name in ("job", "dispatch", *(f"writers.{writer}" for writer in writers)) if ours else ():
         importlib.import_module(f"ddp_hydra.{name}")

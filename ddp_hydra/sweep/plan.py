@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ddp_hydra import cluster
+from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import returns
 from ddp_hydra.sweep.rows import Row, State

@@ -14,11 +14,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from ddp_hydra import cluster
-from ddp_hydra.clusters import local, slurm
-from ddp_hydra.clusters.connection import without_broadcasts
-from ddp_hydra.clusters.local import LocalCuda
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import without_broadcasts
+from ddp_hydra.cluster.kinds import local, slurm
+from ddp_hydra.cluster.kinds.base import Manager
+from ddp_hydra.cluster.kinds.local import LocalCuda
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.schema import register
 from ddp_hydra.errors import ClusterError
@@ -35,7 +35,7 @@ def option(name: str, *overrides: str) -> Any:
 
 def manager(name: str, *overrides: str) -> Manager:
     cfg = option(name, *overrides)
-    return cluster.MANAGERS[str(cfg["_target_"]).rpartition(".")[2]](cfg)
+    return connect.MANAGERS[str(cfg["_target_"]).rpartition(".")[2]](cfg)
 
 
 def refused(name: str, *overrides: str) -> str:
@@ -234,7 +234,7 @@ def test_local_cuda_gets_its_arguments(gpus, given, workers):
 def test_gpus_are_counted_without_torch():
     import subprocess
 
-    script = "import sys; from ddp_hydra.clusters.local import gpus; print(gpus() >= 0, 'torch' in sys.modules)"
+    script = "import sys; from ddp_hydra.cluster.kinds.local import gpus; print(gpus() >= 0, 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["True", "False"]
 
@@ -260,7 +260,7 @@ def test_a_class_gets_plain_python_values_and_what_its_signature_names():
 CTRL_C = """
 import signal
 from omegaconf import OmegaConf
-from ddp_hydra.clusters.slurm import Slurm
+from ddp_hydra.cluster.kinds.slurm import Slurm
 manager = Slurm(OmegaConf.create({"_target_": "dask_jobqueue.SLURMCluster"}))
 assert "queue" in manager.accepted or "job_cls" in manager.accepted, manager.accepted
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

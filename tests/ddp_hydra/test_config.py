@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra.clusters.manager import signals_kept
+from ddp_hydra.cluster.kinds.base import signals_kept
 from ddp_hydra.config import schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
@@ -88,7 +88,7 @@ def test_a_key_that_is_missing_is_named(option, key):
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
     schema.check(cfg)
-    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.Inline"
+    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.connect.Inline"
 
 
 def test_the_words_of_the_card():

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import ddp_hydra
-from ddp_hydra import book, needs, probe
+from ddp_hydra.cluster import preflight, scheduler_plugin, worker_probe
+from ddp_hydra.cluster.by_source import Shipped
 from ddp_hydra.errors import ClusterError, ConfigError
-from ddp_hydra.shipped import Shipped
 
 HERE = platform.python_version()
 TORCH = metadata.version("torch").partition("+")[0]
@@ -29,7 +29,7 @@ def there(python: str = HERE, ours: str | None = ddp_hydra.__version__, torch: s
 
 
 def test_a_shipped_function_arrives_where_its_module_is_not_installed(tmp_path):
-    data = pickle.dumps([Shipped(book.choose), Shipped(book.natural)])
+    data = pickle.dumps([Shipped(scheduler_plugin.choose), Shipped(scheduler_plugin.natural)])
     (tmp_path / "data").write_bytes(data)
     script = (
         "import pathlib, pickle, sys\n"
@@ -43,7 +43,7 @@ def test_a_shipped_function_arrives_where_its_module_is_not_installed(tmp_path):
     assert (done.stdout, done.stderr) == ("{'a:1': 'a', 'a:2': 'a'} ['a', 10, '']\n", "")
 
 
-@pytest.mark.parametrize("module", [book, probe])
+@pytest.mark.parametrize("module", [scheduler_plugin, worker_probe])
 def test_modules_that_travel_know_none_of_ours(module):
     text = Path(module.__file__).read_text()
     assert "import ddp_hydra" not in text
@@ -54,20 +54,22 @@ def test_modules_that_travel_know_none_of_ours(module):
 
 
 def test_workers_like_this_machine_are_fine(caplog):
-    needs.check({"tcp://a:1": there(), "tcp://b:1": there()})
-    needs.check({})
+    preflight.check({"tcp://a:1": there(), "tcp://b:1": there()})
+    preflight.check({})
     assert caplog.records == []
 
 
 def test_how_torch_was_built_and_the_last_part_of_pythons_version_do_not_matter():
     major, minor, _ = HERE.split(".")
-    needs.check({"a": there(torch=f"{TORCH}+cpu"), "b": there(torch=f"{TORCH}+cu130", python=f"{major}.{minor}.99")})
+    preflight.check(
+        {"a": there(torch=f"{TORCH}+cpu"), "b": there(torch=f"{TORCH}+cu130", python=f"{major}.{minor}.99")}
+    )
 
 
 def test_workers_are_named_by_what_they_have_with_what_to_type():
     found = {f"tcp://a:{number}": there() for number in range(6)} | {"tcp://b:1": there(ours=None, torch=None)}
     with pytest.raises(ClusterError) as caught:
-        needs.check(found)
+        preflight.check(found)
     assert str(caught.value) == (
         "the workers do not fit together with this job:\n"
         f"  tcp://b:1: Python {HERE}, no ddp_hydra, no torch\n"
@@ -89,13 +91,13 @@ def test_workers_are_named_by_what_they_have_with_what_to_type():
 )
 def test_another_version_is_refused(other, needed):
     with pytest.raises(ClusterError, match=needed) as caught:
-        needs.check({"a": there(), "b": there(**other)})
+        preflight.check({"a": there(), "b": there(**other)})
     assert str(caught.value).count("\n  ") == 3
 
 
 def test_another_torch_here_than_on_the_workers_is_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
-        needs.check({"a": there(torch="1.13.0+cpu"), "b": there(torch="1.13.0")})
+        preflight.check({"a": there(torch="1.13.0+cpu"), "b": there(torch="1.13.0")})
     assert [record.message for record in caplog.records] == [
         f"torch is 1.13.0 on the workers, which train, and {TORCH} here"
     ]
@@ -142,7 +144,7 @@ def test_requirements_with_versions_extras_and_markers(package, requirement, mis
         'Requires-Dist: some-pkg[fast,all]; extra == "all"',
         "Requires-Dist: never-looked-at",
     )  # fmt: skip
-    assert probe.missing(requirement) == missing
+    assert worker_probe.missing(requirement) == missing
 
 
 def test_what_is_missing_is_said_by_worker_with_what_to_type():
@@ -154,7 +156,7 @@ def test_what_is_missing_is_said_by_worker_with_what_to_type():
         "tcp://a:4": there(),
     }
     with pytest.raises(ClusterError) as caught:
-        needs.check_packages(found)
+        preflight.check_packages(found)
     assert str(caught.value) == (
         "cluster.pip asks for what some workers lack:\n"
         "  tcp://a:2: scikit-learn>=2 (1.5 is installed), timm>=1.0 (not installed)\n"
@@ -165,9 +167,9 @@ def test_what_is_missing_is_said_by_worker_with_what_to_type():
 
 def test_what_is_no_requirement_is_refused_at_once():
     fine = ["timm>=1.0", "a[b]; python_version>'3'"]
-    assert needs.check_requirements(fine) == fine
+    assert preflight.check_requirements(fine) == fine
     with pytest.raises(ConfigError, match=r"cluster.pip names 'timm>>1'.*cluster.pip=\['timm>=1.0'\]"):
-        needs.check_requirements(["timm>>1"])
+        preflight.check_requirements(["timm>>1"])
 
 
 # -- the network -------------------------------------------------------------------------------------------
@@ -179,12 +181,12 @@ def test_hosts_without_the_interface_are_named_with_those_they_have():
         "tcp://b:1": there(interfaces={"eth1": [], "eth0": ["10.0.0.2", "fd00::2"], "lo": ["127.0.0.1"]}),
     }
     with pytest.raises(ClusterError) as caught:
-        needs.check_network(found, "eth1")
+        preflight.check_network(found, "eth1")
     assert (
         "hosts, or has no address:\n  tcp://b:1: host h has eth0 (10.0.0.2, fd00::2), lo (127.0.0.1)\ngive one"
         in str(caught.value)
     )
-    needs.check_network(found, None)
+    preflight.check_network(found, None)
 
 
 def test_other_choices_in_the_environment_of_the_workers_are_told(caplog):
@@ -193,9 +195,9 @@ def test_other_choices_in_the_environment_of_the_workers_are_told(caplog):
         "tcp://b:1": there(interfaces={"eth1": ["10.0.0.2"]}),
     }
     with caplog.at_level(logging.WARNING):
-        needs.check_network({"tcp://a:1": found["tcp://a:1"]}, "eth1")
+        preflight.check_network({"tcp://a:1": found["tcp://a:1"]}, "eth1")
         assert caplog.records == []
-        needs.check_network(found, "eth1")
+        preflight.check_network(found, "eth1")
     (record,) = caplog.records
     assert record.message.startswith("GLOO_SOCKET_IFNAME of the workers' environment")
     assert "  tcp://a:1: eth1\n  tcp://b:1: not set" in record.message

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.book import choose, natural
+from ddp_hydra.cluster.scheduler_plugin import choose, natural
 from ddp_hydra.placement import plan, ranges
 
 

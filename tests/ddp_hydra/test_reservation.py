@@ -10,10 +10,11 @@ from distributed.core import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import book, reservation
-from ddp_hydra.book import LATE_S, Guard, give_back, take
+from ddp_hydra.cluster import reservation
+from ddp_hydra.cluster import scheduler_plugin as book
+from ddp_hydra.cluster.reservation import Reservation
+from ddp_hydra.cluster.scheduler_plugin import LATE_S, Guard, give_back, take
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.reservation import Reservation
 
 
 class Scheduler:

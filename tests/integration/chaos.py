@@ -28,7 +28,8 @@ from distributed import Client
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from ddp_hydra import cluster, dispatch, job
+from ddp_hydra import dispatch, job
+from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang

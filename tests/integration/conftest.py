@@ -24,7 +24,7 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-from ddp_hydra.clusters.connection import QUIET
+from ddp_hydra.cluster.connection import QUIET
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank import fork_client
 from ddp_hydra.results import Record

@@ -12,14 +12,14 @@ import pytest
 from distributed import Client, Worker
 from omegaconf import OmegaConf
 
-from ddp_hydra import cluster, dispatch
-from ddp_hydra.clusters import lease
-from ddp_hydra.clusters.waiting import wait_for_workers
+from ddp_hydra import dispatch
+from ddp_hydra.cluster import connect, idle_shutdown
+from ddp_hydra.cluster.by_source import Shipped
+from ddp_hydra.cluster.reservation import Reservation
+from ddp_hydra.cluster.wait_for_workers import wait_for_workers
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.inline import variables_restored
 from ddp_hydra.rank import fork_client
-from ddp_hydra.reservation import Reservation
-from ddp_hydra.shipped import Shipped
 from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.hosts import ROOT
 from tests.integration.pool import Pool
@@ -37,7 +37,7 @@ def pools_end() -> Iterator[None]:
 
 
 def pool(**arguments: Any) -> contextlib.AbstractContextManager:
-    return cluster.connect(OmegaConf.create({"_target_": "tests.integration.pool.Pool", **arguments}))
+    return connect.connect(OmegaConf.create({"_target_": "tests.integration.pool.Pool", **arguments}))
 
 
 def workers_of(client: Client) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_a_class_without_n_workers_is_scaled_and_its_own_arguments_arrive():
 def test_a_local_cluster_has_credentials_of_its_own_where_they_are_wanted(warm_server, monkeypatch):
     monkeypatch.setattr(fork_client, "release", lambda: None)  # it is for all of these tests
     local = OmegaConf.load(ROOT / "conf" / "cluster" / "local.yaml")
-    with cluster.connect(OmegaConf.merge(local, {"security": True, "n_workers": 1, "preload": None})) as client:
+    with connect.connect(OmegaConf.merge(local, {"security": True, "n_workers": 1, "preload": None})) as client:
         assert client.scheduler.address.startswith("tls://127.0.0.1:")
         assert dispatch.run(client, "os.path:join", "a", "b") == ["a/b"]
 
@@ -66,7 +66,7 @@ def test_a_cluster_that_is_kept_says_how_to_use_it_again():
     told: list[str] = []
     cfg = OmegaConf.create({"_target_": "tests.integration.pool.Pool", "n_workers": 1, "keep": True})
     with contextlib.ExitStack() as stack:
-        cluster.start(cfg, stack, told.append)
+        connect.start(cfg, stack, told.append)
     assert Pool.made.is_up
     assert told == ["the cluster my pool is left running: the next job uses it with cluster.name='my pool'"]
 
@@ -137,7 +137,7 @@ def test_a_worker_that_is_paused_does_not_count():
     ],
 )
 def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypatch, ask, said):
-    monkeypatch.setattr("ddp_hydra.clusters.waiting.ANSWER_S", 0.5)
+    monkeypatch.setattr("ddp_hydra.cluster.wait_for_workers.ANSWER_S", 0.5)
     with pytest.raises(ClusterError) as caught:
         wait_for_workers(client2, 3, 0.1, ask, "look there")
     assert str(caught.value).startswith("2 of 3 workers came in 0 s: ")
@@ -159,7 +159,7 @@ def test_a_scheduler_that_is_gone_while_one_waits(warm_server, tmp_path):
 
 def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_for):
     with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher, Client(address_in(file)) as client:
-        client.run_on_scheduler(Shipped(lease.take), client.id, 0.5)
+        client.run_on_scheduler(Shipped(idle_shutdown.take), client.id, 0.5)
         time.sleep(1.5)
         assert watcher.scheduler_info(n_workers=0)  # the client is there
         client.close()
@@ -169,8 +169,8 @@ def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_fo
 def test_a_lease_can_be_given_up(warm_server, tmp_path):
     with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher:
         with Client(address_in(file)) as client:
-            client.run_on_scheduler(Shipped(lease.take), client.id, 0.3)
-            client.run_on_scheduler(Shipped(lease.take), None, 0.3)
+            client.run_on_scheduler(Shipped(idle_shutdown.take), client.id, 0.3)
+            client.run_on_scheduler(Shipped(idle_shutdown.take), None, 0.3)
         time.sleep(1.2)
         assert watcher.scheduler_info(n_workers=0)
 
@@ -178,5 +178,5 @@ def test_a_lease_can_be_given_up(warm_server, tmp_path):
 def test_a_lease_does_not_end_the_jobs_of_others():
     scheduler = type("", (), {"clients": {"other": None}, "plugins": {}, "periodic_callbacks": {}, "workers": {}})()
     scheduler._ddp_hydra_book = {"gang": {"holder": "other", "workers": ["w"]}}
-    assert lease.others("me", scheduler) == 1
-    assert lease.others("other", scheduler) == 0
+    assert idle_shutdown.others("me", scheduler) == 1
+    assert idle_shutdown.others("other", scheduler) == 0

@@ -15,7 +15,8 @@ import dask
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import cluster, dispatch
+from ddp_hydra import dispatch
+from ddp_hydra.cluster import connect
 from ddp_hydra.errors import ClusterError
 from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.certificates import Authority
@@ -73,7 +74,7 @@ def plain(warm_server, tmp_path_factory) -> Iterator[Path]:
 
 
 def remote(**arguments: object) -> contextlib.AbstractContextManager:
-    return cluster.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.Remote", **arguments}))
+    return connect.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.connect.Remote", **arguments}))
 
 
 def why_not(**arguments: object) -> str:
@@ -188,8 +189,8 @@ def test_tls_where_the_scheduler_does_not_speak_it(secured, plain):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("ddp_hydra.clusters.remote.CONNECT_S", 0.3)
-    monkeypatch.setattr("ddp_hydra.clusters.connection.PROBE_S", 0.5)
+    monkeypatch.setattr("ddp_hydra.cluster.kinds.remote.CONNECT_S", 0.3)
+    monkeypatch.setattr("ddp_hydra.cluster.connection.PROBE_S", 0.5)
 
 
 def test_nobody_listens(impatient):

@@ -235,7 +235,7 @@ def new_run(tmp_path) -> Callable[[str], Run]:
 def train(client, project, monkeypatch) -> Callable[..., None]:
     """Run a job on the hosts, with its results in a run directory; meanwhile, something happens."""
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
-    monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client))
+    monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client))
 
     def run(run: Run, *overrides: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         schema.register()

@@ -116,7 +116,11 @@ HERE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0
     [
         (["cluster=torchrun", "seed=1"], {}, "-m ddp_hydra cluster=torchrun seed=1"),
         (["cluster=torchrun"], {**HERE, "WORLD_SIZE": "two"}, "must be whole numbers"),
-        (["cluster=inline"], HERE, "rank 1 of 2 that torchrun has started, but cluster ddp_hydra.cluster.Inline"),
+        (
+            ["cluster=inline"],
+            HERE,
+            "rank 1 of 2 that torchrun has started, but cluster ddp_hydra.cluster.connect.Inline",
+        ),
         (["-m", "cluster=torchrun", "seed=1,2"], HERE, "a sweep starts its jobs itself"),
     ],
 )

@@ -32,7 +32,7 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
     client2, own_project, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(own_project))
-    monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client2))
+    monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client2))
     model = own_project / "models" / "tiny.py"
 
     def train(name: str) -> tuple[str, str]:
@@ -57,7 +57,7 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
 def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp_path, monkeypatch):
     """Known before a cluster is there where the file is no Python; else raised by a rank, and not tried again."""
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(own_project))
-    monkeypatch.setattr("ddp_hydra.cluster.connect", lambda *_, **__: contextlib.nullcontext(client2))
+    monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client2))
     model = own_project / "models" / "tiny.py"
     source = model.read_text()
     schema.register()
@@ -80,7 +80,7 @@ def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp
     assert "torch/nn/modules/container.py" in log.read_text()
 
     model.write_text(source.replace("def forward(", "def forward(("))
-    monkeypatch.setattr("ddp_hydra.cluster.connect", None)
+    monkeypatch.setattr("ddp_hydra.cluster.connect.connect", None)
     with pytest.raises(
         ConfigError, match=r"^model\._target_=models\.tiny\.Tiny: models/tiny\.py, line \d+: SyntaxError"
     ):

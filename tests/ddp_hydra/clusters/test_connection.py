@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from ddp_hydra.clusters.connection import load
+from ddp_hydra.cluster.connection import load
 
 
 def log(error: BaseException) -> None:

@@ -12,8 +12,8 @@ import yaml
 from distributed.cli import dask_scheduler, dask_worker
 from omegaconf import OmegaConf
 
-from ddp_hydra.clusters import kubernetes
-from ddp_hydra.clusters.kubernetes import Kubernetes
+from ddp_hydra.cluster.kinds import kubernetes
+from ddp_hydra.cluster.kinds.kubernetes import Kubernetes
 
 CRDS = Path(dask_kubernetes.__file__).parent / "operator/deployment/helm/dask-kubernetes-operator/crds"
 OPTION = OmegaConf.load(Path(__file__).parents[3] / "conf/cluster/kubernetes.yaml")

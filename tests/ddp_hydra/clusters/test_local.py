@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.clusters.local import Local
+from ddp_hydra.cluster.kinds.local import Local
 
 
 class Cluster:

@@ -11,7 +11,7 @@ from typing import Any
 import dask
 from hydra.utils import get_object
 
-from ddp_hydra.clusters.manager import Manager, signals_kept
+from ddp_hydra.cluster.kinds.base import Manager, signals_kept
 from ddp_hydra.errors import ClusterError
 
 ASK_S = 4.0

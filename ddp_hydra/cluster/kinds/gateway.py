@@ -6,7 +6,7 @@ import logging
 import warnings
 from typing import Any
 
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster.kinds.base import Manager
 
 log = logging.getLogger(__name__)
 REACHING = ("address", "proxy_address", "public_address", "auth")

@@ -8,7 +8,7 @@ from typing import Any
 
 import dask
 
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.errors import ClusterError
 
 KEPT_LINES = 5

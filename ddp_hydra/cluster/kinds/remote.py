@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from ddp_hydra.clusters.connection import GIVE, POLL_S, Scheduler, await_scheduler, check_certificates, load
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster.connection import GIVE, POLL_S, Scheduler, await_scheduler, check_certificates, load
+from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.errors import ClusterError
 
 CONNECT_S = 10.0

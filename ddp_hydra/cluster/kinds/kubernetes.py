@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import Any
 
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster.kinds.base import Manager
 
 WORKER = ["dask", "worker", "--nthreads", "1", "--memory-limit", "0"]
 SPEC = ("name", "image", "resources", "env", "worker_command", "idle_timeout", "jupyter", "scheduler_service_type")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ddp_hydra.clusters.connection import Scheduler
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster.connection import Scheduler
+from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.errors import ClusterError
 
 

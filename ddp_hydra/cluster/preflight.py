@@ -9,9 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import ddp_hydra
-from ddp_hydra import probe
+from ddp_hydra.cluster import worker_probe
+from ddp_hydra.cluster.by_source import Shipped
 from ddp_hydra.errors import ClusterError, ConfigError
-from ddp_hydra.shipped import Shipped
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -53,13 +53,13 @@ def ask(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()
         return {}
     run = {"workers": workers, "on_error": "return", "callback_timeout": ANSWER_S}
     try:
-        answers = client.sync(client._run, Shipped(probe.look), PACKAGES, list(requirements), **run)
+        answers = client.sync(client._run, Shipped(worker_probe.look), PACKAGES, list(requirements), **run)
     except (OSError, TimeoutError):
         return {}
     lost = {address: answer for address, answer in answers.items() if isinstance(answer, BaseException)}
     for address, error in lost.items():
         log.debug("worker %s could not be asked what it has: %r", address, error)
-    from ddp_hydra.book import natural
+    from ddp_hydra.cluster.scheduler_plugin import natural
 
     return {address: answers[address] for address in sorted(answers, key=natural) if address not in lost}
 
@@ -79,7 +79,7 @@ def check(found: Found) -> None:
     if any(version["ddp_hydra"] != here["ddp_hydra"] for version in versions.values()):
         wrong.append(f"ddp_hydra {here['ddp_hydra']}, as here: pip install ddp-hydra=={here['ddp_hydra']}")
     if len(torch) > 1 or any(version["torch"] is None for version in versions.values()):
-        from ddp_hydra.book import natural
+        from ddp_hydra.cluster.scheduler_plugin import natural
 
         newest = max(torch, key=natural, default=_installed("torch"))
         wrong.append(f"torch, the same everywhere: pip install torch{f'=={_public(newest)}' if newest else ''}")
@@ -131,7 +131,7 @@ def check_network(found: Found, interface: str | None) -> None:
             )
             + "\ngive one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
         )
-    for name in probe.VARIABLES:
+    for name in worker_probe.VARIABLES:
         values = {there["variables"].get(name) for there in found.values()}
         if len(values) > 1 or (interface and values - {None, interface, f"={interface}"}):
             said = {address: there["variables"].get(name, "not set") for address, there in found.items()}

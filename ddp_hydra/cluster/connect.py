@@ -11,18 +11,18 @@ from typing import Any
 import dask
 from omegaconf import DictConfig
 
-from ddp_hydra.clusters.connection import QUIET, Scheduler, load, without_broadcasts
-from ddp_hydra.clusters.gateway import Gateway
-from ddp_hydra.clusters.kubernetes import Kubernetes
-from ddp_hydra.clusters.local import Local, LocalCuda
-from ddp_hydra.clusters.manager import Manager
-from ddp_hydra.clusters.remote import Remote, Remotely
-from ddp_hydra.clusters.saturn import Saturn
-from ddp_hydra.clusters.slurm import Slurm
-from ddp_hydra.clusters.ssh import Ssh
-from ddp_hydra.clusters.waiting import count, wait_for_workers
+from ddp_hydra.cluster.by_source import Shipped
+from ddp_hydra.cluster.connection import QUIET, Scheduler, load, without_broadcasts
+from ddp_hydra.cluster.kinds.base import Manager
+from ddp_hydra.cluster.kinds.gateway import Gateway
+from ddp_hydra.cluster.kinds.kubernetes import Kubernetes
+from ddp_hydra.cluster.kinds.local import Local, LocalCuda
+from ddp_hydra.cluster.kinds.remote import Remote, Remotely
+from ddp_hydra.cluster.kinds.saturn import Saturn
+from ddp_hydra.cluster.kinds.slurm import Slurm
+from ddp_hydra.cluster.kinds.ssh import Ssh
+from ddp_hydra.cluster.wait_for_workers import count, wait_for_workers
 from ddp_hydra.errors import ClusterError, DdpHydraError
-from ddp_hydra.shipped import Shipped
 
 __all__ = ["Remote", "Scheduler", "connect", "is_inline", "is_local", "lend", "load", "start", "sweep"]
 
@@ -143,10 +143,10 @@ def _arrange_end(manager: Manager, cluster: Any, client: Any, stack: ExitStack, 
     if hasattr(cluster, "shutdown_on_close"):
         cluster.shutdown_on_close = not manager.keep
     if manager.is_watched:
-        from ddp_hydra.clusters import lease
+        from ddp_hydra.cluster import idle_shutdown
 
         holder = None if manager.keep else client.id
-        client.run_on_scheduler(Shipped(lease.take), holder, manager.client_timeout_s)
+        client.run_on_scheduler(Shipped(idle_shutdown.take), holder, manager.client_timeout_s)
     if manager.keep:
         name = getattr(cluster, "name", manager.name)
         say(f"the cluster {name} is left running: the next job uses it with {manager.again(cluster)}")
@@ -156,9 +156,9 @@ def _arrange_end(manager: Manager, cluster: Any, client: Any, stack: ExitStack, 
 
 def _leave_to_others(cluster: Any, client: Any) -> None:
     """Don't end a cluster under the jobs of others."""
-    from ddp_hydra.clusters import lease
+    from ddp_hydra.cluster import idle_shutdown
 
     with suppress(OSError, TimeoutError):
-        if jobs := client.run_on_scheduler(Shipped(lease.others), client.id):
+        if jobs := client.run_on_scheduler(Shipped(idle_shutdown.others), client.id):
             log.warning("the cluster %s is left to %d other jobs that are at work there", cluster.name, jobs)
             cluster.shutdown_on_close = False

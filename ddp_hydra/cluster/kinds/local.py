@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
-from ddp_hydra.clusters.manager import Manager
+from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError
 

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from distributed import Client
 
-from ddp_hydra.book import ABSENT_S, give_back, take
+from ddp_hydra.cluster.by_source import Shipped
+from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, give_back, take
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.shipped import Shipped
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05

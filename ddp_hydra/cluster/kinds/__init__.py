@@ -1,0 +1,1 @@
+"""What each kind of cluster needs: one module per kind."""
