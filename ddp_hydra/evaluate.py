@@ -32,16 +32,16 @@ class Options:
 
 def main() -> None:
     """Entry of `python -m ddp_hydra.evaluate`."""
-    from ddp_hydra import build, trained
+    from ddp_hydra.training import builders, load_run
 
     options, overrides = parse(Options, sys.argv[1:], USAGE)
-    run = trained.load(options.run, options.which, overrides)
+    run = load_run.load(options.run, options.which, overrides)
     node = run.cfg.data.get("val")
     if node is None:
         raise ConfigError("this run has no validation data (data.val is null): name a data set with data.val…=")
-    val_set = build.dataset(node)
-    channels_last = build.choose(run.cfg.trainer.channels_last, build.has_convolutions(run.model))
-    metrics = build.evaluation(run.cfg, val_set, run.device, channels_last).run(run.model)
+    val_set = builders.dataset(node)
+    channels_last = builders.choose(run.cfg.trainer.channels_last, builders.has_convolutions(run.model))
+    metrics = builders.evaluation(run.cfg, val_set, run.device, channels_last).run(run.model)
     print(f"{run.path} (step {run.step}), {len(val_set):,} samples")  # noqa: T201
     for name, value in metrics.items():
         print(f"{name} {value:.6f}")  # noqa: T201

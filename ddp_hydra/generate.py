@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from ddp_hydra import trained
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.options import parse
+from ddp_hydra.training import load_run
 
 USAGE = """python -m ddp_hydra.generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
     [which=best|last] [key=value of the run's config …]"""
@@ -45,7 +45,7 @@ def main() -> None:
         raise ConfigError(
             f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"
         )
-    run = trained.load(options.run, options.which, overrides)
+    run = load_run.load(options.run, options.which, overrides)
     if not hasattr(run.train_set, "sample"):
         raise ConfigError(
             f"{type(run.train_set).__name__} has no sample(model, n, temperature, seed), so this run can't generate; "

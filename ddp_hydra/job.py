@@ -45,7 +45,7 @@ from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers import ResultsHandler, Writer, default_writers
 
 log = logging.getLogger(__name__)
-TRAIN = "ddp_hydra.train:train"
+TRAIN = "ddp_hydra.training.loop:train"
 """By name: importing it here would import torch."""
 
 
@@ -528,4 +528,4 @@ def _dry_run(plain: dict[str, Any]) -> None:
         for line in record.data.get("lines", ()):
             print(line)  # noqa: T201
 
-    inline.run("ddp_hydra.dry_run:dry_run", plain, on_record=show)
+    inline.run("ddp_hydra.training.dry_run:dry_run", plain, on_record=show)

@@ -66,7 +66,7 @@ class Hang:
     message: str
 
 
-WAITS = re.compile(r"/torch/|/ddp_hydra/agreement\.py")
+WAITS = re.compile(r"/torch/|/ddp_hydra/training/consensus\.py")
 """Where a rank is that waits for others: in a collective, or in the backward pass, which has them inside."""
 
 

@@ -239,7 +239,7 @@ class Config:
     data: Any = MISSING
     model: Any = MISSING
     sampler: Any = MISSING
-    loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.losses.CrossEntropy"})
+    loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.losses.CrossEntropy"})
     mix: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp"})

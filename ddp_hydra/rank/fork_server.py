@@ -37,7 +37,7 @@ from ddp_hydra.rank.processes import adopt_orphans, children, command_of, die_wi
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
-    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.train",
+    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
 )  # fmt: skip
 """What nearly every rank imports; what is not installed is left out."""
 

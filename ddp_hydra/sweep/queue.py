@@ -105,7 +105,9 @@ class Queue:
         except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
             job.fail(error)
         if job.is_dry:
-            importlib.import_module("ddp_hydra.dry_run")  # once, for all the processes to come: it takes torch along
+            importlib.import_module(
+                "ddp_hydra.training.dry_run"
+            )  # once, for all the processes to come: it takes torch along
         return job.row.state != State.failed
 
     def compose_ahead(self) -> bool:

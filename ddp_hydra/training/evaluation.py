@@ -13,8 +13,8 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Partition
-from ddp_hydra.metrics import Meter, count
-from ddp_hydra.training.scores import Scores
+from ddp_hydra.training.eval_metrics import Scores
+from ddp_hydra.training.metrics import Meter, count
 
 
 @dataclass

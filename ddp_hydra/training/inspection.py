@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_hydra.agreement import Agreement, LateVote, Verdict, Vote
-from ddp_hydra.finite import Gradients, are_finite
-from ddp_hydra.nonfinite import Trouble
-from ddp_hydra.training.update import Update
+from ddp_hydra.training.consensus import Agreement, LateVote, Verdict, Vote
+from ddp_hydra.training.finite import Gradients, are_finite
+from ddp_hydra.training.nonfinite import Trouble
+from ddp_hydra.training.optimizer_step import Update
 
 
 class Inspection:

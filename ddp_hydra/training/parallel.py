@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ddp_hydra.buckets import has_sparse, settle_buckets
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.shared_gradients import SharedGradients
+from ddp_hydra.training.gradient_buckets import has_sparse, settle_buckets
+from ddp_hydra.training.shared_memory import SharedGradients
 
 HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddp_hydra.checkpoint import Position
-from ddp_hydra.schedules import Curve
+from ddp_hydra.training.checkpoint import Position
+from ddp_hydra.training.lr_schedules import Curve
 
 
 class Progress:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import agreement, heartbeat
-from ddp_hydra.agreement import Agreement, Finish, Verdict, Vote
+from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import REASONS
+from ddp_hydra.training import consensus
+from ddp_hydra.training.consensus import Agreement, Finish, Verdict, Vote
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
         second = voter.vote()
         verdicts[rank] = [first.result(), second.result(), voter.vote(good=False, stop=2 * (1 - rank)).result()]
 
-    monkeypatch.setattr(agreement.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(consensus.dist, "all_reduce", all_reduce)
     ranks = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(2)]
     for rank in ranks:
         rank.start()
@@ -109,7 +110,7 @@ def group_of_one() -> Iterator[None]:
 def test_a_group_of_one_needs_no_collective_and_has_gloo(group_of_one):
     voter = Agreement()
     assert (voter.alone, voter.group) == (True, None)
-    assert agreement.has_gloo()
+    assert consensus.has_gloo()
     assert voter.vote(good=False, stop=1).result() == Verdict(1, 0)
 
 
@@ -131,7 +132,7 @@ def test_a_rank_stops_when_its_time_is_up_whatever_else_it_was_asked(board, limi
 
 def test_a_rank_goes_on_while_it_has_time(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
+    monkeypatch.setattr(consensus.time, "monotonic", lambda: now)
     finish = Finish(60.0)
     now = 1059.9
     assert finish.wanted() == 0

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra import heartbeat, schedules
-from ddp_hydra.checkpoint import Position, Saver, State, Ticking, load_weights, read, read_on_all_ranks, write
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.training import lr_schedules
+from ddp_hydra.training.checkpoint import Position, Saver, State, Ticking, load_weights, read, read_on_all_ranks, write
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
@@ -24,7 +25,7 @@ def state(seed=0, width=3, optimizer=SGD, build=nn.Linear, norm=True):
     model = nn.Sequential(build(2, width), *([nn.BatchNorm1d(width)] if norm else []))
     options = dict(optimizer)
     optimizer = options.pop("cls")(model.parameters(), **options)
-    return State(model, optimizer, schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]})
+    return State(model, optimizer, lr_schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]})
 
 
 def train(run, steps):

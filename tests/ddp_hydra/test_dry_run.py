@@ -6,8 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ddp_hydra.dry_run import first_step
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.dry_run import first_step
 from tests.ddp_hydra.test_train import Numbers, config
 
 

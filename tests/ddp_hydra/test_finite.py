@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra import schedules
-from ddp_hydra.agreement import Agreement, Verdict
-from ddp_hydra.checkpoint import Position, State
-from ddp_hydra.finite import Gradients, are_finite, not_finite
+from ddp_hydra.training import lr_schedules
+from ddp_hydra.training.checkpoint import Position, State
+from ddp_hydra.training.consensus import Agreement, Verdict
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.finite import Gradients, are_finite, not_finite
 from ddp_hydra.training.inspection import Inspection
+from ddp_hydra.training.optimizer_step import Update
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.update import Update
 
 NAN, INF = math.nan, math.inf
 PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
@@ -129,7 +129,7 @@ def captured(spoil):
     optimizer.step()
     ema = Ema(model, 0.9)
     spoil(model, ema.model, optimizer.state)
-    state = State(model, optimizer, schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None})
+    state = State(model, optimizer, lr_schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None})
     return not_finite(state.capture(), [name for name, _ in model.named_buffers()])
 
 

@@ -8,10 +8,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ddp_hydra import build
 from ddp_hydra.config import unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import builders
 from tests.ddp_hydra.test_config import CONF, composed
 
 
@@ -98,4 +98,4 @@ def test_keys_of_another_optimizer_are_named_with_what_to_type():
         match=r"torch\.optim\.RMSprop: it takes no nesterov, momentun: did you mean momentum\?; it takes lr, .*"
         r"type '~optimizer\.nesterov' '~optimizer\.momentun'",
     ):
-        build.make(cfg.optimizer, [])
+        builders.make(cfg.optimizer, [])

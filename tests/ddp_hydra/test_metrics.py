@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ddp_hydra.losses import CrossEntropy
-from ddp_hydra.metrics import Meter, count, means
+from ddp_hydra.training.losses import CrossEntropy
+from ddp_hydra.training.metrics import Meter, count, means
 
 cross_entropy = CrossEntropy()
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra import nonfinite, schedules
-from ddp_hydra.checkpoint import Position, State
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.nonfinite import NAMED, SHOWN, NonFinite, Trouble
+from ddp_hydra.training import lr_schedules, nonfinite
+from ddp_hydra.training.checkpoint import Position, State
+from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFinite, Trouble
 
 NAN = float("nan")
 BAD = Trouble(0, NAN)
@@ -20,7 +20,7 @@ def state(optimizer=torch.optim.Adam, **options) -> State:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     made = optimizer(model.parameters(), **options)
-    return State(model, made, schedules.cosine(made, 50), Position(), {})
+    return State(model, made, lr_schedules.cosine(made, 50), Position(), {})
 
 
 def step(run: State, bad: bool = False) -> torch.Tensor:

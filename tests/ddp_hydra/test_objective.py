@@ -7,7 +7,7 @@ from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 
 
-def config(metric=None, direction=None, loss="ddp_hydra.losses.CrossEntropy", val=True, mix=None):
+def config(metric=None, direction=None, loss="ddp_hydra.training.losses.CrossEntropy", val=True, mix=None):
     return OmegaConf.create(
         {
             "objective": {"metric": metric, "direction": direction},
@@ -55,7 +55,7 @@ def test_what_cannot_be_an_objective_is_refused_with_what_to_give(given, said):
 @pytest.mark.parametrize(
     ("loss", "axis"),
     [
-        ("ddp_hydra.losses.CrossEntropy", -1),
+        ("ddp_hydra.training.losses.CrossEntropy", -1),
         ("torch.nn.CrossEntropyLoss", 1),
         ("torch.nn.functional.cross_entropy", 1),
         ("torch.nn.NLLLoss", 1),

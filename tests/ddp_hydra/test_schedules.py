@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra import schedules
-from ddp_hydra.checkpoint import Position
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.training import lr_schedules
+from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.progress import Progress
 
 
@@ -31,23 +31,23 @@ HALF = math.sqrt(0.5)
 @pytest.mark.parametrize(
     ("schedule", "total_steps", "options", "expected"),
     [
-        (schedules.constant, 3, {}, [1, 1, 1]),
-        (schedules.constant, 4, {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1]),
-        (schedules.cosine, 4, {}, [1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2]),
-        (schedules.cosine, 4, {"min_factor": 0.5}, [1, 0.5 + (1 + HALF) / 4, 0.75, 0.5 + (1 - HALF) / 4]),
-        (schedules.cosine, 3, {"warmup_steps": 1}, [0.5, 1, 0.5]),
-        (schedules.step, 8, {}, [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]),
-        (schedules.step, 4, {"milestones": [0.25], "gamma": 0.5}, [1, 0.5, 0.5, 0.5]),
-        (schedules.step, 4, {"milestones": []}, [1, 1, 1, 1]),
-        (schedules.step, 4, {"milestones": [0.5], "warmup_steps": 1}, [0.5, 1, 0.1, 0.1]),
-        (schedules.linear, 4, {}, [1, 0.75, 0.5, 0.25]),
-        (schedules.linear, 3, {"min_factor": 0.5, "warmup_steps": 1}, [0.5, 1, 0.75]),
-        (schedules.one_cycle, 4, {"rise": 0.5, "first_factor": 0.2, "min_factor": 0.1}, [0.2, 0.6, 1, 0.55]),
-        (schedules.one_cycle, 2, {"rise": 1.0, "first_factor": 0.0}, [0, 0.5]),
-        (schedules.constant, 4, {"warmup_epochs": 1.5, "epoch_steps": 2}, [0.25, 0.5, 0.75, 1]),
-        (schedules.constant, 4, {"warmup_steps": 1, "warmup_epochs": 1, "epoch_steps": 2}, [0.25, 0.5, 0.75, 1]),
-        (schedules.linear, 6, {"by": "epoch", "epoch_steps": 2}, [1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3]),
-        (schedules.step, 4, {"by": "epoch", "epoch_steps": 2, "milestones": [0.25]}, [1, 1, 0.1, 0.1]),
+        (lr_schedules.constant, 3, {}, [1, 1, 1]),
+        (lr_schedules.constant, 4, {"warmup_steps": 3}, [0.25, 0.5, 0.75, 1]),
+        (lr_schedules.cosine, 4, {}, [1, (1 + HALF) / 2, 0.5, (1 - HALF) / 2]),
+        (lr_schedules.cosine, 4, {"min_factor": 0.5}, [1, 0.5 + (1 + HALF) / 4, 0.75, 0.5 + (1 - HALF) / 4]),
+        (lr_schedules.cosine, 3, {"warmup_steps": 1}, [0.5, 1, 0.5]),
+        (lr_schedules.step, 8, {}, [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]),
+        (lr_schedules.step, 4, {"milestones": [0.25], "gamma": 0.5}, [1, 0.5, 0.5, 0.5]),
+        (lr_schedules.step, 4, {"milestones": []}, [1, 1, 1, 1]),
+        (lr_schedules.step, 4, {"milestones": [0.5], "warmup_steps": 1}, [0.5, 1, 0.1, 0.1]),
+        (lr_schedules.linear, 4, {}, [1, 0.75, 0.5, 0.25]),
+        (lr_schedules.linear, 3, {"min_factor": 0.5, "warmup_steps": 1}, [0.5, 1, 0.75]),
+        (lr_schedules.one_cycle, 4, {"rise": 0.5, "first_factor": 0.2, "min_factor": 0.1}, [0.2, 0.6, 1, 0.55]),
+        (lr_schedules.one_cycle, 2, {"rise": 1.0, "first_factor": 0.0}, [0, 0.5]),
+        (lr_schedules.constant, 4, {"warmup_epochs": 1.5, "epoch_steps": 2}, [0.25, 0.5, 0.75, 1]),
+        (lr_schedules.constant, 4, {"warmup_steps": 1, "warmup_epochs": 1, "epoch_steps": 2}, [0.25, 0.5, 0.75, 1]),
+        (lr_schedules.linear, 6, {"by": "epoch", "epoch_steps": 2}, [1, 1, 2 / 3, 2 / 3, 1 / 3, 1 / 3]),
+        (lr_schedules.step, 4, {"by": "epoch", "epoch_steps": 2, "milestones": [0.25]}, [1, 1, 0.1, 0.1]),
     ],
 )
 def test_rates_step_by_step(schedule, total_steps, options, expected):
@@ -56,10 +56,10 @@ def test_rates_step_by_step(schedule, total_steps, options, expected):
 
 @pytest.mark.parametrize("min_factor", [0.0, 0.1])
 def test_cosine_ends_at_its_least_factor_and_stays_there(min_factor):
-    assert rates(schedules.cosine, 10, 15, min_factor=min_factor)[10:] == pytest.approx([min_factor] * 5)
+    assert rates(lr_schedules.cosine, 10, 15, min_factor=min_factor)[10:] == pytest.approx([min_factor] * 5)
 
 
-FALLING = [schedules.constant, schedules.cosine, schedules.linear, schedules.step]
+FALLING = [lr_schedules.constant, lr_schedules.cosine, lr_schedules.linear, lr_schedules.step]
 
 
 @given(st.sampled_from(FALLING), st.integers(1, 20), st.integers(0, 30))
@@ -74,13 +74,13 @@ def test_a_rate_rises_during_warm_up_then_never(schedule, total_steps, warmup_st
 
 def test_other_steps_than_steps_and_epochs_are_refused():
     with pytest.raises(ValueError, match=r"by is 'week', and is step or epoch: type scheduler\.by=epoch"):
-        rates(schedules.cosine, 4, by="week")
+        rates(lr_schedules.cosine, 4, by="week")
 
 
 def test_each_group_keeps_its_own_rate():
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (1.0, 0.1)]
     optimizer = torch.optim.SGD(groups)
-    scheduler = schedules.cosine(optimizer, 2)
+    scheduler = lr_schedules.cosine(optimizer, 2)
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([0.5, 0.05])
@@ -98,11 +98,11 @@ def cycle(done, rise=0.3, first=0.04, last=1e-4):
 
 
 CURVES = {
-    "constant": (schedules.constant, lambda done: 1.0),
-    "linear": (schedules.linear, lambda done: 1 - (1 - 0.0) * done),
-    "cosine": (schedules.cosine, lambda done: wave(1.0, 0.0, done)),
-    "one_cycle": (schedules.one_cycle, cycle),
-    "step": (schedules.step, None),
+    "constant": (lr_schedules.constant, lambda done: 1.0),
+    "linear": (lr_schedules.linear, lambda done: 1 - (1 - 0.0) * done),
+    "cosine": (lr_schedules.cosine, lambda done: wave(1.0, 0.0, done)),
+    "one_cycle": (lr_schedules.one_cycle, cycle),
+    "step": (lr_schedules.step, None),
 }
 
 
@@ -173,7 +173,7 @@ def begun(steps, batch_size, **length):
 def rate_at(progress, **options):
     """What a cosine of rate 1 is there."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    progress.move(schedules.cosine(optimizer, progress.total, epoch_steps=progress.epoch_steps, **options))
+    progress.move(lr_schedules.cosine(optimizer, progress.total, epoch_steps=progress.epoch_steps, **options))
     return optimizer.param_groups[0]["lr"]
 
 

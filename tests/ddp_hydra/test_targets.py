@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import build
 from ddp_hydra.config import targets
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import builders
 from tests.integration.conftest import ROOT
 
 FILES = {
@@ -44,7 +44,7 @@ def check(target: str, root: Path, installed_here: bool = True) -> None:
     "target",
     [
         "models.good.Net", "models.good.Small", "models.optional.Net", "models.stars.Net", "models.lazy.Anything",
-        "models.blocks.Deep", "models.blocks.deep.Deep.make", "torch.nn.Linear", "ddp_hydra.losses.CrossEntropy",
+        "models.blocks.Deep", "models.blocks.deep.Deep.make", "torch.nn.Linear", "ddp_hydra.training.losses.CrossEntropy",
     ],
 )  # fmt: skip
 def test_what_is_there_is_found(root, target):
@@ -106,4 +106,4 @@ def test_a_rank_says_what_its_import_raised(root, monkeypatch, target, said):
     (root / "syntax_here.py").write_text(FILES["syntax.py"])
     monkeypatch.syspath_prepend(str(root))
     with pytest.raises(ConfigError, match=rf"^{target}: .*{said}"):
-        build.make(OmegaConf.create({"_target_": target}))
+        builders.make(OmegaConf.create({"_target_": target}))

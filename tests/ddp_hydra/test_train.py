@@ -15,16 +15,16 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.agreement import Finish
-from ddp_hydra.checkpoint import read
 from ddp_hydra.config.schema import TrainerConfig
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.inline import DirectSender
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
-from ddp_hydra.train import fit, seed_step
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.consensus import Finish
 from ddp_hydra.training.inspection import Inspection
+from ddp_hydra.training.loop import fit, seed_step
 from ddp_hydra.training.parallel import Parallel
 
 STEPS = 4
@@ -53,12 +53,12 @@ def config(**trainer: Any) -> Any:
             "data": {"batch_size": 2},
             "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
             "sampler": {"_target_": "ddp_hydra.data.samplers.Distributed", "seed": 0},
-            "loss": {"_target_": "ddp_hydra.losses.CrossEntropy"},
+            "loss": {"_target_": "ddp_hydra.training.losses.CrossEntropy"},
             "mix": {},
             "metrics": {},
             "parallel": {"_target_": "ddp_hydra.training.parallel.ddp"},
             "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
-            "scheduler": {"_target_": "ddp_hydra.schedules.cosine"},
+            "scheduler": {"_target_": "ddp_hydra.training.lr_schedules.cosine"},
             "trainer": OmegaConf.to_container(OmegaConf.structured(TrainerConfig(**given)), enum_to_str=True),
             "objective": {"metric": "val/accuracy", "direction": "maximize"},
         }
@@ -289,13 +289,13 @@ def test_what_is_typed_at_a_resume_wins_and_the_header_lists_it(train):
             [0.025, 0.025, 0.0025, 0.0025],
         ),
         (
-            {"_target_": "ddp_hydra.schedules.constant"},
+            {"_target_": "ddp_hydra.training.lr_schedules.constant"},
             {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
             [0.025, 0.025, 0.0125, 0.0125],
         ),
         (
             {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
-            {"_target_": "ddp_hydra.schedules.linear"},
+            {"_target_": "ddp_hydra.training.lr_schedules.linear"},
             [0.05, 0.0375, 0.025, 0.0125],
         ),
     ],
@@ -309,7 +309,7 @@ def test_a_schedule_may_be_another_one_after_a_resume(first, then, rates, train)
 
 
 def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
-    options = {"base_batch_size": 8, "parts": {"scheduler": {"_target_": "ddp_hydra.schedules.constant"}}}
+    options = {"base_batch_size": 8, "parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}}
     first = train(stop_at=("forward", 4), **options)
     options["parts"]["data"] = {"batch_size": 4}
     assert {rate for _, rate in train(resume=first.last, **options).metrics("lr")} == {0.1 * 4 / 8}
@@ -433,7 +433,7 @@ SPOILT = {"model": {"_target_": f"{__name__}.Spoilt"}}
 def as_on_a_gpu(request, monkeypatch) -> None:
     """Look at gradients at once, and when the next loss is looked at."""
     late = request.param
-    monkeypatch.setattr("ddp_hydra.train.Inspection", lambda *parts: Inspection(*parts[:2], late=late))
+    monkeypatch.setattr("ddp_hydra.training.loop.Inspection", lambda *parts: Inspection(*parts[:2], late=late))
 
 
 def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):
@@ -526,11 +526,11 @@ OPTIONS = {
     "fp16": {"precision": "fp16", "clip_norm": 1.0},
     "fused": {"parts": {"optimizer": {"fused": True}}},
     "fused fp16": {"precision": "fp16", "parts": {"optimizer": {"fused": True}}},
-    "one cycle": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.one_cycle"}}},
+    "one cycle": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.one_cycle"}}},
     "by epoch": {"parts": {"scheduler": {"by": "epoch", "warmup_epochs": 0.5}}},
-    "linear": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.linear", "min_factor": 0.1}}},
-    "step": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.step", "milestones": [0.25, 0.5]}}},
-    "warm-up": {"parts": {"scheduler": {"_target_": "ddp_hydra.schedules.constant", "warmup_steps": 5}}},
+    "linear": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.linear", "min_factor": 0.1}}},
+    "step": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.step", "milestones": [0.25, 0.5]}}},
+    "warm-up": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant", "warmup_steps": 5}}},
     "torch's one cycle": {"parts": {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.2}}},
     "all": {"ema_decay": 0.9, "clip_norm": 0.05, "accumulate": 2, "precision": "bf16"},
     "groups": {"decay_all": False, "parts": {"optimizer": {"weight_decay": 0.1}}},
@@ -603,12 +603,14 @@ def test_frozen_norms_stay_as_they_were_also_where_sync_batchnorm_puts_others_in
 
 
 def test_the_rate_grows_with_the_global_batch(train):
-    run = train(epochs=1, base_batch_size=8, parts={"scheduler": {"_target_": "ddp_hydra.schedules.constant"}})
+    run = train(
+        epochs=1, base_batch_size=8, parts={"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}
+    )
     assert {rate for _, rate in run.metrics("lr")} == {0.1 * 2 / 8}
 
 
 def test_the_rate_of_each_step_is_logged(train):
-    parts = {"scheduler": {"_target_": "ddp_hydra.schedules.linear", "warmup_steps": 3}}
+    parts = {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.linear", "warmup_steps": 3}}
     run = train(max_steps=6, log_every_steps=1, parts=parts)
     rates = [0.025, 0.05, 0.075, 0.1, 0.1 * 2 / 3, 0.1 / 3]
     assert run.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in enumerate(rates, start=1)]

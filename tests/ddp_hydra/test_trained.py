@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from ddp_hydra import trained
-from ddp_hydra.checkpoint import read
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import load_run
+from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.test_train import group as group
 from tests.ddp_hydra.test_train import train as train
 
@@ -26,8 +26,8 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
     run = train(ema_decay=ema_decay, parts=DATA)
     content = read(run.last)
     assert "hunter2" not in str(content["config"])
-    assert len(trained.load(run.last, overrides=["data.n=7"]).train_set) == 7
-    found = trained.load(run.last)
+    assert len(load_run.load(run.last, overrides=["data.n=7"]).train_set) == 7
+    found = load_run.load(run.last)
     for name, value in (content["ema"] if ema_decay else content)["model"].items():
         assert torch.equal(found.model.state_dict()[name], value)
     assert (found.step, found.model.training, len(found.train_set)) == (8, False, 9)
@@ -35,4 +35,4 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
 
 def test_there_are_two_checkpoints_to_choose_from(tmp_path):
     with pytest.raises(ConfigError, match="which=lst: give best or last"):
-        trained.load(tmp_path, "lst")
+        load_run.load(tmp_path, "lst")

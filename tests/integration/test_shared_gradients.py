@@ -26,9 +26,9 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training import parallel, shared_gradients
+    from ddp_hydra.training import parallel, shared_memory
 
-    shared_gradients.FEW = few
+    shared_memory.FEW = few
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     class Weights(nn.Module):
@@ -106,10 +106,10 @@ def told_without_memory(comm_hook: str) -> str:
     import torch.distributed as dist
 
     from ddp_hydra.errors import ConfigError
-    from ddp_hydra.training import parallel, shared_gradients
+    from ddp_hydra.training import parallel, shared_memory
 
     if dist.get_rank() == 1:
-        shared_gradients.mapped = lambda *_: None
+        shared_memory.mapped = lambda *_: None
     try:
         model = parallel.ddp(torch.nn.Linear(2, 2), comm_hook=comm_hook)
     except ConfigError as error:

@@ -130,8 +130,8 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
 
         import torch.distributed as dist
 
-        from ddp_hydra.agreement import Agreement
-        from ddp_hydra.insight.stragglers import Stragglers
+        from ddp_hydra.training.consensus import Agreement
+        from ddp_hydra.training.monitoring.stragglers import Stragglers
 
         class Sleepy(torch.nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

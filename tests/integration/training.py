@@ -64,5 +64,5 @@ def train(
             handler.handle(record)
 
         gang.on_record = take
-        trained.value = gang.run("ddp_hydra.train:train", plain)[0]
+        trained.value = gang.run("ddp_hydra.training.loop:train", plain)[0]
     return trained

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-import ddp_hydra.train as loop
+import ddp_hydra.training.loop as loop
 from ddp_hydra import results
 from ddp_hydra.config.schema import plain
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory

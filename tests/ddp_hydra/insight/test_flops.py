@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.insight import flops
+from ddp_hydra.training.monitoring import flops
 
 
 def test_operations_by_hand():

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import OutOfMemory
-from ddp_hydra.insight import memory
+from ddp_hydra.training.monitoring import memory
 
 CFG = OmegaConf.create({"data": {"batch_size": 64}, "trainer": {"precision": "fp32", "accumulate": 1}})
 

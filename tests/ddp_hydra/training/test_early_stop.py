@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.training.early_stop import EarlyStop
+from ddp_hydra.training.early_stopping import EarlyStop
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from ddp_hydra.checkpoint import read
+from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.test_train import flat
 from tests.ddp_hydra.test_train import group as group
 from tests.ddp_hydra.test_train import train as train

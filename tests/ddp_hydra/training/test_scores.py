@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.training.scores import Scores
+from ddp_hydra.training.eval_metrics import Scores
 
 text = pytest.importorskip("torchmetrics.text")
 

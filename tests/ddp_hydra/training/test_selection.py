@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import selection
+from ddp_hydra.training import parameter_groups
 
 
 def network() -> nn.Module:
@@ -29,40 +29,40 @@ def network() -> nn.Module:
 )
 def test_of_the_patterns_that_fit_the_last_counts(patterns, trained):
     model = network()
-    selection.freeze(model, patterns)
+    parameter_groups.freeze(model, patterns)
     assert [name for name, part in model.named_parameters() if part.requires_grad] == trained
 
 
 def test_norms_whose_weights_are_frozen_are_told():
     model = network()
-    selection.freeze(model, ["body.1.weight"])
-    assert selection.frozen_norms(model) == []
-    selection.freeze(model, ["body.*"])
-    assert selection.frozen_norms(model) == [model.body[1]]
+    parameter_groups.freeze(model, ["body.1.weight"])
+    assert parameter_groups.frozen_norms(model) == []
+    parameter_groups.freeze(model, ["body.*"])
+    assert parameter_groups.frozen_norms(model) == [model.body[1]]
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_names_that_are_there():
     with pytest.raises(ConfigError, match=r"'!tail\.\*', which is the name of no parameter; .*body\.0\.weight"):
-        selection.freeze(network(), ["*", "!tail.*"])
+        parameter_groups.freeze(network(), ["*", "!tail.*"])
 
 
 def test_something_must_be_left():
     with pytest.raises(ConfigError, match=r"leaves nothing to train"):
-        selection.freeze(network(), ["*"])
+        parameter_groups.freeze(network(), ["*"])
 
 
 def test_biases_and_scales_may_be_spared_from_decay():
     model = network()
-    optimizer = torch.optim.SGD(selection.parameters(model, decay_all=False), lr=0.1, weight_decay=0.3)
+    optimizer = torch.optim.SGD(parameter_groups.parameters(model, decay_all=False), lr=0.1, weight_decay=0.3)
     groups = [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
     assert groups == [(2, 0.3), (4, 0.0)]
 
 
 def test_frozen_parameters_are_not_the_optimizers():
     model = network()
-    selection.freeze(model, ["*", "!head.*"])
-    assert len(list(selection.parameters(model, decay_all=True))) == 2
-    assert [len(group["params"]) for group in selection.parameters(model, decay_all=False)] == [1, 1]
+    parameter_groups.freeze(model, ["*", "!head.*"])
+    assert len(list(parameter_groups.parameters(model, decay_all=True))) == 2
+    assert [len(group["params"]) for group in parameter_groups.parameters(model, decay_all=False)] == [1, 1]
 
 
 def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
@@ -73,7 +73,7 @@ def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
         model = nn.Sequential()
         model.body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
         model.head = nn.Linear(4, 2)
-        selection.recompute(model, classes)
+        parameter_groups.recompute(model, classes)
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t):
             loss = model(x).square().mean()
@@ -92,7 +92,7 @@ def test_batchnorm_counts_once_what_is_computed_twice(compiled):
         model = nn.Sequential()
         model.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
         model.frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-        selection.recompute(model, classes)
+        parameter_groups.recompute(model, classes)
         model.frozen[1].eval()
         call = torch.compile(model, backend="aot_eager") if compiled else model
         call(x).square().mean().backward()
@@ -107,7 +107,7 @@ def test_batchnorm_counts_once_what_is_computed_twice(compiled):
 
 def test_a_copy_of_what_is_recomputed_computes_with_its_own_weights():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    selection.recompute(model, ["Linear"])
+    parameter_groups.recompute(model, ["Linear"])
     copied, x = deepcopy(model), torch.randn(2, 4)
     before = copied(x)
     with torch.no_grad():

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_hydra.training import shared_gradients
-from ddp_hydra.training.shared_gradients import SharedGradients, mapped, mean, new_memory
+from ddp_hydra.training import shared_memory
+from ddp_hydra.training.shared_memory import SharedGradients, mapped, mean, new_memory
 
 
 @pytest.fixture
 def shared(monkeypatch) -> SharedGradients:
-    monkeypatch.setattr(shared_gradients.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(shared_gradients.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(shared_memory.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(shared_memory.dist, "get_world_size", lambda: 3)
     return SharedGradients(torch.zeros(2, 3, 1024, dtype=torch.uint8), None)
 
 
@@ -43,7 +43,7 @@ def test_no_bucket_lies_where_the_one_before_is_still_read(shared, steps):
             place = shared.place(index, torch.zeros(size))
             assert place.shape == (3, size)
             half, start, stop = lies(shared, place)
-            assert start % shared_gradients.ALIGN == 0
+            assert start % shared_memory.ALIGN == 0
             assert before is None or before[0] != half or stop <= before[1] or before[2] <= start
             before = half, start, stop
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ddp_hydra.finite import Gradients
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.finite import Gradients
 from ddp_hydra.training.parallel import Parallel
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ddp_hydra.checkpoint import State
 from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.checkpoint import State
 
 SHOWN = 8
 

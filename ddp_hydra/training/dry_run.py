@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import build, results
+from ddp_hydra import results
 from ddp_hydra.config import objective
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.loader import Loader
-from ddp_hydra.metrics import Meter, count
-from ddp_hydra.training import precision, selection
+from ddp_hydra.training import builders, parameter_groups, precision
+from ddp_hydra.training.metrics import Meter, count
+from ddp_hydra.training.optimizer_step import Update
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.update import Update
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
@@ -25,28 +25,28 @@ def dry_run(config: Mapping[str, Any]) -> None:
         config: the resolved config, plain.
     """
     cfg = OmegaConf.create(dict(config))
-    with build.datasets(cfg) as (train_set, val_set):
+    with builders.datasets(cfg) as (train_set, val_set):
         results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
 
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     """Build the rest, do with the model what a rank does in its first step, and describe it all."""
-    device = build.device(cfg)
+    device = builders.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
-    sampler = build.sampler(cfg, train_set, 0, world_size)
+    sampler = builders.sampler(cfg, train_set, 0, world_size)
     precision.set_float32(cfg.trainer.precision)
-    model = build.model(cfg, train_set).to(device)
-    channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(model))
+    model = builders.model(cfg, train_set).to(device)
+    channels_last = builders.choose(cfg.trainer.channels_last, builders.has_convolutions(model))
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
-    selection.freeze(model, cfg.trainer.freeze)
-    selection.recompute(model, cfg.trainer.recompute)
-    optimizer = build.optimizer(cfg, model, sampler.global_batch)
-    scheduler = build.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)))
+    parameter_groups.freeze(model, cfg.trainer.freeze)
+    parameter_groups.recompute(model, cfg.trainer.recompute)
+    optimizer = builders.optimizer(cfg, model, sampler.global_batch)
+    scheduler = builders.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)))
     scaler = precision.scaler(cfg.trainer.precision, device)
     update = Update(Parallel(model, model), optimizer, scaler, cfg.trainer.clip_norm)
 
-    criterion, mix, class_axis = build.loss(cfg), build.mix(cfg, train_set), objective.class_axis(cfg)
+    criterion, mix, class_axis = builders.loss(cfg), builders.mix(cfg, train_set), objective.class_axis(cfg)
     meter = Meter(device)
     update.begin()
     model.train()
@@ -63,7 +63,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     metrics = meter.result("train")
     before = metrics["train/loss"]
     if val_set is not None:
-        metrics |= build.evaluation(cfg, val_set, device, channels_last).run(model, stop=lambda: True)
+        metrics |= builders.evaluation(cfg, val_set, device, channels_last).run(model, stop=lambda: True)
     if objective.is_unknown(cfg.objective.metric, metrics):
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)
     return [

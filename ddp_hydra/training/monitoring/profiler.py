@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, record_function
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.insight import flops, memory
-from ddp_hydra.insight.phases import Phases
+from ddp_hydra.training.monitoring import flops, memory
+from ddp_hydra.training.monitoring.phases import Phases
 
 WARM_UP = 3
 """Steps before: what is done once in a run is not what it is like."""

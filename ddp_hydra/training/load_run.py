@@ -13,12 +13,12 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_hydra import build
-from ddp_hydra.checkpoint import load_weights, read
 from ddp_hydra.config import checkpoint_config, project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import fetch_checkpoint, results_root
 from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.training import builders
+from ddp_hydra.training.checkpoint import load_weights, read
 
 
 @dataclass
@@ -64,8 +64,8 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
         path = fetch_checkpoint.fetch_checkpoint(place, Path(folder), name) if is_away else find_checkpoint(place, name)
         content = read(path)
     cfg = checkpoint_config.composed(content["config"], overrides)
-    train_set = build.dataset(cfg.data.train)
-    device = build.device(cfg)
-    model = build.model(cfg, train_set).to(device)
+    train_set = builders.dataset(cfg.data.train)
+    device = builders.device(cfg)
+    model = builders.model(cfg, train_set).to(device)
     load_weights(model, content["ema"] if content.get("ema") else content)
     return Trained(cfg, model.eval(), train_set, device, content["position"]["step"], path)

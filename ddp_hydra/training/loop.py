@@ -13,26 +13,26 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import build, heartbeat, results
-from ddp_hydra.agreement import Agreement, Finish
-from ddp_hydra.checkpoint import Position, Saver, State, read_on_all_ranks
+from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.samplers import Repeated
-from ddp_hydra.data_report import DataReport, bad_of_all_ranks, count_bad, skipped_by
-from ddp_hydra.insight import memory
-from ddp_hydra.insight.profile import Profile
-from ddp_hydra.insight.stragglers import Stragglers
-from ddp_hydra.metrics import Count, Meter, count, means
-from ddp_hydra.nonfinite import NonFinite
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.stopwatch import Stopwatch
-from ddp_hydra.training import precision, resumed, selection, weights
-from ddp_hydra.training.early_stop import EarlyStop
+from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
+from ddp_hydra.training.checkpoint import Position, Saver, State, read_on_all_ranks
+from ddp_hydra.training.consensus import Agreement, Finish
+from ddp_hydra.training.early_stopping import EarlyStop
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.inspection import Inspection
+from ddp_hydra.training.metrics import Count, Meter, count, means
+from ddp_hydra.training.monitoring import memory
+from ddp_hydra.training.monitoring.data_stats import DataReport, bad_of_all_ranks, count_bad, skipped_by
+from ddp_hydra.training.monitoring.profiler import Profile
+from ddp_hydra.training.monitoring.stragglers import Stragglers
+from ddp_hydra.training.monitoring.throughput import Stopwatch
+from ddp_hydra.training.nonfinite import NonFinite
+from ddp_hydra.training.optimizer_step import Update
 from ddp_hydra.training.progress import Progress
-from ddp_hydra.training.update import Update
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
     fault, finish = fault_injection.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     seed_others(cfg.seed)  # all ranks split a data set alike
-    with build.datasets(cfg) as (train_set, val_set):
+    with builders.datasets(cfg) as (train_set, val_set):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             paths = {name: Path(path) for name, path in (files or {}).items()}
             value = fit(cfg, train_set, val_set, paths, fault, finish, kept)
@@ -83,9 +83,9 @@ def fit(
         kept: what checkpoints keep of the config; None: all but the cluster.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = build.device(cfg)
+    device = builders.device(cfg)
     memory.begin(device)
-    sampler = build.sampler(cfg, train_set, rank, world_size)
+    sampler = builders.sampler(cfg, train_set, rank, world_size)
     if cfg.trainer.overfit_batches:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches)
     precision.set_float32(cfg.trainer.precision)
@@ -93,25 +93,25 @@ def fit(
 
     # model
     seed_step(cfg.seed, 0, 0)  # all ranks build the same
-    bare = build.model(cfg, train_set).to(device)
+    bare = builders.model(cfg, train_set).to(device)
     memory.watch(bare)
-    new = weights.load(bare, files["weights"]) if "weights" in files else []  # DDP hands them on from rank 0
-    channels_last = build.choose(cfg.trainer.channels_last, build.has_convolutions(bare))
+    new = pretrained.load(bare, files["weights"]) if "weights" in files else []  # DDP hands them on from rank 0
+    channels_last = builders.choose(cfg.trainer.channels_last, builders.has_convolutions(bare))
     if channels_last:
         bare = bare.to(memory_format=torch.channels_last)
-    selection.freeze(bare, cfg.trainer.freeze)
-    selection.recompute(bare, cfg.trainer.recompute)
-    model = build.parallel(cfg, bare)
-    frozen = selection.frozen_norms(model.model)  # only now: sync_batchnorm puts others in their places
-    criterion, mix, class_axis = build.loss(cfg), build.mix(cfg, train_set), objective.class_axis(cfg)
+    parameter_groups.freeze(bare, cfg.trainer.freeze)
+    parameter_groups.recompute(bare, cfg.trainer.recompute)
+    model = builders.parallel(cfg, bare)
+    frozen = parameter_groups.frozen_norms(model.model)  # only now: sync_batchnorm puts others in their places
+    criterion, mix, class_axis = builders.loss(cfg), builders.mix(cfg, train_set), objective.class_axis(cfg)
 
     # optimizer, and where to begin
     position = Position()
     progress = Progress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
     saved = read_on_all_ranks(files["resume"]) if "resume" in files else {}
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
-    optimizer = build.optimizer(cfg, model.model, sampler.global_batch)
-    scheduler = build.schedule(cfg, optimizer, progress.total, progress.epoch_steps)
+    optimizer = builders.optimizer(cfg, model.model, sampler.global_batch)
+    scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps)
     scaler = precision.scaler(cfg.trainer.precision, device)
     ema = Ema(model.model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
     update = Update(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
@@ -120,13 +120,13 @@ def fit(
     state = State(model.model, optimizer, scheduler, position, dict(kept or checkpoint_config.of(cfg)), extras)
     changed = ""
     if saved:
-        changed = resumed.restore(state, saved)
+        changed = resume.restore(state, saved)
         progress.move(scheduler)
         saved.clear()  # it is as large as the model
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
 
-    loader = build.loader(cfg, train_set, device, channels_last)
-    validation = build.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
+    loader = builders.loader(cfg, train_set, device, channels_last)
+    validation = builders.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
     meter, saver, agreement = Meter(device), Saver(), Agreement()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.alike

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ddp_hydra import results
-from ddp_hydra.checkpoint import State, begin_copy, refuse_nonfinite
 from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.training.checkpoint import State, begin_copy, refuse_nonfinite
 
 SHOWN = 64
 """Sample ids named in a message; all of them are in the record."""

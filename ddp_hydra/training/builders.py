@@ -47,10 +47,10 @@ from ddp_hydra.config import objective, targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DdpHydraError
-from ddp_hydra.training import precision, selection
+from ddp_hydra.training import parameter_groups, precision
+from ddp_hydra.training.eval_metrics import Scores
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.scores import Scores
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0) -> torch
     node = cfg.optimizer
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})
-    return make(node, selection.parameters(model, decay_all=cfg.trainer.decay_all))
+    return make(node, parameter_groups.parameters(model, decay_all=cfg.trainer.decay_all))
 
 
 def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1) -> Any:

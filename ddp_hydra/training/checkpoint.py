@@ -18,8 +18,8 @@ from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
-from ddp_hydra.finite import not_finite
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.training.finite import not_finite
 
 FORMAT = 1
 
