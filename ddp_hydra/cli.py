@@ -18,11 +18,12 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, completion, launched
+from ddp_hydra import arguments, completion
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.console import output, signals
 from ddp_hydra.console.text import traceback_of
+from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 
@@ -34,7 +35,7 @@ def main(cfg: DictConfig) -> float | None:
     signals.leave_tidily()
     from ddp_hydra import job
 
-    spec = launched.place(cfg.cluster)
+    spec = torchrun.place(cfg.cluster)
     if spec is not None and spec.rank:
         job.follow(cfg, spec)
         return None
@@ -67,7 +68,7 @@ def compose_and_run() -> None:
     root = project.find()
     sys.path.insert(0, str(root))
     schema.register()
-    sys.argv[1:] = launched.arguments(arguments.read(sys.argv[1:]))
+    sys.argv[1:] = torchrun.arguments(arguments.read(sys.argv[1:]))
     completion.offer_choices()
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()

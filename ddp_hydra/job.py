@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, inline, launched, resize
+from ddp_hydra import bound, resize
 from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, unknown_keys
@@ -25,6 +25,7 @@ from ddp_hydra.config import schema as configs
 from ddp_hydra.console.plural import counted
 from ddp_hydra.console.signals import SECOND, held_back
 from ddp_hydra.console.text import message_of, traceback_of
+from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,
@@ -129,7 +130,7 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest
         if cfg.trainer.profile_steps:
             summary["profile"] = "profile/table.md"
         job = Job(run_dir, cfg, plain, files, summary, guest, kept)
-        spec = launched.place(cfg.cluster)
+        spec = torchrun.place(cfg.cluster)
         here = spec is not None or connect.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
@@ -314,7 +315,7 @@ class Job:
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
         with connect.connect(self.cfg.cluster, self.run_dir / "logs") as client:
-            from ddp_hydra.dispatch import Gang
+            from ddp_hydra.dispatch.gang import Gang
 
             settings = OmegaConf.to_container(self.cfg.dispatch, enum_to_str=True)
             assert isinstance(settings, dict)
@@ -360,7 +361,7 @@ class Job:
 
     def call(self, number: int, world_size: int) -> Any:
         """What attempt `number` runs on `world_size` ranks: the same job, from its last complete checkpoint."""
-        from ddp_hydra.call import Call
+        from ddp_hydra.dispatch.call import Call
 
         plain, kept = copy.deepcopy(self.plain), {"kept": self.kept}
         if plain["trainer"]["time_limit_s"] is not None:

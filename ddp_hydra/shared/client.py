@@ -17,12 +17,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import job, transfer
+from ddp_hydra import job
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, objective, redact
 from ddp_hydra.config import schema as configs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain as harmless
+from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
@@ -140,7 +141,7 @@ def begun(
             driver = _begin(client, worker, order)
         except DdpHydraError:
             with contextlib.suppress(OSError):
-                transfer.call(client, worker, outbox.clear, name)
+                file_transfer.call(client, worker, outbox.clear, name)
             raise
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / results_root.POINTER).write_text(url + "\n")
@@ -177,7 +178,7 @@ def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str
         return run
     path = job.find_checkpoint(run).absolute()
     try:
-        return transfer.send(client, worker, name, 0, path)
+        return file_transfer.send(client, worker, name, 0, path)
     except OSError as error:
         raise ClusterError(f"worker {worker} could not be given the checkpoint {path}: {error}") from None
 

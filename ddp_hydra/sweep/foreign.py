@@ -34,7 +34,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
 
     def run(cfg: DictConfig) -> Any:
         from ddp_hydra.cluster import connect
-        from ddp_hydra.dispatch import Gang
+        from ddp_hydra.dispatch.gang import Gang
         from ddp_hydra.writers import ResultsHandler, default_writers
 
         folder = Path(HydraConfig.get().runtime.output_dir)

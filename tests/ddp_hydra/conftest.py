@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ddp_hydra import results
-from ddp_hydra.inline import DirectSender
+from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.results import Record
 
 

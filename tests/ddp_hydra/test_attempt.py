@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra import attempt as module
-from ddp_hydra import placement, transfer
-from ddp_hydra.attempt import Attempt
 from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.dispatch import attempt as module
+from ddp_hydra.dispatch import file_transfer, placement
+from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.results import Record
@@ -419,7 +419,7 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost(make, monkey
         raise OSError("Timed out trying to connect")
 
     one = make()
-    monkeypatch.setattr(transfer, "call", fail)
+    monkeypatch.setattr(file_transfer, "call", fail)
     (tmp_path / "a.pt").write_bytes(b"x")
     with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
         one.send({"resume": tmp_path / "a.pt"})

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from ddp_hydra import heartbeat, inline
+from ddp_hydra import heartbeat
 from ddp_hydra.console.signals import SIGNALS, Interrupts, held_back, raised
+from ddp_hydra.dispatch import inline
 
 
 def handlers():

@@ -20,6 +20,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from ddp_hydra import job as jobs
 from ddp_hydra.cli import sentence
 from ddp_hydra.config.schema import Config, plain
+from ddp_hydra.dispatch.restarts import Ended
 from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,
@@ -33,7 +34,6 @@ from ddp_hydra.errors import (
 )
 from ddp_hydra.job import TRAIN, Job, find_resume, read_value, summarised
 from ddp_hydra.resize import Batch
-from ddp_hydra.restarts import Ended
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import write_manifest_text

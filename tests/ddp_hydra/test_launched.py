@@ -8,17 +8,17 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra import inline, launched
+from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.rank.spec import RankSpec
 
-TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.launched.Torchrun"})
+TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.dispatch.torchrun.Torchrun"})
 LOCAL = OmegaConf.create({"_target_": "distributed.LocalCluster"})
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch) -> None:
-    for name in (*launched.NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for name in (*torchrun.NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["ddp_hydra", "seed=1"])
 
@@ -37,37 +37,37 @@ def started(monkeypatch):
 
 def test_the_place_is_what_the_launcher_says(started):
     started(3, LOCAL_WORLD_SIZE="2", GROUP_RANK="1")
-    spec = launched.place(TORCHRUN)
+    spec = torchrun.place(TORCHRUN)
     assert (spec.rank, spec.world_size, spec.local_rank, spec.local_world_size, spec.node_rank) == (3, 4, 1, 2, 1)
 
 
 def test_without_a_launcher_jobs_start_their_ranks():
-    assert launched.place(LOCAL) is None
-    assert launched.arguments(["a=1"]) == ["a=1"]
+    assert torchrun.place(LOCAL) is None
+    assert torchrun.arguments(["a=1"]) == ["a=1"]
 
 
 def test_only_rank_0_has_a_run_directory(started):
     started(0)
-    assert launched.arguments(["a=1"]) == ["a=1"]
+    assert torchrun.arguments(["a=1"]) == ["a=1"]
     started(1)
-    assert launched.arguments(["a=1"]) == ["a=1", *launched.NO_FOLDER]
+    assert torchrun.arguments(["a=1"]) == ["a=1", *torchrun.NO_FOLDER]
 
 
 def test_variables_that_are_missing_are_named_with_what_to_type(started, monkeypatch):
     with pytest.raises(ConfigError, match=r"RANK, .*MASTER_PORT are not set here: type torchrun .* ddp_hydra seed=1$"):
-        launched.place(TORCHRUN)
+        torchrun.place(TORCHRUN)
     started(1)
     monkeypatch.delenv("MASTER_ADDR")
     with pytest.raises(ConfigError, match="but MASTER_ADDR is not set here"):
-        launched.place(TORCHRUN)
+        torchrun.place(TORCHRUN)
 
 
 def test_what_starts_ranks_itself_does_not_go_with_a_launcher(started):
     started(0)
     with pytest.raises(ConfigError, match=r"rank 0 of 4 .* cluster distributed\.LocalCluster starts ranks itself"):
-        launched.place(LOCAL)
+        torchrun.place(LOCAL)
     with pytest.raises(ConfigError, match="a sweep starts its jobs itself"):
-        launched.arguments(["-m", "seed=1,2"])
+        torchrun.arguments(["-m", "seed=1,2"])
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def test_what_starts_ranks_itself_does_not_go_with_a_launcher(started):
 def test_the_keys_of_every_cluster_are_held_against_what_was_started(started, given, said):
     started(0)
     fits = {"n_workers": 4, "wait_timeout_s": 5, "keep": False, "pip": ["pytest"]}
-    assert launched.place(OmegaConf.merge(TORCHRUN, fits)) is not None
+    assert torchrun.place(OmegaConf.merge(TORCHRUN, fits)) is not None
     with pytest.raises(DdpHydraError, match=said):
-        launched.place(OmegaConf.merge(TORCHRUN, given))
+        torchrun.place(OmegaConf.merge(TORCHRUN, given))
 
 
 def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said(started, monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         started(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(nobody.getsockname()[1]))
-        spec = launched.place(TORCHRUN)
+        spec = torchrun.place(TORCHRUN)
         said = r"rank 1 of 4 did not meet the others at 127.0.0.1:\d+ in 1 s: .*cluster.wait_timeout_s=3\. "
         with pytest.raises(ClusterError, match=said):
             inline.meet_launched(spec, 1800.0, 1.0)
@@ -100,7 +100,7 @@ def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said(started, monke
 def test_what_is_no_number_is_refused(started):
     started(0, WORLD_SIZE="all")
     with pytest.raises(ConfigError, match=r"must be whole numbers: .*'all'"):
-        launched.place(TORCHRUN)
+        torchrun.place(TORCHRUN)
 
 
 # -- what the ranks tell each other ------------------------------------------------------------------------

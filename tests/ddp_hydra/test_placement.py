@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.cluster.scheduler_plugin import choose, natural
-from ddp_hydra.placement import plan, ranges
+from ddp_hydra.dispatch.placement import plan, ranges
 
 
 def workers(**ports: list[int]) -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ddp_hydra import reader as module
-from ddp_hydra.reader import Reader
+from ddp_hydra.dispatch import record_queue as module
+from ddp_hydra.dispatch.record_queue import Reader
 from ddp_hydra.results import Record
 
 Make = Callable[..., Reader]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_hydra.dispatch.restarts import OWN_FAULT, Ended, Restarts
 from ddp_hydra.errors import Failure
-from ddp_hydra.restarts import OWN_FAULT, Ended, Restarts
 
 LOST = ("lost", "its worker tcp://10.0.0.1:4711 left the cluster")
 

@@ -5,8 +5,8 @@ import errno
 import pytest
 
 from ddp_hydra import results
+from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import DiskFull
-from ddp_hydra.inline import DirectSender
 from ddp_hydra.storage import wait_for_space
 
 

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config.schema import TrainerConfig
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
-from ddp_hydra.inline import DirectSender
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
 from ddp_hydra.training.checkpoint import read

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra import call
-from ddp_hydra.dispatch import Gang
+from ddp_hydra.dispatch import Gang, call
+from ddp_hydra.dispatch.unread_records import Unread
 from ddp_hydra.results import Record
-from ddp_hydra.unread import Unread
 
 FILE = Record("file", {"path": "a.bin", "source": "/spool/1", "size": 3 * 2**20}, 1)
 SENT = [

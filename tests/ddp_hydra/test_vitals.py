@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_hydra.dispatch.health import DOING, GAP_S, Beat, Vitals
 from ddp_hydra.heartbeat import PHASES
-from ddp_hydra.vitals import DOING, GAP_S, Beat, Vitals
 
 LOST_S, HANG_S, FIRST_S, JOIN_S = 15.0, 60.0, 600.0, 300.0
 

@@ -17,8 +17,8 @@ from ddp_hydra.cluster import connect, idle_shutdown
 from ddp_hydra.cluster.by_source import Shipped
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.cluster.wait_for_workers import wait_for_workers
+from ddp_hydra.dispatch.inline import variables_restored
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.inline import variables_restored
 from ddp_hydra.rank import fork_client
 from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.hosts import ROOT

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from benchmarks import scale
-from ddp_hydra import dispatch, placement, results
+from ddp_hydra import dispatch, results
+from ddp_hydra.dispatch import placement
 from ddp_hydra.errors import ClusterError, RankFailed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]

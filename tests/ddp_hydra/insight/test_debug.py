@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import ddp_hydra.training.loop as loop
 from ddp_hydra import results
 from ddp_hydra.config.schema import plain
+from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
-from ddp_hydra.inline import DirectSender
 from tests.ddp_hydra.test_train import config
 from tests.ddp_hydra.test_train import group as group
 from tests.ddp_hydra.test_train import train as train

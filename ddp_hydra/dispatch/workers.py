@@ -11,7 +11,8 @@ from typing import Any
 
 from distributed import Client
 
-from ddp_hydra import heartbeat, transfer
+from ddp_hydra import heartbeat
+from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import inbox, outbox, return_values
 from ddp_hydra.rank.spec import RankSpec
@@ -89,7 +90,9 @@ class Crew:
         if spec.worker in self.lost and not outbox.path(folder, self.name, spec.rank).is_dir():
             raise OSError(f"its worker {spec.worker} is lost")
         is_lost = lambda: spec.worker in self.lost  # noqa: E731
-        transfer.fetch(self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost)
+        file_transfer.fetch(
+            self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost
+        )
 
     def drop(self, record: Record) -> None:
         """Remove a spooled file that nobody wants; that it is gone there lets the rank know."""
@@ -97,7 +100,7 @@ class Crew:
         if spec.worker not in self.lost:
             where = (self.folders[spec.worker], self.name, spec.rank)
             with contextlib.suppress(OSError):  # lost just now
-                transfer.drop(self.client, spec.worker, *where, record.data, lambda: spec.worker in self.lost)
+                file_transfer.drop(self.client, spec.worker, *where, record.data, lambda: spec.worker in self.lost)
 
     def returned(self, record: Record) -> Any:
         """Decode what a rank returned.
@@ -111,7 +114,7 @@ class Crew:
             with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
                 path, file = Path(folder) / "value", record.data["value_file"]
                 self.fetch(record, path, file)
-                transfer.verify(path, file["size"], file["sha256"])
+                file_transfer.verify(path, file["size"], file["sha256"])
                 return return_values.decode(path.read_bytes())
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"what rank {record.rank} returned cannot be read ({error!r:.200})") from None
@@ -123,4 +126,4 @@ class Crew:
             OSError: its worker does not answer, or a file cannot be read or written.
         """
         worker = self.specs[rank].worker
-        return {name: transfer.send(self.client, worker, self.name, rank, path) for name, path in files.items()}
+        return {name: file_transfer.send(self.client, worker, self.name, rank, path) for name, path in files.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ddp_hydra.dispatch.health import Vitals
 from ddp_hydra.errors import Failure, JobFailed, RankFailed
 from ddp_hydra.rank.failure import explain, root_cause
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
-from ddp_hydra.vitals import Vitals
 
 
 class Roster:

@@ -16,21 +16,21 @@ from distributed import Future
 
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
-from ddp_hydra.crew import CALL_S, Crew
+from ddp_hydra.dispatch.health import Hang, Vitals, waits
+from ddp_hydra.dispatch.placement import ranges
+from ddp_hydra.dispatch.rank_states import Roster
+from ddp_hydra.dispatch.record_queue import Reader
+from ddp_hydra.dispatch.workers import CALL_S, Crew
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
 from ddp_hydra.heartbeat import SAVE_S
-from ddp_hydra.placement import ranges
 from ddp_hydra.rank import task
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.reader import Reader
 from ddp_hydra.results import Record
-from ddp_hydra.roster import Roster
 from ddp_hydra.storage import wait_for_space
-from ddp_hydra.vitals import Hang, Vitals, waits
 
 if TYPE_CHECKING:
-    from ddp_hydra.dispatch import Gang
+    from ddp_hydra.dispatch.gang import Gang
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5

@@ -22,21 +22,21 @@ from typing import Any
 import cloudpickle
 from distributed import Client
 
-from ddp_hydra import placement
-from ddp_hydra.attempt import Attempt
-from ddp_hydra.call import Call, show
 from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.dispatch import placement
+from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.call import Call, show
+from ddp_hydra.dispatch.restarts import Ended, Restarts
+from ddp_hydra.dispatch.script import Script, script
+from ddp_hydra.dispatch.unread_records import Unread
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.rank import launch_spec
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.restarts import Ended, Restarts
 from ddp_hydra.results import Record
-from ddp_hydra.script import Script, script
-from ddp_hydra.unread import Unread
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
 log = logging.getLogger(__name__)

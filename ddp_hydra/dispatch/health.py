@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.heartbeat import PHASES, UNREADY, Place
-from ddp_hydra.placement import ranges
 
 GAP_S = 2.0
 """A watcher that looked away for longer (a laptop that slept, a breakpoint) gives everyone that time."""
