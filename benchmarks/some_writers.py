@@ -13,7 +13,8 @@ from unittest import mock
 
 from rich.console import Console
 
-from ddp_hydra import cli, job
+from ddp_hydra import cli
+from ddp_hydra.job import run
 from ddp_hydra.writers import default_writers
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     display = Console(force_terminal=True)  # as a person has it, though nobody looks
     chosen = partial(default_writers, **dict.fromkeys(without, False), console=display)
     try:
-        with mock.patch.object(job, "default_writers", chosen):
+        with mock.patch.object(run, "default_writers", chosen):
             cli.entry()
     finally:
         Path(file).write_text(repr(time.process_time()))

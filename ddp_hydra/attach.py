@@ -16,9 +16,9 @@ from omegaconf import MISSING
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
+from ddp_hydra.job.remote import status as statuses
 from ddp_hydra.options import parse
 from ddp_hydra.results import Record
-from ddp_hydra.shared import status as statuses
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 

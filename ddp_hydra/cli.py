@@ -33,7 +33,7 @@ INTERRUPTED = 130
 def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
     signals.leave_tidily()
-    from ddp_hydra import job
+    from ddp_hydra.job import run as job
 
     spec = torchrun.place(cfg.cluster)
     if spec is not None and spec.rank:

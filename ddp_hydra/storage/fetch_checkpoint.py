@@ -1,4 +1,4 @@
-"""Checkpoints from a store: `resume=s3://…`. What is there was put by `writers/mirror.py`."""
+"""Checkpoints from a store: `resume=s3://…`. What is there was put by `writers/checkpoint_mirror.py`."""
 
 from __future__ import annotations
 

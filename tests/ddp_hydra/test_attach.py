@@ -9,8 +9,8 @@ import pytest
 from ddp_hydra import attach
 from ddp_hydra.attach import Attached
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
+from ddp_hydra.job.remote.status import Status, encoded
 from ddp_hydra.results import Record
-from ddp_hydra.shared.status import Status, encoded
 from ddp_hydra.storage import results_root
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.bound import describe, describe_slowest
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
+from ddp_hydra.job.bottleneck import describe, describe_slowest
 from ddp_hydra.training.monitoring.data_stats import Bad, DataReport, bad_of_all_ranks, count_bad, skipped_by
 
 CPU = torch.device("cpu")

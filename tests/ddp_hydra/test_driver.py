@@ -11,16 +11,16 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
-from ddp_hydra.driver import Driver, _of_client
 from ddp_hydra.errors import ClusterError, SchedulerLost
-from ddp_hydra.job import Job
+from ddp_hydra.job.remote.driver import Driver, _of_client
+from ddp_hydra.job.remote.fence import Fenced
+from ddp_hydra.job.remote.job_spec import Order
+from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.status import Status, encoded
+from ddp_hydra.job.remote.supervisor import is_over
+from ddp_hydra.job.run import Job
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
-from ddp_hydra.shared.fence import Fenced
-from ddp_hydra.shared.keeper import is_over
-from ddp_hydra.shared.order import Order
-from ddp_hydra.shared.scratch import Scratch
-from ddp_hydra.shared.status import Status, encoded
 from ddp_hydra.storage import results_root
 
 PLAIN = {"results": {"handler": "rank0", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
@@ -108,7 +108,7 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
         (driver.run_dir / "summary.json").write_text('{"status": "failed"}')
         raise error
 
-    monkeypatch.setattr("ddp_hydra.job.run", cut)
+    monkeypatch.setattr("ddp_hydra.job.run.run", cut)
     driver.order, driver.client = replace(order, lives=lives), SimpleNamespace(status="running")
     found, said = driver.job(driver.cfg())
     assert (found, said) == (state, str(error))

@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ddp_hydra import job as jobs
 from ddp_hydra.cli import sentence
 from ddp_hydra.config.schema import Config, plain
 from ddp_hydra.dispatch.restarts import Ended
@@ -32,8 +31,9 @@ from ddp_hydra.errors import (
     RankFailed,
     RecordError,
 )
-from ddp_hydra.job import TRAIN, Job, find_resume, read_value, summarised
-from ddp_hydra.resize import Batch
+from ddp_hydra.job import run as jobs
+from ddp_hydra.job.global_batch import Batch
+from ddp_hydra.job.run import TRAIN, Job, find_resume, read_value, summarised
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import write_manifest_text

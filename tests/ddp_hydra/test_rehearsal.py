@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hydra.job.fault_writer import RehearsalWriter, damage
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.rehearsal import RehearsalWriter, damage
 from ddp_hydra.results import Record
 
 
@@ -45,7 +45,7 @@ def test_faults_of_ranks_are_left_to_them(rehearse):
 
 def test_a_full_disk_lasts_its_time(rehearse, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("ddp_hydra.rehearsal.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ddp_hydra.job.fault_writer.time.monotonic", lambda: now[0])
     writer = rehearse("disk,step=2,seconds=3")
     writer.write(metrics(1))
     for _ in range(2):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.resize import Batch, describe, share_out
+from ddp_hydra.job.global_batch import Batch, describe, share_out
 
 
 @pytest.mark.parametrize(

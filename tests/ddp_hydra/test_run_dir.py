@@ -11,11 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.run_dir import Guard, locked, next_attempt, refuse_another
+from ddp_hydra.job.run_dir import Guard, locked, next_attempt, refuse_another
 
 HOLD = """
 import sys, pathlib
-from ddp_hydra.run_dir import locked
+from ddp_hydra.job.run_dir import locked
 with locked(pathlib.Path(sys.argv[1])):
     print(flush=True)
     input()

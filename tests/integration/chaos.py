@@ -28,12 +28,13 @@ from distributed import Client
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from ddp_hydra import dispatch, job
+from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import DdpHydraError, Failure, RankFailed
+from ddp_hydra.job import run
 from ddp_hydra.results import Record
 from tests.integration.conftest import wait_for
 
@@ -212,7 +213,7 @@ class Chaos:
             patch.setattr(dispatch, "Gang", Watched)
             patch.setattr(cluster, "connect", lambda cfg, logs=None: contextlib.nullcontext(client))
             try:
-                job.run(cfg, story.folder)
+                run.run(cfg, story.folder)
             except (DdpHydraError, KeyboardInterrupt) as error:
                 story.error = error
         nothing_left(client)

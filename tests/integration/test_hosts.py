@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
-from ddp_hydra import dispatch, job, results
+from ddp_hydra import dispatch, results
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
+from ddp_hydra.job import run as job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.writers import ResultsHandler, default_writers
 from tests.integration import hosts as machines

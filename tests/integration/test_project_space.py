@@ -13,11 +13,11 @@ import pytest
 from distributed import Client
 from hydra import compose, initialize_config_dir
 
-from ddp_hydra import job
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import pack
 from ddp_hydra.errors import ConfigError, RankFailed
+from ddp_hydra.job import run as job
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.epochs=1", "dispatch.max_restarts=0")

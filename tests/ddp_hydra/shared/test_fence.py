@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.shared.fence import Below, Fenced
+from ddp_hydra.job.remote.fence import Below, Fenced
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.bucket import Folder
 from tests.data.conftest import s3  # noqa: F401 (a fixture)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.remote import uploader
+from ddp_hydra.job.remote.fence import Fenced
+from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.status import Status
+from ddp_hydra.job.remote.uploader import Uploader, claim
 from ddp_hydra.results import Record
-from ddp_hydra.shared import uploader
-from ddp_hydra.shared.fence import Fenced
-from ddp_hydra.shared.scratch import Scratch
-from ddp_hydra.shared.status import Status
-from ddp_hydra.shared.uploader import Uploader, claim
 from ddp_hydra.storage import results_root
 
 

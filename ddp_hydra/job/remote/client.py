@@ -17,7 +17,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra import job
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, objective, redact
 from ddp_hydra.config import schema as configs
@@ -25,10 +24,12 @@ from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain as harmless
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
+from ddp_hydra.job import run as job
+from ddp_hydra.job.remote import messages as voice
+from ddp_hydra.job.remote import start_driver
+from ddp_hydra.job.remote.job_spec import Order
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
-from ddp_hydra.shared import start, voice
-from ddp_hydra.shared.order import Order
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 
@@ -185,7 +186,7 @@ def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str
 
 def _begin(client: Any, worker: str, order: Order) -> Driver:
     try:
-        answer = client.sync(client._run, start.start, order, workers=[worker], callback_timeout=START_S)[worker]
+        answer = client.sync(client._run, start_driver.start, order, workers=[worker], callback_timeout=START_S)[worker]
     except (OSError, TimeoutError, KeyError) as error:
         raise ClusterError(f"worker {worker} did not start the run: {str(error) or type(error).__name__}") from None
     except (ImportError, AttributeError) as error:

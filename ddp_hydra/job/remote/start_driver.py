@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import ddp_hydra
+from ddp_hydra.job.remote.job_spec import Order, Place
 from ddp_hydra.rank.fork_client import without_dasks_limits
-from ddp_hydra.shared.order import Order, Place
 
 SAID_BYTES = 2000
 
@@ -41,7 +41,7 @@ def _start(order: bytes) -> dict[str, Any]:
     environment = without_dasks_limits(os.environ)
     path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_hydra.driver"],
+        [sys.executable, "-m", "ddp_hydra.job.remote.driver"],
         env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -12,9 +12,9 @@ from typing import Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
-from ddp_hydra.shared import start
-from ddp_hydra.shared.order import Order
-from ddp_hydra.shared.status import BEAT_S, ENDED, LOST, read
+from ddp_hydra.job.remote import start_driver
+from ddp_hydra.job.remote.job_spec import Order
+from ddp_hydra.job.remote.status import BEAT_S, ENDED, LOST, read
 from ddp_hydra.storage.results_root import Store
 
 NAME = "ddp_hydra-keeper"
@@ -46,7 +46,12 @@ class Keeper(SchedulerPlugin):
         for _ in range(TRIES):
             workers = [address for address, worker in self.scheduler.workers.items() if worker.status.name == "running"]
             if workers:
-                call = {"op": "run", "function": dumps(start.start), "args": dumps((order,)), "kwargs": dumps({})}
+                call = {
+                    "op": "run",
+                    "function": dumps(start_driver.start),
+                    "args": dumps((order,)),
+                    "kwargs": dumps({}),
+                }
                 chosen = [random.choice(workers)]  # noqa: S311
                 answers = await self.scheduler.broadcast(msg={**call, "wait": True}, workers=chosen, on_error="ignore")
                 if any(answer["status"] == "OK" and "error" not in answer["result"] for answer in answers.values()):

@@ -17,8 +17,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_hydra
-from ddp_hydra import bound, resize
-from ddp_hydra import run_dir as run_dirs
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, unknown_keys
 from ddp_hydra.config import schema as configs
@@ -36,10 +34,12 @@ from ddp_hydra.errors import (
     RunFailed,
 )
 from ddp_hydra.heartbeat import REASONS
+from ddp_hydra.job import bottleneck, global_batch
+from ddp_hydra.job import run_dir as run_dirs
+from ddp_hydra.job.fault_writer import RehearsalWriter, end_scheduler
+from ddp_hydra.job.global_batch import Batch, share_out
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.rehearsal import RehearsalWriter, end_scheduler
-from ddp_hydra.resize import Batch, share_out
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage import fetch_checkpoint, results_root
 from ddp_hydra.storage.manifest import find_checkpoint
@@ -105,7 +105,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         print(f"ddp_hydra  ->  {guest.url if guest else _short(run_dir)}", flush=True)  # noqa: T201
         if cfg.results.handler is configs.Handler.rank0:
             connect.load()
-            from ddp_hydra.shared import client
+            from ddp_hydra.job.remote import client
 
             return client.run(cfg, run_dir, overrides)
         return train(cfg, run_dir, overrides, guest)
@@ -392,7 +392,7 @@ class Job:
         if world_size == self.first_world_size:
             return first
         shared = share_out(first, self.first_world_size, world_size)
-        log.warning("%s", resize.describe(first, self.first_world_size, world_size, shared))
+        log.warning("%s", global_batch.describe(first, self.first_world_size, world_size, shared))
         return shared
 
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
@@ -499,8 +499,8 @@ def closing_lines(summary: dict[str, Any], where: str) -> str:
     steps = summary["steps"]
     lines = [
         f"done: {counted(steps, 'step')} in {summary['train_s']:.1f} s, {', '.join([speed, *shown])}  ->  {where}",
-        bound.describe(summary["data"], summary["train_s"], steps),
-        bound.describe_slowest(summary["slowest"], steps),
+        bottleneck.describe(summary["data"], summary["train_s"], steps),
+        bottleneck.describe_slowest(summary["slowest"], steps),
         f"profile: {where}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
         if summary.get("profile")
         else None,

@@ -1,4 +1,4 @@
-"""Brings a run directory to its store, while it grows; all but the checkpoints, which `writers/mirror.py` brings."""
+"""Brings a run directory to its store, while it grows; all but the checkpoints, which `writers/checkpoint_mirror.py` brings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
+from ddp_hydra.job.remote import status as statuses
+from ddp_hydra.job.remote.fence import Fenced
+from ddp_hydra.job.remote.status import ENDED, LOST, LOST_S, NAME, STOP, SUMMARY, Status, encoded
 from ddp_hydra.results import check_path
-from ddp_hydra.shared import status as statuses
-from ddp_hydra.shared.fence import Fenced
-from ddp_hydra.shared.status import ENDED, LOST, LOST_S, NAME, STOP, SUMMARY, Status, encoded
 from ddp_hydra.storage.bucket import PIECE_BYTES
 from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from ddp_hydra.storage.files import place

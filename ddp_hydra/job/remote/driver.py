@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra.driver`: a job without its command, on the host of a worker; started by `shared/start.py`.
+"""`python -m ddp_hydra.job.remote.driver`: a job without its command, on the host of a worker.
 
 What it shall do comes through stdin. A line of JSON on stdout says that it has begun, or why it cannot; what is said
 from then on goes to logs/driver.log among the results.
@@ -25,13 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
-from ddp_hydra.shared.fence import Below, Fenced
-from ddp_hydra.shared.keeper import is_over, keep, let_go
-from ddp_hydra.shared.order import Order, Place
-from ddp_hydra.shared.scratch import Scratch
-from ddp_hydra.shared.status import LOST, SUMMARY, Status
-from ddp_hydra.shared.uploader import Uploader, claim, go_on
-from ddp_hydra.shared.voice import Voice, Watch, stops
+from ddp_hydra.job.remote.fence import Below, Fenced
+from ddp_hydra.job.remote.job_spec import Order, Place
+from ddp_hydra.job.remote.messages import Voice, Watch, stops
+from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.status import LOST, SUMMARY, Status
+from ddp_hydra.job.remote.supervisor import is_over, keep, let_go
+from ddp_hydra.job.remote.uploader import Uploader, claim, go_on
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers import Writer
@@ -160,8 +160,8 @@ class Driver:
 
     def job(self, cfg: DictConfig) -> tuple[str, str]:
         """Run the job; returns how it ended, and what is to be said of it."""
-        from ddp_hydra import job
         from ddp_hydra.cli import sentence
+        from ddp_hydra.job import run as job
 
         order = self.order
         writers: list[Writer] = [self.status, self.voice] if self.voice else [self.status]

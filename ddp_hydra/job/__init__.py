@@ -1,0 +1,1 @@
+"""Runs one composed config and fills one run directory."""
