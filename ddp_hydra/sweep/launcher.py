@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from ddp_hydra.console import signals
 
 if TYPE_CHECKING:
-    from ddp_hydra.sweep.loop import Sweep
+    from ddp_hydra.sweep.sweep import Sweep
 
 
 _open: list[GangLauncher] = []
@@ -41,7 +41,7 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra before the first batch."""
-        from ddp_hydra.sweep.plan import Remembering
+        from ddp_hydra.sweep.planned_job import Remembering
 
         signals.leave_tidily()
         self.loader = Remembering(hydra_context.config_loader)
@@ -61,7 +61,7 @@ class GangLauncher(Launcher):
             One result per job, in order; a failed one raises when its value is read.
         """
         from ddp_hydra.config.redact import rewrite
-        from ddp_hydra.sweep.plan import is_ours
+        from ddp_hydra.sweep.planned_job import is_ours
 
         if is_ours(self.config):
             rewrite(Path(str(self.config.hydra.sweep.dir)) / "multirun.yaml")
@@ -75,9 +75,9 @@ class GangLauncher(Launcher):
 
     def open(self) -> Sweep:
         """Begin the sweep, or go on with an earlier one."""
-        from ddp_hydra.sweep.loop import Sweep
-        from ddp_hydra.sweep.plan import is_ours
+        from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.settings import Settings
+        from ddp_hydra.sweep.sweep import Sweep
 
         ours = is_ours(self.config)
         settings = Settings(**self.settings)

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.errors import ClusterError, DdpHydraError
-from ddp_hydra.sweep import plan, returns
-from ddp_hydra.sweep.plan import Need, Planned, Remembering
+from ddp_hydra.sweep import job_returns, planned_job
+from ddp_hydra.sweep.planned_job import Need, Planned, Remembering
 from ddp_hydra.sweep.rows import Row, State
 
 AHEAD = 16
@@ -44,7 +44,7 @@ class Queue:
     ) -> None:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
         self.goes_on = earlier is not None
-        self.numbers = plan.Numbers(earlier or [])
+        self.numbers = planned_job.Numbers(earlier or [])
         self.over = {State.done} if retry_failed else {State.done, State.failed}
         self.jobs: deque[Planned] = deque()
         self.later: deque[Planned] = deque()
@@ -59,12 +59,12 @@ class Queue:
             overrides: of the job.
             wanted: the number that Hydra would give it.
         """
-        task_overrides = plan.of_task(overrides)
+        task_overrides = planned_job.of_task(overrides)
         number, earlier = self.numbers.of(task_overrides, wanted)
         job = Planned(Row(number, task_overrides, str(number)), overrides, earlier)
         if earlier is not None and earlier.state in self.over:
-            job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, plan.is_ours(self.config)
-            job.result = returns.of_before(job)
+            job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, planned_job.is_ours(self.config)
+            job.result = job_returns.of_before(job)
         else:
             self.jobs.append(job)
         return job
@@ -99,9 +99,9 @@ class Queue:
         try:
             job.compose(self.loader, self.config, self.own_need, self.folder)
             if job.earlier is not None:
-                plan.go_on(job)
+                planned_job.go_on(job)
             elif self.goes_on:
-                plan.refuse_foreign_folder(job)
+                planned_job.refuse_foreign_folder(job)
         except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
             job.fail(error)
         if job.is_dry:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.plan import is_ours
+from ddp_hydra.sweep.planned_job import is_ours
 from ddp_hydra.sweep.rows import Objective
 
 DIRECTIONS = ("maximize", "minimize")

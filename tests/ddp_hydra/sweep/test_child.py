@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ddp_hydra.sweep.child import Child, listen
+from ddp_hydra.sweep.forked_process import Child, listen
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
@@ -100,7 +100,7 @@ def alive_pid():
 def test_it_dies_with_us(tmp_path, alive_pid):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.child import Child\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import Child\n"
         f"child = Child(lambda pipe: time.sleep(60), Path({str(tmp_path)!r}) / 'out')\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from ddp_hydra.sweep.display import Display
+from ddp_hydra.sweep.live_table import Display
 from ddp_hydra.sweep.rows import Objective, Row, State
 
 OBJECTIVE = Objective("val/accuracy", maximize=True)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep import overview
-from ddp_hydra.sweep.overview import Overview, json_text, read
+from ddp_hydra.sweep import summary_files
 from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.summary_files import Overview, json_text, read
 from ddp_hydra.sweep.tables import csv_text, markdown_text
 from ddp_hydra.writers import hparams
 
@@ -278,8 +278,8 @@ def test_changes_on_the_way_are_written_now_and_then_ends_at_once(tmp_path, monk
     rows = [job(number, state=State.running, step=0) for number in range(500)]
     made = Overview(tmp_path / "new" / "sweep", ACCURACY)
     made.write(rows)
-    monkeypatch.setattr(overview, "_MAX_WAIT_S", 60.0)
-    monkeypatch.setattr(overview, "_REST", 1e9)
+    monkeypatch.setattr(summary_files, "_MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(summary_files, "_REST", 1e9)
     made.write(rows, now=True)
     for step in range(1000):
         rows[0].step = step

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ddp_hydra.sweep import picture
-from ddp_hydra.sweep.picture import Scale, draw
+from ddp_hydra.sweep import plot
+from ddp_hydra.sweep.plot import Scale, draw
 from ddp_hydra.sweep.rows import Objective, Row, State, swept
 
 ACCURACY = Objective("val/accuracy", maximize=True)
@@ -158,7 +158,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
 
 
 def test_a_picture_that_fails_ends_no_sweep(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(picture, "_png", lambda *_: 1 / 0)
+    monkeypatch.setattr(plot, "_png", lambda *_: 1 / 0)
     assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "sweep.png")
     assert "there is no picture of the sweep: division by zero" in caplog.text
 
@@ -201,4 +201,4 @@ def test_numbers_lie_where_they_are_and_texts_side_by_side(given, positions, lab
     scale = Scale("a", dict(enumerate(given)))
     assert list(scale.positions.values()) == positions
     assert scale.labels == labels
-    assert picture._shown("key") == "key"
+    assert plot._shown("key") == "key"

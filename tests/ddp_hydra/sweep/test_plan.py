@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep import plan
-from ddp_hydra.sweep.plan import Need, Numbers, Planned
+from ddp_hydra.sweep import planned_job
+from ddp_hydra.sweep.planned_job import Need, Numbers, Planned
 from ddp_hydra.sweep.rows import Row, State
 
 
@@ -56,7 +56,7 @@ def test_no_two_jobs_ever_have_one_number(before, now):
     ],
 )
 def test_jobs_are_told_apart_by_what_is_not_hydras(overrides, kept):
-    assert plan.of_task(overrides) == kept
+    assert planned_job.of_task(overrides) == kept
 
 
 def test_what_was_composed_to_be_checked_is_not_composed_again():
@@ -68,7 +68,7 @@ def test_what_was_composed_to_be_checked_is_not_composed_again():
             self.calls += 1
             return OmegaConf.create({"n": self.calls})
 
-    loader = plan.Remembering(real := Loader())
+    loader = planned_job.Remembering(real := Loader())
     checked = [loader.load_sweep_config({}, [f"a={n}"]) for n in (1, 2, 1)]
     assert real.calls == 3
     assert loader.take({}, ["a=2"]) is checked[1]
@@ -94,17 +94,17 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
     job = planned(tmp_path, row(0, "", state), is_ours)
     if job.earlier is not None:
         job.earlier.wall_s = 60.0
-    plan.go_on(job)
+    planned_job.go_on(job)
     assert (job.config.resume == str(tmp_path)) == resumes
     assert job.spent_s == 60.0 * resumes, "the time that it took before counts, where it is not begun anew"
 
 
 def test_the_folder_of_another_job_is_not_taken(tmp_path):
-    plan.refuse_foreign_folder(planned(tmp_path))
+    planned_job.refuse_foreign_folder(planned(tmp_path))
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- lr=1\n- data=b\n")
     with pytest.raises(ConfigError, match=r"lr=1 data=b.*give another hydra\.sweep\.dir"):
-        plan.refuse_foreign_folder(planned(tmp_path))
+        planned_job.refuse_foreign_folder(planned(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_the_folder_of_another_job_is_not_taken(tmp_path):
     ],
 )
 def test_our_configs_are_known_by_their_groups(config, ours):
-    assert plan.is_ours(OmegaConf.create(config)) == ours
+    assert planned_job.is_ours(OmegaConf.create(config)) == ours
 
 
 def test_apps_of_others_get_a_local_cluster_of_as_many_workers_as_ranks_unless_they_say_which():
-    assert plan.own_need(None, {"n_workers": 3}) == Need()
-    local = OmegaConf.create(plan.own_need(2, None).cluster)
+    assert planned_job.own_need(None, {"n_workers": 3}) == Need()
+    local = OmegaConf.create(planned_job.own_need(2, None).cluster)
     assert (local._target_, local.n_workers, local.host) == ("distributed.LocalCluster", 2, "127.0.0.1")
-    assert OmegaConf.create(plan.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
-    other = OmegaConf.create(plan.own_need(2, {"_target_": "some.Cluster"}).cluster)
+    assert OmegaConf.create(planned_job.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
+    other = OmegaConf.create(planned_job.own_need(2, {"_target_": "some.Cluster"}).cluster)
     assert other == {"_target_": "some.Cluster", "n_workers": 2}

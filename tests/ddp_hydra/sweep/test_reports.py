@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.sweep import reports
+from ddp_hydra.sweep import job_status
 from ddp_hydra.sweep.rows import Objective, Row
 
 ACCURACY = Objective("val/accuracy", maximize=True)
@@ -24,10 +24,10 @@ def row():
 def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     status = {"step": 5, "total_steps": 10, "epoch": 1, "epochs": 2, "world_size": 2, "eta_s": 1.5}
     (tmp_path / "status.json").write_text(json.dumps(status | {"metrics": {"val/accuracy": 0.5, "lr": None}}))
-    reports.read_status(row, tmp_path, ACCURACY)
+    job_status.read_status(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps, row.workers, row.eta_s, row.objective) == (5, 10, 2, 1.5, 0.5)
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 10, "metrics": {"val/accuracy": 0.75}}))
-    reports.read_summary(row, tmp_path, ACCURACY)
+    job_status.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.workers, row.objective, row.metrics) == (10, 2, 0.75, {"val/accuracy": 0.75, "lr": None})
 
 
@@ -37,8 +37,8 @@ def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
 def test_what_is_none_changes_nothing_that_matters(row, tmp_path, text):
     for name in ("status.json", "summary.json"):
         (tmp_path / name).write_text(text)
-    reports.read_status(row, tmp_path, ACCURACY)
-    reports.read_summary(row, tmp_path / "nowhere", ACCURACY)
+    job_status.read_status(row, tmp_path, ACCURACY)
+    job_status.read_summary(row, tmp_path / "nowhere", ACCURACY)
     assert (row.step, row.objective, row.epoch) == (None, None, None)
 
 
@@ -47,22 +47,22 @@ def test_what_is_none_changes_nothing_that_matters(row, tmp_path, text):
     [(0.5, 0.5), ((1, 2.0), [1, 2.0]), ({"a": 1}, {"a": 1}), ({1: 2}, None), (object(), None), ("t", "t")],
 )
 def test_a_value_is_kept_where_json_keeps_it(row, value, kept):
-    reports.take_value(row, value, ACCURACY)
+    job_status.take_value(row, value, ACCURACY)
     assert row.value == kept
     assert row.objective == (0.5 if value == 0.5 else None)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
 def test_a_scalar_of_numpy_or_torch_is_a_number(row, value):
-    reports.take_value(row, value, ACCURACY)
+    job_status.take_value(row, value, ACCURACY)
     assert (row.value, row.objective) == (0.5, 0.5)
     assert type(row.value) is float
-    assert reports.plain_value({"a": [value, np.int64(3)]}) == {"a": [0.5, 3]}
-    assert reports.plain_value(np.array([0.5])) is None
+    assert job_status.plain_value({"a": [value, np.int64(3)]}) == {"a": [0.5, 3]}
+    assert job_status.plain_value(np.array([0.5])) is None
 
 
 @given(
     st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )
 def test_any_value_is_taken_without_an_error(value):
-    json.dumps(reports.plain_value(value))
+    json.dumps(job_status.plain_value(value))

@@ -10,7 +10,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
 
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
-from ddp_hydra.sweep.returns import portable, summarised, with_trace
+from ddp_hydra.sweep.job_returns import portable, summarised, with_trace
 
 
 def result(value, status=JobStatus.COMPLETED):

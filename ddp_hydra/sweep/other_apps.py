@@ -45,7 +45,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
             gang = Gang(client, ranks, name="task", sweep=connect.sweep())
             with ResultsHandler(default_writers(folder, gang.fetch, tensorboard=False)) as handler:
                 gang.on_record = handler.handle
-                return gang.run("ddp_hydra.sweep.foreign:perform", call, sys.path)[0]
+                return gang.run("ddp_hydra.sweep.other_apps:perform", call, sys.path)[0]
 
     return run
 

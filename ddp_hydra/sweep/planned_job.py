@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep import returns
+from ddp_hydra.sweep import job_returns
 from ddp_hydra.sweep.rows import Row, State
 
 MOST_REMEMBERED = 256
@@ -97,8 +97,8 @@ class Planned:
 
     def fail(self, error: Exception) -> None:
         """It cannot even be started."""
-        self.row.state, self.row.message = State.failed, returns.first_line(str(error))
-        self.result = returns.failed(self, error)
+        self.row.state, self.row.message = State.failed, job_returns.first_line(str(error))
+        self.result = job_returns.failed(self, error)
 
 
 class Remembering:

@@ -24,18 +24,18 @@ from omegaconf import DictConfig
 from ddp_hydra.cluster import connect
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, SweepFailed
-from ddp_hydra.sweep import plan, reports
-from ddp_hydra.sweep.child import Child, listen
-from ddp_hydra.sweep.coordinator import Ended, coordinate
-from ddp_hydra.sweep.display import Display
-from ddp_hydra.sweep.host import ClusterHost
-from ddp_hydra.sweep.overview import Overview, read
-from ddp_hydra.sweep.picture import draw
-from ddp_hydra.sweep.plan import Planned, Remembering
+from ddp_hydra.sweep import job_status, planned_job
+from ddp_hydra.sweep.cluster_process import ClusterHost
+from ddp_hydra.sweep.forked_process import Child, listen
+from ddp_hydra.sweep.job_process import Ended, coordinate
+from ddp_hydra.sweep.job_returns import failed, with_trace
+from ddp_hydra.sweep.live_table import Display
+from ddp_hydra.sweep.planned_job import Planned, Remembering
+from ddp_hydra.sweep.plot import draw
 from ddp_hydra.sweep.queue import Queue
-from ddp_hydra.sweep.returns import failed, with_trace
 from ddp_hydra.sweep.rows import Row, State, counted
 from ddp_hydra.sweep.settings import Settings, objective_of
+from ddp_hydra.sweep.summary_files import Overview, read
 
 log = logging.getLogger(__name__)
 LISTEN_S = 0.2
@@ -101,7 +101,7 @@ class Sweep:
     ) -> None:
         self.folder, self.settings, self.context, self.task = folder, settings, context, task
         self.lock = lock(folder)
-        own_need = plan.own_need(settings.ranks, settings.cluster)
+        own_need = planned_job.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if goes_on else None
         self.queue = Queue(folder, loader, config, own_need, earlier, settings.retry_failed)
         self.objective = objective_of(config, settings.direction)
@@ -118,8 +118,8 @@ class Sweep:
         self.looked = 0.0
         self.interrupts = Interrupts(self.notice)
         if not earlier:  # beside Hydra's checking of all jobs; of a sweep that goes on, all may be done
-            self.bring_up(plan.first_need(config).cluster or own_need.cluster)
-        preload(plan.is_ours(config))
+            self.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
+        preload(planned_job.is_ours(config))
 
     def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Run one batch of jobs.
@@ -242,11 +242,11 @@ class Sweep:
             ended = Ended(State.failed, None, job.stop_reason)
         row.state, row.message = ended.state, ended.message
         if job.planned.is_ours:
-            reports.read_summary(row, folder, self.objective)
+            job_status.read_summary(row, folder, self.objective)
         if ended.result is not None:
             job.planned.result = with_trace(ended.result, ended.trace)
             if ended.state == State.done:
-                reports.take_value(row, ended.result.return_value, self.objective)
+                job_status.take_value(row, ended.result.return_value, self.objective)
         if ended.state == State.failed and self.settings.fail_fast and not self.is_stopping:
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
 
@@ -269,7 +269,7 @@ class Sweep:
         for job in self.running:
             if job.planned.is_ours:
                 waits = self.host is not None and not job.row.workers
-                reports.read_status(job.row, job.planned.folder, self.objective)
+                job_status.read_status(job.row, job.planned.folder, self.objective)
                 if waits:  # for workers until now
                     job.begun = now
             job.row.wall_s = job.wall_s

@@ -12,7 +12,7 @@ from ddp_hydra.errors import DdpHydraError, SweepFailed
 from ddp_hydra.sweep.rows import State
 
 if TYPE_CHECKING:
-    from ddp_hydra.sweep.plan import Planned
+    from ddp_hydra.sweep.planned_job import Planned
 
 
 def failed(job: Planned, error: Exception) -> JobReturn:

@@ -10,8 +10,8 @@ from hydra.types import HydraContext, TaskFunction
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.console.text import traceback_of
-from ddp_hydra.sweep.plan import Planned
-from ddp_hydra.sweep.returns import first_line, portable, summarised
+from ddp_hydra.sweep.job_returns import first_line, portable, summarised
+from ddp_hydra.sweep.planned_job import Planned
 from ddp_hydra.sweep.rows import State
 
 
@@ -44,7 +44,7 @@ def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, sche
     if scheduler is not None:
         connect.lend(scheduler)
     if scheduler is not None and not planned.is_ours:
-        from ddp_hydra.sweep.foreign import on_ranks
+        from ddp_hydra.sweep.other_apps import on_ranks
 
         assert planned.need.ranks is not None
         task = on_ranks(task, planned.need.ranks, context)

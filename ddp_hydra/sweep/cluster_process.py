@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import ClusterError, DdpHydraError
-from ddp_hydra.sweep.child import Child
+from ddp_hydra.sweep.forked_process import Child
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
