@@ -13,7 +13,7 @@ from unittest import mock
 
 from rich.console import Console
 
-from ddp_hydra import cli
+from ddp_hydra.cli import main as cli
 from ddp_hydra.job import run
 from ddp_hydra.writers import default_writers
 

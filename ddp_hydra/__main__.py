@@ -6,7 +6,7 @@ def main() -> None:
     from ddp_hydra.console import signals
 
     signals.leave_at_once()
-    from ddp_hydra.cli import entry
+    from ddp_hydra.cli.main import entry
 
     entry()
 

@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ddp_hydra import arguments as typed
+from ddp_hydra.cli import overrides as typed
 from ddp_hydra.errors import ConfigError
 
 

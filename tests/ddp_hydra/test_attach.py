@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ddp_hydra import attach
-from ddp_hydra.attach import Attached
+from ddp_hydra.cli import attach
+from ddp_hydra.cli.attach import Attached
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
 from ddp_hydra.job.remote.status import Status, encoded
 from ddp_hydra.results import Record

@@ -6,7 +6,7 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
 
-from ddp_hydra import cli
+from ddp_hydra.cli import main
 from ddp_hydra.errors import ConfigError, Interrupted
 from tests.ddp_hydra.test_config import composed
 
@@ -45,21 +45,21 @@ def misspelt(word: str) -> BaseException:
 )
 def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, capsys, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    assert cli.report(raising(error)) == code
+    assert main.report(raising(error)) == code
     assert said in capsys.readouterr().err
     assert "HYDRA_FULL_ERROR" not in os.environ
 
 
 def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert cli.report(raising(ConfigError("no"))) == 1
+    assert main.report(raising(ConfigError("no"))) == 1
     assert "Traceback" in capsys.readouterr().err
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
 def test_hydra_does_not_print_all_overrides_above_a_sentence(capsys):
     refused = JobReturn(overrides=["a=1"], status=JobStatus.FAILED, _return_value=ConfigError("a=1: give more"))
-    assert cli.report(lambda: refused.return_value) == 1
+    assert main.report(lambda: refused.return_value) == 1
     assert capsys.readouterr().err == "ddp_hydra: a=1: give more\n"
     assert JobReturn(status=JobStatus.COMPLETED, _return_value=3).return_value == 3
     with pytest.raises(ConfigError):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.completion import choices
+from ddp_hydra.cli.completion import choices
 from ddp_hydra.config.schema import Config
 
 

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ddp_hydra.cli import sentence
+from ddp_hydra.cli.main import sentence
 from ddp_hydra.config.schema import Config, plain
 from ddp_hydra.dispatch.restarts import Ended
 from ddp_hydra.errors import (

@@ -160,7 +160,7 @@ class Driver:
 
     def job(self, cfg: DictConfig) -> tuple[str, str]:
         """Run the job; returns how it ended, and what is to be said of it."""
-        from ddp_hydra.cli import sentence
+        from ddp_hydra.cli.main import sentence
         from ddp_hydra.job import run as job
 
         order = self.order

@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra.generate run=<run dir> n=50`: let a trained model make up new samples.
+"""`python -m ddp_hydra.cli.generate run=<run dir> n=50`: let a trained model make up new samples.
 
 How a model is sampled is the business of its data set, which knows the alphabet and what was seen in training:
 any data set with `sample(model, n, temperature, seed) -> list[str]` will do.
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.options import parse
 from ddp_hydra.training import load_run
 
-USAGE = """python -m ddp_hydra.generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
+USAGE = """python -m ddp_hydra.cli.generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
     [which=best|last] [key=value of the run's config …]"""
 
 
@@ -39,7 +39,7 @@ class Options:
 
 
 def main() -> None:
-    """Entry of `python -m ddp_hydra.generate`."""
+    """Entry of `python -m ddp_hydra.cli.generate`."""
     options, overrides = parse(Options, sys.argv[1:], USAGE)
     if options.n < 1 or options.temperature <= 0:
         raise ConfigError(
@@ -56,6 +56,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from ddp_hydra.cli import report
+    from ddp_hydra.cli.main import report
 
     sys.exit(report(main))

@@ -18,7 +18,7 @@ from hydra.errors import CompactHydraException, InstantiationException, MissingC
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import arguments, completion
+from ddp_hydra.cli import completion, overrides
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.console import output, signals
@@ -68,7 +68,7 @@ def compose_and_run() -> None:
     root = project.find()
     sys.path.insert(0, str(root))
     schema.register()
-    sys.argv[1:] = torchrun.arguments(arguments.read(sys.argv[1:]))
+    sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
     completion.offer_choices()
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()

@@ -1,6 +1,6 @@
 """Evaluation: every sample exactly once, whatever the number of ranks.
 
-`python -m ddp_hydra.evaluate run=<run dir>` repeats a run's validation with its best, last or any checkpoint.
+`python -m ddp_hydra.cli.evaluate run=<run dir>` repeats a run's validation with its best, last or any checkpoint.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.options import parse
 
-USAGE = """python -m ddp_hydra.evaluate run=<run directory, its URL, or checkpoint> [which=best|last]
+USAGE = """python -m ddp_hydra.cli.evaluate run=<run directory, its URL, or checkpoint> [which=best|last]
     [key=value of the run's config …]"""
 
 
@@ -31,7 +31,7 @@ class Options:
 
 
 def main() -> None:
-    """Entry of `python -m ddp_hydra.evaluate`."""
+    """Entry of `python -m ddp_hydra.cli.evaluate`."""
     from ddp_hydra.training import builders, load_run
 
     options, overrides = parse(Options, sys.argv[1:], USAGE)
@@ -48,6 +48,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from ddp_hydra.cli import report
+    from ddp_hydra.cli.main import report
 
     sys.exit(report(main))

@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra.attach run=s3://bucket/runs/<date>/<time>`: show a run that goes on without its command.
+"""`python -m ddp_hydra.cli.attach run=s3://bucket/runs/<date>/<time>`: show a run that goes on without its command.
 
 It needs nothing but the store. Exit codes are those of the run: 0 done, 1 failed, 130 interrupted.
 """
@@ -14,15 +14,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from ddp_hydra.cli.key_value import parse
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job.remote import status as statuses
-from ddp_hydra.options import parse
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 
-USAGE = """python -m ddp_hydra.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
+USAGE = """python -m ddp_hydra.cli.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
 POLL_S = 1.0
 METRICS = "metrics.jsonl"
 AGAIN = 4
@@ -48,7 +48,7 @@ class Options:
 
 
 def main() -> None:
-    """Entry of `python -m ddp_hydra.attach`.
+    """Entry of `python -m ddp_hydra.cli.attach`.
 
     Raises:
         Interrupted: the run was; or Ctrl-C, which leaves the run alone.
@@ -71,7 +71,9 @@ def main() -> None:
     except KeyboardInterrupt as error:
         if isinstance(error, Interrupted):
             raise
-        raise Interrupted(f"the run goes on; to end it: python -m ddp_hydra.attach run={there.url} stop=true") from None
+        raise Interrupted(
+            f"the run goes on; to end it: python -m ddp_hydra.cli.attach run={there.url} stop=true"
+        ) from None
 
 
 class Attached:
@@ -216,6 +218,6 @@ def _line(text: bytes) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from ddp_hydra.cli import report
+    from ddp_hydra.cli.main import report
 
     sys.exit(report(main))
