@@ -7,8 +7,8 @@ JOBS ?= 2
 SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
-TOUCHES_HYDRA := tests/test_*.py tests/data/test_conf.py tests/ddp_hydra/sweep \
-	$(addprefix tests/ddp_hydra/test_,arguments.py cli.py config.py job.py train.py versions.py) \
+TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hydra/sweep \
+	$(addprefix tests/ddp_hydra/,cli config job training/test_loop.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
 
 .PHONY: demo test test-fast test-slurm test-hydra14 check format clean

@@ -28,7 +28,7 @@ from ddp_hydra.cluster.connection import QUIET
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank import fork_client
 from ddp_hydra.results import Record
-from tests.data.conftest import png, s3  # noqa: F401 (fixtures)
+from tests.support.s3_server import png, s3  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = {"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver"}

@@ -24,7 +24,7 @@ from distributed import Client
 
 from ddp_hydra.errors import Interrupted, RankFailed
 from ddp_hydra.results import Record
-from tests.integration.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
+from tests.integration.support.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 

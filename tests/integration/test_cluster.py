@@ -20,9 +20,9 @@ from ddp_hydra.cluster.wait_for_workers import wait_for_workers
 from ddp_hydra.dispatch.inline import variables_restored
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import fork_client
-from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
-from tests.integration.hosts import ROOT
-from tests.integration.pool import Pool
+from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
+from tests.integration.support.hosts import ROOT
+from tests.integration.support.pool import Pool
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
@@ -37,7 +37,7 @@ def pools_end() -> Iterator[None]:
 
 
 def pool(**arguments: Any) -> contextlib.AbstractContextManager:
-    return connect.connect(OmegaConf.create({"_target_": "tests.integration.pool.Pool", **arguments}))
+    return connect.connect(OmegaConf.create({"_target_": "tests.integration.support.pool.Pool", **arguments}))
 
 
 def workers_of(client: Client) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_a_local_cluster_has_credentials_of_its_own_where_they_are_wanted(warm_s
 
 def test_a_cluster_that_is_kept_says_how_to_use_it_again():
     told: list[str] = []
-    cfg = OmegaConf.create({"_target_": "tests.integration.pool.Pool", "n_workers": 1, "keep": True})
+    cfg = OmegaConf.create({"_target_": "tests.integration.support.pool.Pool", "n_workers": 1, "keep": True})
     with contextlib.ExitStack() as stack:
         connect.start(cfg, stack, told.append)
     assert Pool.made.is_up

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration import hosts
-from tests.integration.by_hand import program
+from tests.integration.support import hosts
+from tests.integration.support.by_hand import program
 
 pytest.importorskip("dask_gateway_server", reason="its wheel, which holds its proxy, is for Linux on x86_64")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

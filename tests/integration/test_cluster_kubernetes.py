@@ -10,8 +10,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.ddp_hydra.clusters.test_kubernetes import schema
-from tests.integration.kubernetes import Kubernetes, serve
+from tests.ddp_hydra.cluster.kinds.test_kubernetes import schema
+from tests.integration.support.kubernetes import Kubernetes, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect
 from ddp_hydra.errors import ClusterError
-from tests.integration.by_hand import address_in, dask_scheduler, dask_worker
-from tests.integration.certificates import Authority
+from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
+from tests.integration.support.certificates import Authority
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.saturn import TOKEN, Saturn, serve
+from tests.integration.support.saturn import TOKEN, Saturn, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import slurm
+from tests.integration.support import slurm
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 

@@ -14,8 +14,8 @@ import asyncssh
 import psutil
 import pytest
 
-from tests.integration.by_hand import program
 from tests.integration.conftest import wait_for
+from tests.integration.support.by_hand import program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 
@@ -31,7 +31,7 @@ def server(warm_server, tmp_path_factory) -> Iterator[Path]:
         key = asyncssh.generate_private_key("ssh-ed25519")
         key.write_private_key(folder / name)
         key.write_public_key(folder / f"{name}.pub")
-    command = (sys.executable, Path(__file__).with_name("ssh_server.py"), folder)
+    command = (sys.executable, Path(__file__).with_name("support") / "ssh_server.py", folder)
     with program(*command, log=folder / "server.log") as process:
         (folder / "pid").write_text(str(process.pid))
         wait_for((folder / "port").exists, 20, "an SSH server that listens")

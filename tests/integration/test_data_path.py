@@ -13,9 +13,9 @@ from PIL import Image
 
 from ddp_hydra.data.shards.write import make
 from ddp_hydra.errors import JobFailed
-from tests.fault_server import FaultServer, serving
-from tests.integration import training
-from tests.integration.training import Trained
+from tests.integration.support import training
+from tests.integration.support.training import Trained
+from tests.support.fault_server import FaultServer, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 

@@ -298,7 +298,7 @@ def test_more_ranks_than_workers_are_refused_with_what_to_give(client2, gang):
 HOLDER = """
 import sys, time
 from distributed import Client
-from ddp_hydra import dispatch, placement, results
+from ddp_hydra import dispatch, results
 
 def hold():
     import os, time

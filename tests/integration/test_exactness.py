@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration import training
-from tests.integration.training import Trained
+from tests.integration.support import training
+from tests.integration.support.training import Trained
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 

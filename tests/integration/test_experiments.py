@@ -12,7 +12,7 @@ from PIL import Image
 from ddp_hydra.data.shards.write import make
 from ddp_hydra.training.loop import seed_step
 from models.resnet import resnet50
-from tests.integration import training
+from tests.integration.support import training
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
 SMALL = (

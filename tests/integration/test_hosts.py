@@ -30,8 +30,8 @@ from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.job import run as job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.writers import ResultsHandler, default_writers
-from tests.integration import hosts as machines
-from tests.integration.hosts import ROOT, Hosts, ip, needs_hosts
+from tests.integration.support import hosts as machines
+from tests.integration.support.hosts import ROOT, Hosts, ip, needs_hosts
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), needs_hosts]
 

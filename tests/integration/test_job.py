@@ -342,7 +342,7 @@ def test_questions_and_mistakes_are_answered_at_once_and_without_torch(cli, argu
 )
 def test_the_console_script_completes_groups_options_and_values(cli, line, offered):
     """What the shell asks after `ddp-hydra -sc install=bash`."""
-    script = "import sys; sys.argv[0] = 'ddp-hydra'; from ddp_hydra.cli import entry; entry()"
+    script = "import sys; sys.argv[0] = 'ddp-hydra'; from ddp_hydra.cli.main import entry; entry()"
     done = subprocess.run(
         [sys.executable, "-c", script, "-sc", "query=bash"],
         env=cli.environment(COMP_LINE=line, COMP_POINT=str(len(line))),

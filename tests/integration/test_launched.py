@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.training import CLOCKS, train
+from tests.integration.support.training import CLOCKS, train
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
 TINY = (

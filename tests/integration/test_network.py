@@ -15,8 +15,8 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from ddp_hydra import dispatch
 from ddp_hydra.errors import ClusterError
-from tests.integration.hosts import Hosts, ip, needs_hosts
-from tests.integration.training import train
+from tests.integration.support.hosts import Hosts, ip, needs_hosts
+from tests.integration.support.training import train
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

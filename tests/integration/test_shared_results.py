@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import read_manifest_text
-from tests.data.conftest import S3Server, s3_server
-from tests.integration.chaos import Dask
 from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
-from tests.integration.training import CLOCKS
+from tests.integration.support.chaos import Dask
+from tests.integration.support.training import CLOCKS
+from tests.support.s3_server import S3Server, s3_server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from distributed import Client
 
-from tests.integration.chaos import Chaos, Dask, Story, assert_same, dask
 from tests.integration.conftest import wait_for
+from tests.integration.support.chaos import Chaos, Dask, Story, assert_same, dask
 
 SOAK_S = float(os.environ.get("DDP_HYDRA_SOAK_S", "60"))
 """About how long to go on; read before the tests clear the environment."""

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from data.pet_names import PetNames
 from models.char_lstm import CharLSTM
-from tests.integration import training
 from tests.integration.project.data.tiny import Points
 from tests.integration.project.models.tiny import Tiny
+from tests.integration.support import training
 from tests.integration.test_chaos import chaos as chaos
 from tests.integration.test_exactness import assert_equal
 from tests.integration.test_exactness import train as train

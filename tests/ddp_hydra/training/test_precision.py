@@ -9,9 +9,9 @@ import torch
 from ddp_hydra.training import precision
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.losses import CrossEntropy
-from tests.ddp_hydra.test_train import group as group
-from tests.ddp_hydra.test_train import train as train
-from tests.ddp_hydra.test_train import weights
+from tests.ddp_hydra.training.test_loop import group as group
+from tests.ddp_hydra.training.test_loop import train as train
+from tests.ddp_hydra.training.test_loop import weights
 
 
 @pytest.fixture

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
+
+from ddp_hydra.cli import main
+from ddp_hydra.errors import ConfigError, Interrupted
+from tests.ddp_hydra.config.test_schema import composed
+
+
+def raising(error: BaseException):
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def misspelt(word: str) -> BaseException:
+    """What Hydra raises of it."""
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed(word)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("data.batch_size=0: give more"), 1, "ddp_hydra: data.batch_size=0: give more\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Interrupted("interrupted; saved at step 3: go on with resume=x"), 130, "interrupted; saved at step 3: go on"),
+        (
+            misspelt("modle=resnet18"),
+            1,
+            "modle: there is no such key: did you mean model?; the groups and keys are cluster, data, model, sampler",
+        ),
+        (MissingConfigException("?", "hydra/sweeper/optuna"), 1, "type pip install 'ddp-hydra[optuna]'\n"),
+        (MissingConfigException("no such model", "model/resnet19"), 1, "ddp_hydra: no such model\n"),
+        (InstantiationException("no such sampler"), 1, "ddp_hydra: no such sampler\n"),
+        (FileExistsError(17, "File exists", "outputs"), 1, "give another with hydra.run.dir=<folder>"),
+        (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops"),
+    ],
+)
+def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert main.report(raising(error)) == code
+    assert said in capsys.readouterr().err
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert main.report(raising(ConfigError("no"))) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
+
+
+def test_hydra_does_not_print_all_overrides_above_a_sentence(capsys):
+    refused = JobReturn(overrides=["a=1"], status=JobStatus.FAILED, _return_value=ConfigError("a=1: give more"))
+    assert main.report(lambda: refused.return_value) == 1
+    assert capsys.readouterr().err == "ddp_hydra: a=1: give more\n"
+    assert JobReturn(status=JobStatus.COMPLETED, _return_value=3).return_value == 3
+    with pytest.raises(ConfigError):
+        _ = refused.return_value
+    assert "Error executing job" in capsys.readouterr().err, "apps of others are told things as Hydra does"

@@ -1,0 +1,271 @@
+"""What is refused before a cluster is started, and what its class is called with."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import without_broadcasts
+from ddp_hydra.cluster.kinds import local, slurm
+from ddp_hydra.cluster.kinds.base import Manager
+from ddp_hydra.cluster.kinds.local import LocalCuda
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config.schema import register
+from ddp_hydra.errors import ClusterError
+
+CONF = Path(__file__).parents[3] / "conf"
+OPTIONS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
+
+
+def option(name: str, *overrides: str) -> Any:
+    register()
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
+        return compose("config", [f"cluster={name}", *overrides]).cluster
+
+
+def manager(name: str, *overrides: str) -> Manager:
+    cfg = option(name, *overrides)
+    return connect.MANAGERS[str(cfg["_target_"]).rpartition(".")[2]](cfg)
+
+
+def refused(name: str, *overrides: str) -> str:
+    with pytest.raises(ClusterError) as caught:
+        manager(name, *overrides).check()
+    return str(caught.value)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Two GPUs, and a dask_cuda that only takes arguments."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "gpus", lambda: 2)
+    package = types.ModuleType("dask_cuda")
+    package.__spec__ = importlib.util.spec_from_loader("dask_cuda", None)
+    package.LocalCUDACluster = StandIn
+    monkeypatch.setitem(sys.modules, "dask_cuda", package)
+
+
+class StandIn:
+    """With the signature of dask-cuda 26.10, as far as our option goes."""
+
+    def __init__(self, CUDA_VISIBLE_DEVICES=None, n_workers=None, threads_per_worker=1, **kwargs):  # noqa: N803
+        self.given = {"CUDA_VISIBLE_DEVICES": CUDA_VISIBLE_DEVICES, "n_workers": n_workers, **kwargs}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+# -- every option ------------------------------------------------------------------------------------------
+
+
+def test_the_options_are_there():
+    assert set(OPTIONS) == {
+        "gateway", "inline", "kubernetes", "local", "local_cuda", "remote", "saturn", "slurm", "ssh", "torchrun",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "inline"])
+def test_our_own_keys_are_keys_of_every_option(name):
+    assert {"n_workers", "wait_timeout_s", "keep", "pip"} <= set(option(name))
+
+
+@pytest.mark.parametrize("name", ["gateway", "kubernetes", "saturn", "slurm", "ssh"])
+def test_a_package_that_is_missing_is_named_with_the_extra_that_installs_it(name, monkeypatch):
+    find = importlib.util.find_spec
+    packages = ("dask_gateway", "dask_kubernetes", "dask_saturn", "dask_jobqueue", "asyncssh")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted in packages else find(wanted))
+    given = ["cluster.hosts=[a,b]"] if name == "ssh" else []
+    assert refused(name, *given).endswith(f"which is not installed here: pip install 'ddp-hydra[{name}]'")
+
+
+def test_a_package_that_is_unknown_is_named():
+    cfg = OmegaConf.create({"_target_": "no_such_package.Cluster"})
+    with pytest.raises(ClusterError, match=r"Cluster needs the package no_such_package, which is not installed here"):
+        Manager(cfg).check()
+
+
+@pytest.mark.parametrize("name", ["local", "slurm", "ssh"])
+def test_what_can_not_be_kept_says_what_to_do_instead(name):
+    given = ["cluster.hosts=[a,b]"] if name == "ssh" else []
+    said = refused(name, "cluster.keep=true", *given)
+    assert "cluster.keep=true: the scheduler of a" in said
+    assert "start `dask scheduler` and `dask worker` yourself and give cluster=remote" in said
+
+
+@pytest.mark.parametrize("name", ["gateway", "kubernetes"])
+def test_what_can_be_kept(name):
+    manager(name, "cluster.keep=true").check()
+
+
+def test_a_key_without_a_value_is_named():
+    with pytest.raises(ClusterError, match=r"^cluster\.hosts is missing: give cluster\.hosts=\.\.\.$"):
+        manager("ssh")
+
+
+def test_saturn_wants_its_credentials(monkeypatch):
+    monkeypatch.delenv("SATURN_BASE_URL", raising=False)
+    monkeypatch.delenv("SATURN_TOKEN", raising=False)
+    assert "SATURN_BASE_URL and SATURN_TOKEN are not set in the environment" in refused("saturn")
+
+
+def test_slurm_wants_its_commands(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # there may be a SLURM on this machine
+    assert "cluster=slurm: there is no sbatch here: type it on a login node" in refused("slurm")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["cluster.hosts=[a]"], r"cluster.hosts=['a']: give at least two"),
+        (["cluster.hosts=a"], r"cluster.hosts=a: give at least two"),
+        (
+            ["cluster.hosts=[a,b,c]", "cluster.n_workers=3"],
+            "but cluster.hosts=['a', 'b', 'c'] make 2 workers",
+        ),
+    ],
+)
+def test_hosts_that_do_not_fit(given, said):
+    assert said in refused("ssh", *given)
+
+
+def test_hosts_say_how_many_workers_there_are():
+    several = manager("ssh", "cluster.hosts=[a,b,c]", "+cluster.worker_options.n_workers=4")
+    several.check()
+    assert several.expected == 8
+
+
+def test_memory_is_not_watched_by_dask_where_ranks_are_not_counted():
+    assert option("local").memory_limit == 0
+
+
+def test_calls_that_a_worker_does_not_answer_are_not_told_by_a_scheduler_of_this_process(caplog):
+    scheduler = logging.getLogger("distributed.scheduler")
+    with without_broadcasts():
+        scheduler.error("broadcast to tcp://127.0.0.1:1 failed: CommClosedError: in <TCP (closed) >")
+        scheduler.error("anything else")
+    scheduler.error("broadcast to nobody")
+    assert caplog.messages == ["anything else", "broadcast to nobody"]
+
+
+def test_what_sbatch_said_is_taken_out_of_the_report():
+    report = "Command exited with non-zero exit code.\nExit code: 1\nCommand:\nsbatch x.sh\nstdout:\n\nstderr:\n"
+    assert slurm.words(report + "sbatch: error: no such thing\nsbatch: error: Batch job submission failed\n\n") == (
+        "no such thing; Batch job submission failed"
+    )
+    assert slurm.words("Could not parse job id\nfrom it") == "Could not parse job id; from it"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ([], True),
+        (["--mail-user=me"], True),
+        (["-o x.log"], False),
+        (["--output=x.log"], False),
+        (["--open-mode=append"], True),
+    ],
+)
+def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(given, ours, tmp_path, monkeypatch):
+    folder = tmp_path / '100% "x"'
+    chosen = slurm.Slurm(option("slurm", f"cluster.job_extra_directives={given}"), folder)
+    monkeypatch.setattr(chosen, "call", lambda target, arguments: arguments["job_extra_directives"])
+    output = f'--output="{tmp_path}/100%% \\"x\\"/slurm-%j.out"'
+    assert chosen.open() == given + [output] * ours
+    assert folder.is_dir() == ours
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------
+
+
+def test_local_cuda_without_a_gpu(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "gpus", lambda: 0)
+    said = refused("local_cuda")
+    assert "cluster=local_cuda needs a GPU" in said
+    assert "train on the CPU with cluster=local" in said
+
+
+def test_local_cuda_where_none_may_be_used(monkeypatch, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "look at nvidia-smi and CUDA_VISIBLE_DEVICES" in refused("local_cuda")
+
+
+def test_local_cuda_without_dask_cuda(monkeypatch, gpus):
+    monkeypatch.delitem(sys.modules, "dask_cuda")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == "dask_cuda" else find(wanted))
+    assert "pip install 'ddp-hydra[gpu]'" in refused("local_cuda")
+
+
+def test_more_workers_than_gpus(gpus):
+    assert "cluster.n_workers=3, but there are 2 GPUs here" in refused("local_cuda", "cluster.n_workers=3")
+
+
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [((), 2), (("cluster.n_workers=1",), 1), (("cluster.CUDA_VISIBLE_DEVICES=[0,2,3]",), 3)],
+)
+def test_local_cuda_gets_its_arguments(gpus, given, workers):
+    chosen = manager("local_cuda", *given)
+    chosen.check()
+    with chosen.open() as opened:
+        native = opened.given
+    assert (chosen.expected, native["n_workers"]) == (workers, workers)
+    assert native["preload"] == ["ddp_hydra.rank.dask_preload"]
+    assert type(native["preload"]) is list  # dask-cuda adds its own to it
+    assert native["host"] == "127.0.0.1"
+    assert isinstance(chosen, LocalCuda)
+    assert not {"keep", "wait_timeout_s"} & native.keys()
+
+
+def test_gpus_are_counted_without_torch():
+    import subprocess
+
+    script = "import sys; from ddp_hydra.cluster.kinds.local import gpus; print(gpus() >= 0, 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["True", "False"]
+
+
+# -- any class ---------------------------------------------------------------------------------------------
+
+
+class Anything:
+    def __init__(self, n_workers=None, shutdown_on_close=None, options=None):
+        self.given = {"n_workers": n_workers, "shutdown_on_close": shutdown_on_close, "options": options}
+
+
+def test_a_class_gets_plain_python_values_and_what_its_signature_names():
+    cfg = OmegaConf.create(
+        {"_target_": f"{__name__}.Anything", "n_workers": 3, "keep": True, "options": {"a": [1, {"b": 2}]}}
+    )
+    sys.modules.setdefault(__name__, sys.modules[Anything.__module__])
+    given = Manager(cfg).open().given
+    assert given == {"n_workers": 3, "shutdown_on_close": True, "options": {"a": [1, {"b": 2}]}}
+    assert type(given["options"]["a"]) is list
+
+
+CTRL_C = """
+import signal
+from omegaconf import OmegaConf
+from ddp_hydra.cluster.kinds.slurm import Slurm
+manager = Slurm(OmegaConf.create({"_target_": "dask_jobqueue.SLURMCluster"}))
+assert "queue" in manager.accepted or "job_cls" in manager.accepted, manager.accepted
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_ctrl_c_stays_ours_whatever_a_package_does_when_it_is_imported():
+    subprocess.run([sys.executable, "-c", CTRL_C], check=True, timeout=60)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_hydra.cluster.kinds.base import signals_kept
+from ddp_hydra.config import schema, unknown_keys
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+CONF = ROOT / "conf"
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
+
+
+def composed(*overrides: str) -> DictConfig:
+    schema.register()
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
+        return compose("config", overrides=list(overrides))
+
+
+def targets(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node["_target_"]
+        node = list(node.values())
+    if isinstance(node, list):
+        for part in node:
+            yield from targets(part)
+
+
+TARGETS = sorted(
+    {target for path in CONF.rglob("*.yaml") for target in targets(OmegaConf.to_container(OmegaConf.load(path)))}
+)
+
+
+def test_the_default_is_a_job():
+    cfg = composed()
+    schema.check(cfg)
+    assert (cfg.cluster.n_workers, cfg.model["_target_"]) == (2, "models.resnet.resnet18")
+    assert not GlobalHydra().is_initialized()
+
+
+NEEDED = {
+    "cluster=ssh": ["cluster.hosts=[a,b]"],
+    "data=s3_photos": ["data.bucket=photos"],
+    "experiment=imagenet_s3": ["data.bucket=imagenet"],
+    "experiment=imagenet_wids": ["data.index=train.json", "data.val_index=val.json"],
+    "data=wids": ["data.index=train.json", "data.val_index=val.json"],
+    "data=image_table": ["data.table=train.csv", "data.val_table=val.csv"],
+}
+"""What an option does not work without."""
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes_to_a_job(option):
+    cfg = composed(option, *NEEDED.get(option, []))
+    schema.check(cfg)
+    unknown_keys.check(cfg)
+    plain = schema.plain(cfg)
+    assert json.loads(json.dumps(plain)) == plain
+    assert "${" not in json.dumps(plain)
+
+
+@pytest.mark.parametrize(("option", "key"), [("cluster=ssh", r"cluster\.hosts"), ("data=s3_photos", r"data\.bucket")])
+def test_a_key_that_is_missing_is_named(option, key):
+    with pytest.raises(ConfigError, match=rf"^{key} is missing: give {key}=\.\.\.$"):
+        schema.plain(composed(option))
+
+
+@pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
+@pytest.mark.parametrize("debug", ["debug=inline", "debug=one_batch"])
+def test_every_experiment_can_be_debugged_inline(experiment, debug):
+    cfg = composed(experiment, debug)
+    schema.check(cfg)
+    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.connect.Inline"
+
+
+def test_the_words_of_the_card():
+    cfg = composed(
+        "model=resnet18", "data=s3_images", "cluster.n_workers=4", "optimizer.lr=0.2", "data.batch_size=8",
+        "trainer.max_steps=9", "trainer.epochs=null", "seed=3", "tags=[a,b]", "resume=outputs/x", "dry_run=true",
+    )  # fmt: skip
+    schema.check(cfg)
+    plain = schema.plain(cfg)
+    assert (plain["cluster"]["n_workers"], plain["optimizer"]["lr"], plain["data"]["batch_size"]) == (4, 0.2, 8)
+    assert (plain["trainer"]["max_steps"], plain["trainer"]["epochs"]) == (9, None)
+    assert (plain["seed"], plain["sampler"]["seed"], plain["data"]["train"]["seed"]) == (3, 3, 3)
+    assert (plain["tags"], plain["resume"], plain["dry_run"]) == (["a", "b"], "outputs/x", True)
+
+
+def test_enums_travel_by_their_names():
+    plain = schema.plain(composed("trainer.precision=bf16", "dispatch.backend=gloo", "objective.direction=minimize"))
+    assert plain["trainer"]["precision"] == "bf16"
+    assert plain["trainer"]["device"] == "auto"
+    assert plain["dispatch"]["backend"] == "gloo"
+    assert plain["objective"]["direction"] == "minimize"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_in_conf_exists(target):
+    if target.startswith("dask_cuda.") and find_spec("dask_cuda") is None:
+        pytest.skip("dask-cuda is installed where there are GPUs")
+    with signals_kept():
+        assert callable(get_object(target))
+
+
+@pytest.fixture(scope="module")
+def default() -> DictConfig:
+    return composed()
+
+
+@pytest.fixture
+def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
+    """Change keys of the default config, with the types that it has."""
+
+    def change(values: dict[str, Any]) -> DictConfig:
+        cfg = copy.deepcopy(default)
+        for key, value in values.items():
+            OmegaConf.update(cfg, key, value)
+        return cfg
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        *(
+            ({key: value}, f"{key}={value}: give a whole number of at least 1")
+            for key in ("cluster.n_workers", "data.batch_size")
+            for value in (0, -1, 1.5, "two", "2", True, [2])
+        ),
+        *(
+            ({key: 0}, f"{key}=0: give a whole number of at least 1")
+            for key in (
+                "trainer.epochs", "trainer.max_steps", "trainer.log_every_steps", "dispatch.ranks",
+                "results.keep_checkpoints",
+            )
+        ),
+        *(
+            ({f"trainer.{key}": -1}, f"trainer.{key}=-1: give 0 or more")
+            for key in ("threads", "validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs")
+        ),
+        ({"results.retry_s": -1.0}, "results.retry_s=-1: give seconds, 0 or more"),
+        ({"results.retry_s": float("nan")}, "results.retry_s=nan: give seconds, 0 or more"),
+        ({"results.handler": "rank0"}, "results.handler=rank0 needs a place that the workers can write"),
+        ({"results.root": "s3://a/b"}, "results.root=s3://a/b is for results that do not come here: give"),
+        (
+            {"results.handler": "rank0", "results.root": "s3://a/b", "results.mirror": "s3://a/c"},
+            "results.mirror=s3://a/c: with results.handler=rank0 the checkpoints are in the store already",
+        ),
+        ({"detach": True}, "detach=true: without this command, nobody would write the results: give results.handler"),
+        ({"trainer.epochs": None}, "trainer.epochs and trainer.max_steps are both null, so the job would never end"),
+        ({"data.batch_size": None}, "data needs batch_size (per rank) and train"),
+        ({"data.train": None}, "data needs batch_size (per rank) and train"),
+        *(
+            ({"dispatch.port_range": ports}, f"dispatch.port_range={ports}: give the first and the last port")
+            for ports in ([], [5], [2, 1], [0, 5], [1, 65536], [1, 2, 3])
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_no_job_can_mean_is_refused_with_what_to_give(changed, values, sentence):
+    with pytest.raises(ConfigError) as caught:
+        schema.check(changed(values))
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dispatch.ranks": 1},
+        {"dispatch.port_range": [40000, 40000]},
+        {"trainer.max_steps": 1, "trainer.epochs": None},
+        {"results.keep_checkpoints": None},
+        {"results.retry_s": 0.0},
+        {"results.handler": "rank0", "results.root": "s3://a/b", "detach": True},
+        {"trainer.validate_every_epochs": 0},
+        {"data.val": None},
+    ],
+    ids=str,
+)
+def test_the_edge_of_what_is_allowed_is_allowed(changed, values):
+    schema.check(changed(values))
+
+
+def test_a_config_that_was_refused_is_told_with_what_was_typed():
+    with pytest.raises(ConfigError, match=r"^cluster\.n_workers=0: give"):
+        schema.check(composed("cluster.n_workers=0"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.epochs=many", "'many' of type 'str' could not be converted to Integer"),
+        ("trainer.epochs=1.5", "could not be converted to Integer"),
+        ("trainer.precision=fp8", r"Invalid value 'fp8', expected one of \[fp32, tf32, bf16, fp16\]"),
+        ("trainer.device=tpu", r"expected one of \[auto, cpu, cuda\]"),
+        ("seed=x", "could not be converted to Integer"),
+        ("dry_run=maybe", "not a valid bool"),
+        ("dispatch.timeout_s=long", "could not be converted to Float"),
+        ("dispatch.port_range=5", "Invalid value assigned"),
+        ("trainer.epoch=3", "Could not override 'trainer.epoch'"),
+        ("optimizer.learning_rate=3", "Could not override 'optimizer.learning_rate'"),
+        ("sed=3", "Could not override 'sed'"),
+        ("model=resnet19", r"Could not find 'model/resnet19'(?s:.*)lstm\s+resnet18\s+resnet50"),
+        ("modle=resnet18", "Could not override 'modle'"),
+        ("trainer.max_steps", "missing EQUAL"),
+    ],
+)
+def test_unknown_words_and_wrong_types_are_refused_by_name(override, words):
+    with pytest.raises(HydraException) as caught:
+        composed(override)
+    told = f"{caught.value}\n{caught.value.__cause__}"
+    assert re.search(words, told), told
+
+
+@pytest.mark.integration
+def test_the_command_line_shows_the_composed_config_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "ddp_hydra", "--cfg", "job", "optimizer.lr=0.3"]
+    shown = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert OmegaConf.create(shown.stdout).optimizer.lr == 0.3

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.config import targets
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import builders
+from tests.integration.conftest import ROOT
+
+FILES = {
+    "good.py": "import torch\n\nclass Net:\n    pass\n\nSmall = Net\n",
+    "syntax.py": "import torch\n\ndef net(:\n    pass\n",
+    "lacking.py": "import no_such_package\n\nclass Net:\n    pass\n",
+    "optional.py": "try:\n    import no_such_package\nexcept ImportError:\n    pass\n\nclass Net: ...\n",
+    "uses.py": "from models.syntax import net\n\nclass Net:\n    pass\n",
+    "wrong.py": "from .good import Nett\n\nclass Net:\n    pass\n",
+    "stars.py": "from models.good import *\n",
+    "lazy.py": "def __getattr__(name):\n    return object\n",
+    "raises.py": "x = {}\ny = x['missing']\n",
+    "blocks/__init__.py": "from .deep import Deep\n",
+    "blocks/deep.py": "class Deep:\n    def make(): ...\n",
+}
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    for name, content in FILES.items():
+        path = tmp_path / "models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return tmp_path
+
+
+def check(target: str, root: Path, installed_here: bool = True) -> None:
+    targets.check({"model": {"_target_": target}, "data": {"train": None}}, root, installed_here)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "models.good.Net", "models.good.Small", "models.optional.Net", "models.stars.Net", "models.lazy.Anything",
+        "models.blocks.Deep", "models.blocks.deep.Deep.make", "torch.nn.Linear",
+        "ddp_hydra.training.losses.CrossEntropy",
+    ],
+)  # fmt: skip
+def test_what_is_there_is_found(root, target):
+    check(target, root)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("models.syntax.net", r"models/syntax\.py, line 3: SyntaxError: invalid syntax\n    def net\(:"),
+        ("models.uses.Net", r"models/syntax\.py, line 3: SyntaxError"),
+        ("models.lacking.Net", r"models/lacking\.py, line 1: No module named 'no_such_package'"),
+        ("models.wrong.Net", r"models/wrong\.py, line 1: models/good\.py has no Nett: did you mean Net\?"),
+        ("models.good.Nett", r"models/good\.py has no Nett: did you mean Net\?"),
+        ("models.good.Transformer", r"models/good\.py has no Transformer; it has Net, Small, torch"),
+        ("models.god.Net", r"no models/god\.py: did you mean models\.good\?"),
+        ("models.blocks.Depe", r"models/blocks/__init__\.py has no Depe: did you mean Deep\?"),
+        ("models.good", r"it is a module: give something in it, models\.good\.<name>"),
+        ("modelz.good.Net", r"there is no package modelz: did you mean models\?"),
+    ],
+)
+def test_what_is_not_is_named_with_its_file_and_line(root, target, said):
+    with pytest.raises(ConfigError, match=rf"(?s)^model\._target_={target}: .*{said}"):
+        check(target, root)
+
+
+@pytest.mark.parametrize("target", ["models.lacking.Net", "elsewhere.Net"])
+def test_what_only_the_workers_may_have_is_left_to_them(root, target):
+    check(target, root, installed_here=False)
+
+
+def test_all_targets_that_ship_are_found():
+    """Also those that name another in a file they import."""
+    found = {}
+    for path in sorted((ROOT / "conf").rglob("*.yaml")):
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        found[path.relative_to(ROOT).as_posix()] = content if isinstance(content, dict) else {}
+    assert len(list(targets.targets(found))) > 20
+    targets.check(found, ROOT, installed_here=False)
+
+
+def test_nothing_is_imported(root):
+    code = (
+        f"import sys; from ddp_hydra.config import targets; targets.check({{'model': {{'_target_': 'models.good.Net'}}}}, \
+        __import__('pathlib').Path({str(root)!r}), True); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("torch.optim.SDG", r"torch\.optim has no SDG: did you mean SGD\?"),
+        ("broken_here.raises", r"broken_here\.py, line 2, in <module>: KeyError: 'missing'"),
+        ("syntax_here.net", r"syntax_here\.py, line 3: SyntaxError: invalid syntax"),
+        ("no_such_package.Net", r"No module named 'no_such_package'"),
+    ],
+)
+def test_a_rank_says_what_its_import_raised(root, monkeypatch, target, said):
+    (root / "broken_here.py").write_text(FILES["raises.py"])
+    (root / "syntax_here.py").write_text(FILES["syntax.py"])
+    monkeypatch.syspath_prepend(str(root))
+    with pytest.raises(ConfigError, match=rf"^{target}: .*{said}"):
+        builders.make(OmegaConf.create({"_target_": target}))

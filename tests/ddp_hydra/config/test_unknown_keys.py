@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from ddp_hydra.config import unknown_keys
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import builders
+from tests.ddp_hydra.config.test_schema import CONF, composed
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("+trainer.clipnorm=3", r"trainer\.clipnorm: there is no such key: did you mean trainer\.clip_norm\?"),
+        ("+dispatch.rank=3", r"dispatch\.rank: .*dispatch\.ranks\?"),
+        ("+sede=3", r"sede: there is no such key: did you mean seed\?; the groups and keys are cluster, data"),
+        ("+metrics.f1=3", r"metrics\.f1=3: a metric is a node with a _target_"),
+    ],
+)
+def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
+    with pytest.raises(ConfigError, match=said):
+        unknown_keys.check(composed(word))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["+data.bachsize=3"], ["data.bachsize: nothing reads it: did you mean data.batch_size?"]),
+        (["+mix.alpha=3"], ["mix.alpha: nothing reads it"]),
+        (["+data.lanes=3", "sampler=chunked", "sampler.lanes=${data.lanes}"], []),
+        (["+width=3", "data.threads=${width}"], []),
+        (["+data.train.colour=red", "+model.width=3"], []),  # their targets will say
+        (["++data.look_ahead=3", "data.val=null"], []),
+    ],
+    ids=str,
+)
+def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
+    with caplog.at_level(logging.WARNING):
+        unknown_keys.check_typed(composed(*words), words, {}, None)
+    assert caplog.messages == said
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optimizer.learning_rate=1", "optimizer.learning_rate: there is no such key: did you mean optimizer.lr?"),
+        ("optimizer.wd=1", "optimizer.wd: there is no such key: did you mean optimizer.weight_decay?"),
+        ("optimizer.learning_rate=1", "another argument of torch.optim.SGD is given with +optimizer.learning_rate=<"),
+        ("trainer.epoch=1", "trainer.epoch: there is no such key: did you mean trainer.epochs?; the keys of trainer"),
+        ("data.train.prefx=a", "data.train.prefx: there is no such key: did you mean data.train.prefix?"),
+        ("data.colour=a", "data.colour: there is no such key; the keys of data are "),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
+    with pytest.raises(HydraException) as caught:
+        composed(word)
+    assert said in unknown_keys.explain(caught.value.__cause__)
+    assert unknown_keys.explain(ValueError("something else")) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
+        (["optimizer=adamw", "optimizer.fused=x"], r"optimizer\.fused=x: give true or false; optimizer=adamw has true"),
+        (["data.patience_s=x"], r"data\.patience_s=x: give a number; data=s3_images has 60"),  # of a base of a base
+        (["data.bucket=photos", "scheduler.by=epoch", "cluster.memory_limit=4GB", "optimizer.lr=1e-3"], None),
+        (["trainer.epochs=3", "model=resnet50", "+data.more=x", "~loss.label_smoothing"], None),
+    ],
+    ids=str,
+)
+def test_a_word_where_a_number_is_usual_is_refused_before_anything_starts(words, said):
+    cfg = composed(*words)
+    choices = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "model": "resnet18"}
+    choices |= {word.partition("=")[0]: word.partition("=")[2] for word in words if "." not in word}
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
+        repository = GlobalHydra.instance().config_loader().repository
+        if said is None:
+            unknown_keys.check_typed(cfg, words, choices, repository)
+        else:
+            with pytest.raises(ConfigError, match=said):
+                unknown_keys.check_typed(cfg, words, choices, repository)
+
+
+def test_keys_of_another_optimizer_are_named_with_what_to_type():
+    cfg = OmegaConf.create(
+        {"optimizer": {"_target_": "torch.optim.RMSprop", "lr": 0.1, "nesterov": True, "momentun": 1}}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"torch\.optim\.RMSprop: it takes no nesterov, momentun: did you mean momentum\?; it takes lr, .*"
+        r"type '~optimizer\.nesterov' '~optimizer\.momentun'",
+    ):
+        builders.make(cfg.optimizer, [])

@@ -1,0 +1,797 @@
+"""The cache of shards: whole files only, one download, a bounded size, and what stays in it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import fcntl
+import gzip
+import hashlib
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.data.shards import cache as shard_cache
+from ddp_hydra.data.shards import cache_folder as shard_folder
+from ddp_hydra.data.shards import download as shard_download
+from ddp_hydra.data.shards.cache import ShardCache
+from ddp_hydra.data.shards.cache_folder import Kept, ShardFolder, eviction_rank, with_index
+from ddp_hydra.data.shards.index import Shard
+from tests.support.tar_server import TarServer, numbered, serving
+
+pytestmark = pytest.mark.integration
+COUNT = 20
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def cache_of(tmp_path):
+    """Make caches that are closed after the test."""
+    made = []
+
+    def make(shards, budget_bytes=2**30, folder=None, **options) -> ShardCache:
+        cache = ShardCache(shards, folder or tmp_path / "cache", budget_bytes, **{"look_ahead": 0, **options})
+        made.append(cache)
+        return cache
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+def shard_of(server: TarServer, path: str, content: bytes | None = None, count: int = COUNT, **said) -> Shard:
+    """What an index says of a shard; with its size and MD5 where the content is given."""
+    known = {} if content is None else {"size": len(content), "md5": hashlib.md5(content).hexdigest()}
+    return Shard(server.url + path, count, **{**known, **said})
+
+
+def serve(server: TarServer, names: str, known: bool = True, n_bytes: int = 50) -> list[Shard]:
+    """Serve a shard for each letter."""
+    contents = {name: numbered(number * COUNT, COUNT, n_bytes) for number, name in enumerate(names)}
+    server.add(**contents)
+    return [shard_of(server, f"/{name}.tar", contents[name] if known else None) for name in names]
+
+
+def label(cache: ShardCache, number: int, index: int = 0) -> int:
+    return int(bytes(cache.open(number).fields(index)[".cls"]))
+
+
+def files(folder: Path) -> list[str]:
+    """What is in a cache, without the hashes, and without the indexes of members, which may come later."""
+    return sorted(re.sub(r"^[0-9a-f]{32}-", "", path.name) for path in folder.iterdir() if ".npz" not in path.name)
+
+
+def settle(cache: ShardCache) -> None:
+    """Wait for the indexes of members."""
+    cache._settling.submit(lambda: None).result()
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+# One whole file
+
+
+def test_a_shard_is_downloaded_once_and_then_at_hand(server, cache_of, tmp_path):
+    shards = serve(server, "ab")
+    cache = cache_of(shards)
+    assert [label(cache, 1, index) for index in range(3)] == [20, 21, 22]
+    assert cache.counts["downloads"] == cache.counts["misses"] == 1
+    assert cache.counts["bytes_downloaded"] == shards[1].size
+    assert cache.counts["waited_s"] > 0
+    other = cache_of(shards)
+    assert label(other, 1) == 20
+    assert (other.counts["hits"], other.counts["misses"], server.gets("/b.tar")) == (1, 0, 1)
+    assert files(tmp_path / "cache") == ["b.tar", "lock"]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_without_size_and_md5_in_the_index_it_is_the_same(server, cache_of):
+    cache = cache_of(serve(server, "a", known=False))
+    assert label(cache, 0, 3) == 3
+
+
+def test_a_large_shard_comes_in_pieces_several_at_a_time(server, cache_of, monkeypatch):
+    monkeypatch.setattr(shard_download.download, "__defaults__", (*shard_download.download.__defaults__[:-1], 4000))
+    shards = serve(server, "a", n_bytes=500)
+    cache = cache_of(shards, connections=3)
+    server.gate.clear()
+    reader = threading.Thread(target=label, args=(cache, 0))
+    reader.start()
+    wait_until(lambda: server.at_once == 3)
+    server.gate.set()
+    reader.join()
+    assert [label(cache, 0, index) for index in range(COUNT)] == list(range(COUNT))
+    assert server.gets("/a.tar") == -(-shards[0].size // 4000) > 3
+    assert server.most_at_once == 3
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tgz"])
+def test_a_store_that_gives_whole_files_only_is_read_in_one_go(server, cache_of, monkeypatch, caplog, name):
+    monkeypatch.setattr(shard_download.download, "__defaults__", (*shard_download.download.__defaults__[:-1], 4000))
+    paths = [f"/{number}{name}" for number in range(2)]
+    for number, path in enumerate(paths):
+        tar = numbered(COUNT * number, COUNT, 500)
+        server.files[path] = tar if path.endswith(".tar") else gzip.compress(tar, 0)
+    server.ranges = False
+    cache = cache_of([shard_of(server, path, server.files[path]) for path in paths], connections=1)
+    assert [label(cache, number, 3) for number in range(2)] == [3, COUNT + 3]
+    assert server.gets(paths[1]) == 1
+    assert caplog.text.count("gives whole files only") == 1
+
+
+def test_shards_of_this_machine_are_used_where_they_are(cache_of, tmp_path):
+    path = tmp_path / "a.tar"
+    path.write_bytes(numbered(0, COUNT))
+    cache = cache_of([Shard(str(path), COUNT)])
+    cache.expect([0])
+    assert label(cache, 0, 3) == 3
+    cache.note_done(0)
+    assert not (tmp_path / "cache").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["a.tar"]
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz"])
+@pytest.mark.parametrize("place", ["web", "local"])
+def test_a_compressed_shard_is_unpacked_into_the_cache(server, cache_of, tmp_path, name, place):
+    plain = numbered(0, COUNT, n_bytes=5000)
+    packed = gzip.compress(plain[:7000]) + gzip.compress(plain[7000:]) + b"\0" * 100  # as parallel packers write it
+    server.files[f"/{name}"] = packed
+    (tmp_path / name).write_bytes(packed)
+    shard = shard_of(server, f"/{name}", packed)
+    if place == "local":
+        shard = Shard(str(tmp_path / name), COUNT, shard.size, shard.md5)
+    assert label(cache_of([shard]), 0, 5) == 5
+    assert label(cache_of([shard]), 0, 5) == 5
+    assert server.gets(f"/{name}") == (place == "web")
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_size for path in (tmp_path / "cache").glob("*.tar")] == [len(plain)]
+
+
+def test_a_compressed_shard_that_ends_too_early_is_refused(server, cache_of, tmp_path):
+    server.files["/a.tgz"] = gzip.compress(random.Random(0).randbytes(3000))[:2000]
+    with pytest.raises(ValueError, match=r"a\.tgz can't be decompressed: it ends too early"):
+        cache_of([shard_of(server, "/a.tgz")]).open(0)
+    assert files(tmp_path / "cache") == ["lock"]
+
+
+def test_shards_of_the_same_name_do_not_collide(server, cache_of):
+    server.files |= {"/train/000.tar": numbered(0, COUNT), "/val/000.tar": numbered(500, COUNT)}
+    cache = cache_of([shard_of(server, "/train/000.tar"), shard_of(server, "/val/000.tar")])
+    assert (label(cache, 0), label(cache, 1)) == (0, 500)
+
+
+def test_a_new_version_in_the_index_is_another_shard(server, cache_of):
+    (old,) = serve(server, "a")
+    assert label(cache_of([old]), 0) == 0
+    content = numbered(700, COUNT)
+    server.add(a=content)
+    assert label(cache_of([shard_of(server, "/a.tar", content)]), 0) == 700
+
+
+def test_no_secret_of_a_url_is_in_a_files_name(server, cache_of, tmp_path):
+    server.files["/a.tar?token=secret"] = numbered(0, COUNT)
+    assert label(cache_of([Shard(f"{server.url}/a.tar?token=secret", COUNT)]), 0) == 0
+    assert files(tmp_path / "cache") == ["a.tar", "lock"]
+
+
+# What is missing, wrong or damaged
+
+
+def test_a_missing_shard_leaves_nothing_and_is_there_when_it_comes(server, cache_of, tmp_path):
+    shards = [shard_of(server, "/a.tar")]
+    with pytest.raises(FileNotFoundError, match=r"/a\.tar \(404\)"):
+        cache_of(shards).open(0)
+    assert files(tmp_path / "cache") == []
+    server.add(a=numbered(0, COUNT))
+    assert label(cache_of(shards), 0) == 0
+
+
+def test_what_was_refused_once_is_refused_at_once(server, cache_of):
+    cache = cache_of([shard_of(server, "/a.tar")])
+    for _ in range(5):
+        with pytest.raises(FileNotFoundError):
+            cache.open(0)
+    assert server.requests.total() == 1
+
+
+def test_a_local_shard_that_is_missing_is_named_with_its_host(cache_of, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"there is no shard {tmp_path}/a.tar on "):
+        cache_of([Shard(f"{tmp_path}/a.tar", 1)]).open(0)
+
+
+def flipped(path: str, content: bytes) -> bytes:
+    return content[:600] + bytes([content[600] ^ 1]) + content[601:]
+
+
+def test_a_wrong_md5_is_tried_again_and_then_refused(server, cache_of, tmp_path):
+    shards = serve(server, "a")
+    server.spoil = flipped
+    cache = cache_of(shards)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"a\.tar has the MD5 [0-9a-f]{32}, and the index says"):
+            cache.open(0)
+    assert server.gets("/a.tar") == 2
+    assert files(tmp_path / "cache") == ["lock"]
+
+
+def test_a_download_that_was_damaged_on_its_way_is_repeated(server, cache_of):
+    shards = serve(server, "a")
+    server.spoil = lambda path, content: flipped(path, content) if server.gets(path) == 1 else content
+    assert label(cache_of(shards), 0) == 0
+    assert server.gets("/a.tar") == 2
+
+
+def test_a_shard_of_another_size_is_refused(server, cache_of, tmp_path):
+    content = numbered(0, COUNT)
+    server.add(a=content)
+    with pytest.raises(ValueError, match=f"has {len(content):,} bytes, and the index says 5"):
+        cache_of([shard_of(server, "/a.tar", size=5)]).open(0)
+    assert files(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("place", ["web", "local"])
+def test_a_shard_with_other_samples_than_the_index_says_is_refused(server, cache_of, tmp_path, place):
+    content = numbered(0, COUNT)
+    server.add(a=content)
+    (tmp_path / "a.tar").write_bytes(content)
+    url = f"{server.url}/a.tar" if place == "web" else f"{tmp_path}/a.tar"
+    cache = cache_of([Shard(url, 21)])
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"a\.tar holds 20 samples, and the index says 21"):
+            cache.open(0)
+    assert server.gets("/a.tar") == (place == "web")
+
+
+def test_a_page_that_is_no_tar_file_is_refused_and_not_kept(server, cache_of, tmp_path):
+    server.add(a=b"<html>not found</html>")
+    with pytest.raises(ValueError, match=r"a\.tar is no tar file"):
+        cache_of([shard_of(server, "/a.tar")]).open(0)
+    assert files(tmp_path / "cache") == ["lock"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("with_index", [True, False])
+def test_a_file_that_was_cut_off_in_the_cache_is_downloaded_again(server, cache_of, tmp_path, known, with_index):
+    shards = serve(server, "a", known)
+    first = cache_of(shards)
+    assert label(first, 0) == 0
+    settle(first)
+    (path,) = (tmp_path / "cache").glob("*.tar")
+    path.write_bytes(path.read_bytes()[:5000])
+    if not with_index:
+        Path(f"{path}.npz").unlink()
+    cache = cache_of(shards)
+    assert label(cache, 0, COUNT - 1) == COUNT - 1
+    assert server.gets("/a.tar") == 2
+
+
+def test_a_file_that_was_changed_in_the_cache_is_downloaded_again(server, cache_of, tmp_path):
+    shards = serve(server, "a")
+    first = cache_of(shards)
+    assert label(first, 0) == 0
+    settle(first)
+    (path,) = (tmp_path / "cache").glob("*.tar")
+    path.write_bytes(numbered(500, COUNT))  # of the same size and names
+    assert label(cache_of(shards), 0, 5) == 5
+    assert server.gets("/a.tar") == 2
+
+
+def test_a_damaged_index_of_members_is_made_anew(server, cache_of, tmp_path):
+    shards = serve(server, "a")
+    first = cache_of(shards)
+    assert label(first, 0) == 0
+    settle(first)
+    (path,) = (tmp_path / "cache").glob("*.npz")
+    path.write_bytes(b"rubbish")
+    assert label(cache_of(shards), 0, 7) == 7
+    assert server.gets("/a.tar") == 1
+
+
+def test_a_shard_that_a_crash_of_the_machine_may_have_emptied_is_downloaded_again(
+    server, cache_of, tmp_path, monkeypatch
+):
+    shards = serve(server, "ab")
+    first = cache_of(shards)
+    assert (label(first, 0), label(first, 1)) == (0, COUNT)
+    settle(first)
+    (path,) = (tmp_path / "cache").glob("*-a.tar.npz")
+    path.unlink()  # the last thing that is written
+    monkeypatch.setattr(shard_folder, "_booted_at", lambda: time.time() + 1)
+    cache = cache_of(shards)
+    assert (label(cache, 0), label(cache, 1)) == (0, COUNT)
+    assert (server.gets("/a.tar"), server.gets("/b.tar")) == (2, 1)
+
+
+def test_a_disk_that_becomes_full_amid_a_download_leaves_nothing(server, cache_of, monkeypatch, tmp_path):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match=r"the disk of .*cache on .* became full: free it, or type data\.cache_dir="):
+        cache_of(serve(server, "a")).open(0)
+    assert files(tmp_path / "cache") == ["lock"]
+
+
+# Many processes
+
+
+EIGHT = """
+import multiprocessing, pickle, sys
+from ddp_hydra.data.shards.cache import ShardCache
+
+def work():
+    cache = ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], look_ahead=0)
+    barrier.wait()
+    labels = [int(bytes(cache.open(number).fields(0)[".cls"])) for number in range(2)]
+    told.put((labels, cache.counts["downloads"]))
+    cache.close()
+
+context = multiprocessing.get_context("fork")  # of a process that has read nothing yet
+barrier, told = context.Barrier(8), context.SimpleQueue()
+processes = [context.Process(target=work) for _ in range(8)]
+for process in processes:
+    process.start()
+print([told.get() for process in processes])
+for process in processes:
+    process.join()
+"""
+
+
+def test_eight_processes_download_a_shard_once(server, tmp_path):
+    shards = serve(server, "ab")
+    server.delay_s = 0.05
+    command = [sys.executable, "-c", EIGHT, pickle.dumps(shards).hex(), str(tmp_path / "cache")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    told = ast.literal_eval(done.stdout)
+    assert [labels for labels, _ in told] == 8 * [[0, COUNT]]
+    assert sum(downloads for _, downloads in told) == 2
+    assert (server.gets("/a.tar"), server.gets("/b.tar")) == (1, 1)
+    assert files(tmp_path / "cache") == ["a.tar", "b.tar", "lock"]
+
+
+def test_what_a_killed_process_left_is_never_taken_for_a_shard(server, cache_of, tmp_path):
+    shards = serve(server, "a", n_bytes=100_000)
+    server.gate.clear()  # half of it is sent
+    code = (
+        "import pickle, sys\nfrom ddp_hydra.data.shards.cache import ShardCache\n"
+        "ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], look_ahead=0).open(0)"
+    )
+    command = [sys.executable, "-c", code, pickle.dumps(shards).hex(), str(tmp_path / "cache")]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        wait_until(lambda: server.gets("/a.tar"), 60)
+    finally:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    server.gate.set()
+    assert files(tmp_path / "cache") == ["a.tar.part", "lock"]
+    cache = cache_of(shards)
+    assert [label(cache, 0, index) for index in range(COUNT)] == list(range(COUNT))
+    assert files(tmp_path / "cache") == ["a.tar", "lock"]
+
+
+def test_one_waits_for_the_download_of_another(server, cache_of):
+    shards = serve(server, "a")
+    server.gate.clear()
+    caches = [cache_of(shards) for _ in range(3)]
+    labels: list[int] = []
+    threads = [threading.Thread(target=lambda cache=cache: labels.append(label(cache, 0, 4))) for cache in caches]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.gets("/a.tar"))
+    time.sleep(0.05)
+    server.gate.set()
+    for thread in threads:
+        thread.join()
+    assert labels == [4, 4, 4]
+    assert server.gets("/a.tar") == 1
+
+
+def test_threads_of_one_process_open_a_shard_once(server, cache_of):
+    cache = cache_of(serve(server, "a"))
+    server.delay_s = 0.02
+    opened: list[object] = []
+    threads = [threading.Thread(target=lambda: opened.append(cache.open(0))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert opened == [opened[0]] * 8
+    assert server.gets("/a.tar") == 1
+
+
+def test_it_pickles_at_any_time(server, cache_of):
+    shards = serve(server, "ab")
+    cache = cache_of(shards)
+    again = [pickle.loads(pickle.dumps(cache))]
+    label(cache, 0)
+    cache.expect([0, 1])
+    again.append(pickle.loads(pickle.dumps(cache)))
+    for copy in again:
+        assert (label(copy, 0), label(copy, 1)) == (0, COUNT)
+        copy.close()
+
+
+# A bounded size
+
+SIZE = with_index(len(numbered(0, COUNT)))
+"""Of a shard and its index, at most."""
+
+
+def total(folder: Path) -> int:
+    with (folder / "lock").open("rb+") as file:  # nothing is evicted or added meanwhile
+        fcntl.flock(file, fcntl.LOCK_EX)
+        taken = 0
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # an index that was just made, and got its name
+                taken += path.stat().st_size
+    return taken
+
+
+def test_the_cache_never_takes_more_than_it_may(server, cache_of, tmp_path):
+    shards = serve(server, "abcdefgh")
+    cache = cache_of(shards, 3 * SIZE)
+    for number in (*range(8), *range(8)):
+        assert label(cache, number) == number * COUNT
+        assert total(tmp_path / "cache") <= 3 * SIZE
+    assert len(list((tmp_path / "cache").glob("*.tar"))) >= 2
+
+
+def test_what_is_in_use_is_not_evicted(server, cache_of, tmp_path):
+    shards = serve(server, "abc")
+    cache = cache_of(shards, 2 * SIZE, wait_s=0.2)
+    views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
+    with pytest.raises(
+        OSError, match=r"no room for a shard .* all that is there is in use.*data\.cache_gb=1"
+    ) as caught:
+        cache.open(2)
+    assert "data.cache_dir=" in str(caught.value)
+    assert [int(bytes(view)) for view in views] == [0, COUNT]
+    del views
+    assert label(cache, 2) == 2 * COUNT
+    assert total(tmp_path / "cache") <= 2 * SIZE
+
+
+def test_room_that_others_keep_without_need_is_asked_for(server, cache_of):
+    shards = serve(server, "abc")
+    mine, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
+    shard_cache._caches.discard(other)  # as if it was in another process
+    label(other, 0)
+    label(other, 1)
+    assert label(mine, 2) == 2 * COUNT
+    assert len(other.held) <= 1
+
+
+def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_path):
+    (shard,) = serve(server, "a", n_bytes=1000)
+    with pytest.raises(OSError, match=r"a shard takes .* GiB, and the cache in .*type data\.cache_gb=1"):
+        cache_of([shard], shard.size + 100).open(0)
+    assert server.gets("/a.tar") == 0
+    assert files(tmp_path / "cache") == []
+
+
+def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
+    shards = serve(server, "a")
+    real = os.fstatvfs
+
+    def full(descriptor):
+        return os.statvfs_result([*real(descriptor)[:4], 0, *real(descriptor)[5:]])
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    with pytest.raises(OSError, match=r"the disk is full\. Free the disk or type data\.cache_dir="):
+        cache_of(shards, wait_s=0.1).open(0)
+
+
+def test_on_a_full_disk_older_shards_go(server, cache_of, monkeypatch, tmp_path):
+    cache = cache_of(serve(server, "ab"))
+    label(cache, 0)
+    real = os.fstatvfs
+
+    def full(descriptor):
+        free = 0 if list((tmp_path / "cache").glob("*-a.tar")) else 2**20
+        return os.statvfs_result([*real(descriptor)[:4], free, *real(descriptor)[5:]])
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    assert label(cache, 1) == COUNT
+    assert files(tmp_path / "cache") == ["b.tar", "lock", "wanted"]
+
+
+def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for name in ("holiday.tar", "notes.part", f"{'0' * 32}.tar", f"{'a' * 32}-x.tar.bak"):
+        (folder / name).write_bytes(b"x" * 10 * SIZE)
+    cache = cache_of(serve(server, "abc"), 2 * SIZE)
+    for number in range(3):
+        label(cache, number)
+    assert {"holiday.tar", "notes.part"} <= {path.name for path in folder.iterdir()}
+    assert sum(path.stat().st_size == 10 * SIZE for path in folder.iterdir()) == 4
+
+
+def test_the_leftovers_of_killed_processes_go_when_room_is_needed(server, cache_of, tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    old = f"{'0' * 32}-old.tar"
+    for name in (f"{old}.part", f"{old}.npz", f"{old}.npz.abc.part"):
+        (folder / name).write_bytes(b"x" * SIZE)
+    label(cache_of(serve(server, "a")), 0)
+    assert files(folder) == ["a.tar", "lock"]
+
+
+def evict_in_a_process(shards, folder) -> None:
+    cache = ShardCache(shards, folder, 2 * SIZE, look_ahead=1)
+    for number in range(len(shards)):
+        assert label(cache, number) == number * COUNT
+
+
+def test_a_spawned_process_evicts_too_and_ends_without_being_closed(server, tmp_path):
+    shards = serve(server, "abcd")
+    process = multiprocessing.get_context("spawn").Process(target=evict_in_a_process, args=(shards, tmp_path / "cache"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert 0 < total(tmp_path / "cache") <= 2 * SIZE
+
+
+# What is evicted first
+
+
+def test_the_order_of_eviction():
+    def kept(name: str, used: int, read: bool = True) -> Kept:
+        return Kept(name, 1, used, used if read else 0)
+
+    ours = {"early", "late", "near", "far", "ahead", "for others"}
+    awaited = {"near": 3, "far": 9, "ahead": 2}
+    expected = [
+        kept("other index, old", 1), kept("other index, new", 90), kept("late", 80), kept("early", 20), kept("far", 10),
+        kept("near", 50), kept("for others", 60, read=False), kept("ahead", 70, read=False),
+    ]  # fmt: skip
+    shuffled = random.Random(0).sample(expected, len(expected))
+    assert sorted(shuffled, key=lambda file: eviction_rank(file, ours, awaited)) == expected
+
+
+def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, look_ahead: int) -> tuple[float, float]:
+    """Hit rates of `eviction_rank` and of the usual least recently used, after the first epoch."""
+    chance, clock = random.Random(0), 0
+    ours = {str(number) for number in range(n_shards)}
+    cache: dict[str, Kept] = {}
+    usual: OrderedDict[str, None] = OrderedDict()
+    hits = usual_hits = 0
+    for epoch in range(epochs):
+        order = [str(number) for number in range(n_shards)]
+        if shuffled:
+            chance.shuffle(order)
+        for place, name in enumerate(order):
+            awaited = {later: distance for distance, later in enumerate(order[place:])}
+            for wanted in order[place : place + 1 + look_ahead]:
+                if wanted not in cache:
+                    while len(cache) >= room:
+                        del cache[min(cache.values(), key=lambda file: eviction_rank(file, ours, awaited)).name]
+                    cache[wanted] = Kept(wanted, 1, clock, 0)
+                    hits -= epoch > 0
+            clock += 1
+            cache[name] = Kept(name, 1, clock, clock)
+            hits += epoch > 0
+            usual_hits += epoch > 0 and name in usual
+            usual[name] = None
+            usual.move_to_end(name)
+            if len(usual) > room:
+                usual.popitem(last=False)
+    reads = (epochs - 1) * n_shards
+    return hits / reads, usual_hits / reads
+
+
+@pytest.mark.parametrize("look_ahead", [0, 2])
+def test_a_cache_of_half_the_data_saves_half_of_the_downloads(look_ahead):
+    hits, _ = simulated_hits(100, 50, 10, shuffled=True, look_ahead=look_ahead)
+    assert hits > 0.46
+    hits, usual = simulated_hits(100, 50, 10, shuffled=False, look_ahead=look_ahead)
+    assert hits > 0.46
+    assert usual == 0
+
+
+def test_so_it_is_with_real_shards(server, cache_of):
+    shards = serve(server, "abcdefghijkl")
+    cache = cache_of(shards, 6 * SIZE, look_ahead=1)
+    chance = random.Random(0)
+    for epoch in range(4):
+        order = chance.sample(range(12), 12)
+        cache.expect(order)
+        for number in order:
+            assert label(cache, number) == number * COUNT
+            cache.note_done(number)
+        if epoch == 0:
+            first = cache.counts["downloads"]
+    assert first == 12
+    assert cache.counts["downloads"] - first <= 0.65 * 3 * 12
+
+
+# Ahead of time
+
+
+def test_expected_shards_are_there_before_they_are_needed(server, cache_of, tmp_path):
+    shards = serve(server, "abcdefgh")
+    cache = cache_of(shards, look_ahead=2)
+    cache.expect([5, 3, 1, 0])
+    wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) == 2)
+    time.sleep(0.1)
+    assert sorted(path for _, path in server.requests) == ["/d.tar", "/d.tar", "/f.tar", "/f.tar"]
+    assert label(cache, 5) == 5 * COUNT
+    wait_until(lambda: cache.counts["downloads"] == 3)
+    for number in (3, 1, 0):
+        label(cache, number)
+    assert (cache.counts["downloads"], server.gets("/b.tar"), server.gets("/c.tar")) == (4, 1, 0)
+
+
+def test_nothing_is_fetched_ahead_beyond_what_the_cache_may_take(server, cache_of, tmp_path):
+    shards = serve(server, "abcdef")
+    cache = cache_of(shards, 2 * SIZE, look_ahead=4)
+    cache.expect(range(6))
+    wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) == 2)
+    time.sleep(0.3)
+    assert total(tmp_path / "cache") <= 2 * SIZE
+    for number in range(6):
+        assert label(cache, number) == number * COUNT
+        assert total(tmp_path / "cache") <= 2 * SIZE
+        cache.note_done(number)
+    assert cache.counts["downloads"] <= 7
+
+
+def test_what_fails_ahead_of_time_is_said_when_it_is_needed(server, cache_of):
+    shards = [*serve(server, "a"), shard_of(server, "/none.tar")]
+    cache = cache_of(shards, look_ahead=2)
+    cache.expect([0, 1])
+    wait_until(lambda: server.requests["HEAD", "/none.tar"] == 1)
+    assert label(cache, 0) == 0
+    with pytest.raises(FileNotFoundError, match=r"none\.tar"):
+        cache.open(1)
+
+
+def test_close_ends_downloads_that_are_under_way(server, cache_of, tmp_path):
+    cache = cache_of(serve(server, "ab"), look_ahead=2)
+    server.gate.clear()
+    cache.expect([0, 1])
+    wait_until(lambda: server.gets("/a.tar") and server.gets("/b.tar"))
+    threading.Timer(0.1, server.gate.set).start()
+    cache.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "look-ahead"]
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"budget_bytes": 0}, r"data\.cache_gb="), ({"look_ahead": -1}, r"data\.look_ahead_shards=")],
+)
+def test_arguments_out_of_their_range_are_refused(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        ShardCache([], tmp_path, **options)
+
+
+def test_a_folder_that_cannot_be_made_is_named(server, cache_of, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"{tmp_path}/file/x on .* can't be made .*type data\.cache_dir="):
+        cache_of(serve(server, "a"), folder=tmp_path / "file" / "x").open(0)
+
+
+def test_the_default_folder_is_in_the_users_cache(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    cache = ShardCache(serve(server, "a"), look_ahead=0)
+    label(cache, 0)
+    cache.close()
+    assert files(tmp_path / "xdg" / "ddp_hydra" / "shards") == ["a.tar", "lock"]
+
+
+# The folder
+
+
+def test_a_claim_is_for_one_only_and_survives_no_death(tmp_path):
+    folder = ShardFolder(tmp_path, 2**20)
+    name = f"{'0' * 32}-a.tar"
+    first = folder.claim(name)
+    assert first is not None
+    assert folder.claim(name) is None
+    os.close(first)  # as the kernel does for a process that dies
+    second = folder.claim(name)
+    assert second is not None
+    folder.publish(second, name)
+    assert folder.claim(name) is None
+    assert files(tmp_path) == ["a.tar", "lock"]
+    descriptor = folder.open(name)
+    assert descriptor is not None
+    with pytest.raises(BlockingIOError), (tmp_path / name).open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+    os.close(second)
+
+
+def test_claims_in_a_row_do_not_overlap(tmp_path):
+    """Many threads claim and abandon one name: never are two inside."""
+    folder = ShardFolder(tmp_path, 2**20)
+    name = f"{'0' * 32}-a.tar"
+    inside, most, entered = 0, 0, 0
+    lock = threading.Lock()
+
+    def contend() -> None:
+        nonlocal inside, most, entered
+        for _ in range(100):
+            part = folder.claim(name)
+            if part is None:
+                continue
+            with lock:
+                inside, entered = inside + 1, entered + 1
+                most = max(most, inside)
+            time.sleep(0.0002)
+            with lock:
+                inside -= 1
+            folder.abandon(part, name)
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert entered > 0
+
+
+def test_a_mapped_shard_stays_locked_until_its_last_part_is_gone(server, cache_of, tmp_path):
+    cache = cache_of(serve(server, "a"))
+    view = cache.open(0).fields(0)[".cls"]
+    cache.close()
+    (path,) = (tmp_path / "cache").glob("*.tar")
+    with path.open("rb+") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert bytes(view) == b"0"
+        del view
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(tmp_path):
+    folder = ShardFolder(tmp_path, 2**30)
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            folder._look()
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        name, claimed = f"{0:032x}-a.tar", 0
+        while claimed < 1500:
+            if (part := folder.claim(name)) is None:
+                continue
+            claimed += 1
+            os.write(part, b"x")
+            folder.publish(part, name)
+            folder.discard(part, name)
+            os.close(part)
+    finally:
+        done.set()
+        for looker in lookers:
+            looker.join()

@@ -1,0 +1,208 @@
+"""The commands that make shards and indexes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.data.shards import write as shards
+from ddp_hydra.data.shards.__main__ import main
+from ddp_hydra.data.wids import WidsShards
+from ddp_hydra.storage import Access
+from tests.support.tar_server import numbered, serving, tar_of
+
+
+@pytest.fixture
+def pictures(tmp_path, png):
+    """A folder with 30 images of three classes; names repeat between them, one has dots."""
+    for number, label in enumerate(["cat", "dog", "Übel"]):
+        folder = tmp_path / "train" / label
+        folder.mkdir(parents=True)
+        for index in range(10):
+            name = "a.b.c.PNG" if index == 9 else f"{index}.png"
+            (folder / name).write_bytes(png(number * 50, index, 0))
+        (folder / "notes.txt").write_text("no image")
+    return tmp_path / "train"
+
+
+def read_index(folder: Path) -> dict:
+    return json.loads((folder / "index.json").read_bytes())
+
+
+def test_a_folder_becomes_shards_that_hold_every_image_once(pictures, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 0
+    index = read_index(out)
+    names = [shard["url"] for shard in index["shardlist"]]
+    assert names == [f"train-{number:06d}.tar" for number in range(len(names))]
+    assert len(names) > 1
+    for shard in index["shardlist"]:
+        content = (out / shard["url"]).read_bytes()
+        assert (len(content), hashlib.md5(content).hexdigest()) == (shard["filesize"], shard["md5sum"])
+    assert sorted(path.name for path in out.iterdir()) == ["index.json", *names]
+
+    data = WidsShards(str(out / "index.json"))
+    assert data.info["classes"] == ["cat", "dog", "Übel"]
+    seen = [(sample[".cls"], sample[".png"][:2, 0, 0].tolist()) for sample in data]
+    assert sorted(seen) == [(number, [number * 50, index]) for number in range(3) for index in range(10)]
+    assert [number for number, _ in seen] != sorted(number for number, _ in seen)
+    keys = [sample["__key__"] for sample in data]
+    assert len(set(keys)) == 30
+    assert sum(key.endswith("-a_b_c") for key in keys) == 3
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == f"30 samples in {len(names)} shards"
+    assert told[0] == "skipped: 3 .txt"
+    assert len(told) == len(names) + 2
+
+
+def test_the_same_seed_gives_the_same_bytes(pictures, tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert main(["make", str(pictures), str(tmp_path / name), "--seed", str(seed), "--name", "x"]) == 0
+    contents = [(tmp_path / name / "x-000000.tar").read_bytes() for name in "abc"]
+    assert contents[0] == contents[1] != contents[2]
+
+
+def test_shards_end_at_the_size_that_was_asked_for(pictures, tmp_path):
+    main(["make", str(pictures), str(tmp_path / "out"), "--shard-mb", "0.02"])
+    sizes = [shard["filesize"] for shard in read_index(tmp_path / "out")["shardlist"]]
+    assert all(0.02 * 2**20 <= size <= 0.02 * 2**20 + 20_000 for size in sizes[:-1])
+
+
+def test_an_index_that_exists_is_not_overwritten(pictures, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["make", str(pictures), str(out)]) == 0
+    assert main(["make", str(pictures), str(out)]) == 1
+    assert "holds an index.json already: remove it, or give another folder" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    real = shards._write_tar
+
+    def failing(file, first, *rest):
+        if (out / "train-000000.tar").exists():
+            raise OSError("the disk is full")
+        return real(file, first, *rest)
+
+    monkeypatch.setattr(shards, "_write_tar", failing)
+    assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 1
+    assert [path.name for path in out.iterdir()] == ["train-000000.tar"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["make", "{pictures}/cat", "{out}"],
+            "<class>/<file>.jpg; skipped: 10 images outside a class folder",
+        ),
+        (["make", "{pictures}/none", "{out}"], "holds no images in class folders"),
+        (["make", "{pictures}", "{out}", "--shard-mb", "0"], "type --shard-mb 128"),
+        (["make", "{pictures}", "{out}", "--name", "../x"], "type --name train"),
+        (["make", "{pictures}", "https://host/x"], "'https://host/x' can't be written to: give a folder, or s3://"),
+        (["make", "gs://bucket/x", "{out}"], "'gs://bucket/x' can't be read"),
+        (["index", "{pictures}/none.tar", "--out", "{out}/i.json"], "none.tar"),
+        (["index", "{pictures}/cat/0.png", "--out", "{out}/i.json"], "is no tar file, or a damaged one"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(pictures, tmp_path, capsys, arguments, said):
+    given = [argument.format(pictures=pictures, out=tmp_path / "out") for argument in arguments]
+    assert main(given) == 1
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["make"], ["make", "a", "b", "--seed", "x"], ["index", "--out", "x"]])
+def test_wrong_usage_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: python -m ddp_hydra.data.shards" in capsys.readouterr().err
+
+
+def test_shards_that_exist_get_an_index(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    tars = [tmp_path / "in" / f"{name}.tar" for name in "ab"]
+    for number, path in enumerate(tars):
+        path.write_bytes(numbered(10 * number, 10))
+    out = tmp_path / "index.json"
+    assert main(["index", *map(str, tars), "--out", str(out), "--name", "old"]) == 0
+    index = json.loads(out.read_bytes())
+    assert [(shard["url"], shard["nsamples"]) for shard in index["shardlist"]] == [("in/a.tar", 10), ("in/b.tar", 10)]
+    assert index["name"] == "old"
+    assert [sample[".cls"] for sample in WidsShards(str(out))] == list(range(20))
+    assert capsys.readouterr().out.endswith("20 samples in 2 shards\n")
+    assert main(["index", str(tars[0]), "--out", str(tmp_path / "other" / "index.json")]) == 0
+    assert len(WidsShards(str(tmp_path / "other" / "index.json"))) == 10
+
+
+def test_a_shard_without_samples_gets_no_index(tmp_path, capsys):
+    (tmp_path / "a.tar").write_bytes(tar_of([("README", b"x")]))
+    assert main(["index", str(tmp_path / "a.tar"), "--out", str(tmp_path / "i.json")]) == 1
+    assert "holds no samples" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_shards_on_a_web_server_get_an_index(tmp_path):
+    with serving() as server:
+        content = numbered(0, 10)
+        server.add(a=content)
+        out = tmp_path / "index.json"
+        assert main(["index", f"{server.url}/a.tar", "--out", str(out)]) == 0
+        (shard,) = json.loads(out.read_bytes())["shardlist"]
+        assert shard == {
+            "url": f"{server.url}/a.tar", "nsamples": 10, "filesize": len(content),
+            "md5sum": hashlib.md5(content).hexdigest(),
+        }  # fmt: skip
+        assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+
+
+@pytest.mark.integration
+def test_a_bucket_becomes_shards(s3, credentials, png, tmp_path):
+    objects = {f"pets/train/{label}/{index}.png": png(index) for label in ("cat", "dog") for index in range(5)}
+    bucket = s3.fill(objects)
+    out = tmp_path / "out"
+    assert main(["make", f"s3://{bucket}/pets/train/", str(out), "--endpoint-url", s3.endpoint_url]) == 0
+    with tarfile.open(out / "train-000000.tar") as tar:
+        assert len(tar.getnames()) == 20
+    data = WidsShards(str(out / "index.json"))
+    assert sorted((sample[".cls"], int(sample[".png"][0, 0, 0])) for sample in data) == [
+        (number, index) for number in range(2) for index in range(5)
+    ]
+
+
+@pytest.mark.integration
+def test_shards_go_into_a_bucket(s3, credentials, pictures, tmp_path, capsys):
+    bucket = s3.fill({"other": b"x"})
+    command = ["make", str(pictures), f"s3://{bucket}/pets", "--endpoint-url", s3.endpoint_url]
+    assert main(command) == 0
+    data = WidsShards(f"s3://{bucket}/pets/index.json", access=Access(s3.endpoint_url), cache_dir=tmp_path / "cache")
+    assert sorted(sample[".cls"] for sample in data) == sorted(10 * [0, 1, 2])
+    data.close()
+    assert main(command) == 1
+    assert "holds an index.json already" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_it_runs_as_a_module(tmp_path):
+    (tmp_path / "a.tar").write_bytes(numbered(0, 10))
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_hydra.data.shards",
+        "index",
+        str(tmp_path / "a.tar"),
+        "--out",
+        str(tmp_path / "i.json"),
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("10 samples in 1 shards\n")

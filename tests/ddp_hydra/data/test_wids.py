@@ -1,0 +1,482 @@
+"""The samples of wids shards: what they hold, in any order, from any place, in any process."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_hydra.data.shards.cache_folder import with_index
+from ddp_hydra.data.shards.decode import decode_field
+from ddp_hydra.data.wids import WidsShards, field_of
+from ddp_hydra.storage import Access
+from tests.support.tar_server import described, index_of, numbered, serving, tar_of
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write shards and their index, and return its path: `write(a=(tar, samples), ...)`."""
+
+    def write(**shards) -> str:
+        for name, (content, _) in shards.items():
+            (tmp_path / f"{name}.tar").write_bytes(content)
+        listed = [described(f"{name}.tar", count, content) for name, (content, count) in shards.items()]
+        (tmp_path / "index.json").write_bytes(index_of(*listed, name="pets", info={"classes": ["cat", "dog"]}))
+        return str(tmp_path / "index.json")
+
+    return write
+
+
+@pytest.fixture
+def three(write) -> str:
+    """An index of shards with 100, 100 and 3 samples, of three kinds."""
+    packed = [(f"compressed/{number:04d}.txt.gz", gzip.compress(f"text {number}".encode())) for number in range(1, 4)]
+    return write(
+        mp=(tar_of((f"{number:06d}.mp", msgpack.packb({"n": number})) for number in range(100)), 100),
+        numbers=(numbered(0, 100), 100),
+        compressed=(tar_of(packed), 3),
+    )
+
+
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
+def test_the_length_is_that_of_all_shards(three):
+    data = WidsShards(three)
+    assert len(data) == 203
+    assert data.shard_lengths == [100, 100, 3]
+    assert (data.name, data.info) == ("pets", {"classes": ["cat", "dog"]})
+    assert data.stats()["cache_hits"] == data.stats()["downloads"] == 0
+
+
+def test_every_sample_is_within_reach_in_any_order(three, tmp_path):
+    data = WidsShards(three)
+    assert data[17] == {
+        ".mp": {"n": 17}, "__key__": "000017", "__dataset__": "pets", "__index__": 17,
+        "__shard__": f"{tmp_path}/mp.tar", "__shardindex__": 17,
+    }  # fmt: skip
+    assert (data[190]["__key__"], data[190][".cls"], data[190]["__shardindex__"]) == ("000090", 90, 90)
+    assert (data[200]["__key__"], data[200][".txt.gz"]) == ("compressed/0001", "text 1")
+    assert data[201]["__key__"] == "compressed/0002"
+    assert data[0]["__key__"] == "000000"
+    assert [sample["__index__"] for sample in data.__getitems__([202, 5, 150])] == [202, 5, 150]
+    assert [sample["__index__"] for sample in data] == list(range(203))
+
+
+def test_indices_are_those_of_a_list(three):
+    data = WidsShards(three)
+    assert data[-1]["__index__"] == 202
+    assert data[-203]["__index__"] == 0
+    assert data[np.int64(3)]["__index__"] == 3
+    for index in (203, -204):
+        with pytest.raises(IndexError, match=f"sample {index} was asked for, and there are 203"):
+            data[index]
+
+
+def test_a_shard_without_samples_is_passed_over(write):
+    data = WidsShards(write(a=(tar_of([]), 0), b=(numbered(0, 2), 2), c=(tar_of([]), 0), d=(numbered(2, 2), 2)))
+    assert [sample[".cls"] for sample in data] == [0, 1, 2, 3]
+
+
+def test_fields_are_parts_of_the_mapped_shard(three):
+    data = WidsShards(three)
+    fields = data.fields(105)
+    assert sorted(fields) == [".bin", ".cls"]
+    assert bytes(fields[".bin"]) == b"\5" * 50
+    assert fields[".cls"].obj is data.fields(106)[".cls"].obj
+    assert field_of(fields, {".cls"}) == b"5"
+    assert field_of(fields, {".jpg"}) is None
+    assert field_of({".seg.PNG": fields[".bin"]}, {".png"}) is fields[".bin"]
+
+
+def test_a_sample_has_a_name_at_any_time(three, tmp_path):
+    data = WidsShards(three)
+    assert data.key(201) == f"{tmp_path}/compressed.tar/[1]"
+    data.fields(202)
+    assert data.key(201) == f"{tmp_path}/compressed.tar/compressed/0002"
+
+
+def test_without_decoding_a_sample_has_its_bytes(three):
+    sample = WidsShards(three, decode=False)[200]
+    assert gzip.decompress(sample[".txt.gz"]) == b"text 1"
+    assert sample["__key__"] == "compressed/0001"
+
+
+def doubled(sample):
+    return {**sample, ".mp": sample[".mp"]["n"] * 2}
+
+
+def shifted(sample):
+    return {**sample, ".mp": sample[".mp"] + 1}
+
+
+def test_transforms_follow_each_other(three):
+    data = WidsShards(three).add_transform(doubled).add_transform(shifted)
+    assert data[17][".mp"] == 35
+    assert pickle.loads(pickle.dumps(data))[17][".mp"] == 35
+
+
+def test_one_of_many_data_sets_can_be_chosen(tmp_path, write):
+    write(a=(numbered(0, 2), 2), b=(numbered(50, 3), 3))
+    datasets = [{"name": name, "shardlist": [described(f"{name}.tar", count)]} for name, count in (("a", 2), ("b", 3))]
+    (tmp_path / "both.json").write_text(json.dumps({"wids_version": 1, "datasets": datasets}))
+    assert len(WidsShards(f"{tmp_path}/both.json")) == 5
+    assert [sample[".cls"] for sample in WidsShards(f"{tmp_path}/both.json", dataset="b")] == [50, 51, 52]
+
+
+def test_shards_may_be_elsewhere_than_the_index(three, tmp_path):
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in tmp_path.glob("*.tar"):
+        path.rename(moved / path.name)
+    assert WidsShards(three, base=str(moved))[150]["__key__"] == "000050"
+    with pytest.raises(FileNotFoundError, match=r"there is no shard .*data\.base="):
+        WidsShards(three)[150]
+
+
+# What the fields mean
+
+
+def npy(array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("extension", "content", "expected"),
+    [
+        (".cls", b"12\n", 12),
+        (".ID", b"-3", -3),
+        (".txt", "ünicode".encode(), "ünicode"),
+        (".json", b'{"a": [1, 2.5]}', {"a": [1, 2.5]}),
+        (".mp", msgpack.packb([1, "a"]), [1, "a"]),
+        (".msgpack", msgpack.packb({"a": b"1"}), {"a": b"1"}),
+        (".txt.gz", gzip.compress(b"text", mtime=0), "text"),
+        (".meta.json.GZ", gzip.compress(b"[1]", mtime=0), [1]),
+        (".gz", gzip.compress(b"text", mtime=0), b"text"),
+        (".unknown", b"text", b"text"),
+        (".a.b.c", b"text", b"text"),
+    ],
+)
+def test_a_field_is_decoded_by_its_extension(extension, content, expected):
+    assert decode_field(extension, memoryview(content)) == expected
+
+
+def test_arrays_and_images_are_decoded(png):
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert np.array_equal(decode_field(".npy", memoryview(npy(array))), array)
+    for extension in (".png", ".seg.PNG", ".jpg"):  # told by the content
+        image = decode_field(extension, memoryview(png(10, 20, 30)))
+        assert image.shape == (3, 8, 8)
+        assert image.dtype == torch.uint8
+        assert image[:, 0, 0].tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("extension", "content"),
+    [
+        (".cls", b"cat"), (".txt", b"\xff"), (".json", b"{"), (".json", b"[" * 100_000), (".npy", b"x"), (".npy", b""),
+        (".mp", b"\xc1"), (".mp", b""), (".jpg", b"x"), (".pt", b""), (".pth", b"x"), (".pth", b"PK\3\4xxx"),
+        (".safetensors", b"x"), (".safetensors", b""), (".txt.gz", b"x"),
+        (".txt.gz", gzip.compress(b"text", mtime=0)[:-4]),
+        (".npy", npy(np.array([{}], dtype=object))),
+    ],
+)  # fmt: skip
+def test_a_damaged_field_is_a_value_error(extension, content):
+    with pytest.raises(ValueError, match=rf"\{extension} can't be decoded"):
+        decode_field(extension, memoryview(content))
+
+
+@pytest.mark.parametrize("extension", [".pt", ".PTH", ".emb.pth.gz", ".safetensors"])
+def test_tensors_are_decoded(extension):
+    tensors = {"a": torch.arange(6).reshape(2, 3), "b": torch.zeros(0)}
+    file = io.BytesIO()
+    if extension == ".safetensors":
+        file.write(pytest.importorskip("safetensors.torch").save(tensors))
+    else:
+        torch.save(tensors, file)
+    content = gzip.compress(file.getvalue()) if extension.endswith(".gz") else file.getvalue()
+    found = decode_field(extension, memoryview(content))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_safetensors_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"\.safetensors needs safetensors: type `pip install safetensors`"):
+        decode_field(".safetensors", memoryview(b""))
+
+
+@pytest.mark.parametrize("extension", [".pkl", ".pickle", ".pyd", ".pkl.gz", ".pt", ".PTH"])
+def test_pickles_are_refused(write, extension):
+    class Boom:
+        def __reduce__(self):
+            return os._exit, (3,)
+
+    data = WidsShards(write(a=(tar_of([(f"x{extension}", pickle.dumps(Boom(), 2))]), 1)))
+    why = r"holds (pickled objects.*\.npy|more than tensors).*take the bytes, WidsShards\(\.\.\., decode=False\)"
+    with pytest.raises(ValueError, match=rf"sample 'x' of .*a\.tar: .* {why}"):
+        data[0]
+
+
+# Damaged shards
+
+
+def test_a_damaged_shard_says_its_name_each_time_and_harms_no_other(write, tmp_path):
+    path = write(a=(numbered(0, 20), 20), b=(numbered(20, 20), 20))
+    damaged = bytearray((tmp_path / "b.tar").read_bytes())
+    damaged[1024] ^= 1
+    (tmp_path / "b.tar").write_bytes(damaged)
+    data = WidsShards(path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"b\.tar is a damaged tar file"):
+            data[25]
+    assert data[5][".cls"] == 5
+
+
+def test_a_truncated_local_shard_is_refused(write, tmp_path):
+    path = write(a=(numbered(0, 20), 20))
+    (tmp_path / "a.tar").write_bytes(numbered(0, 20)[:-5000])
+    with pytest.raises(ValueError, match=r"a\.tar has [\d,]+ bytes, and the index says [\d,]+"):
+        WidsShards(path)[0]
+
+
+# In other processes and threads
+
+
+def test_it_pickles_before_and_after_it_was_read(three):
+    data = WidsShards(three)
+    fresh = pickle.dumps(data)
+    assert data[105][".cls"] == 5
+    used = pickle.dumps(data)
+    assert len(used) < 5000
+    for packed in (fresh, used):
+        assert pickle.loads(packed)[105][".cls"] == 5
+
+
+def read_forked(data, told) -> None:
+    told.put([data[index][".cls"] for index in (101, 199)])
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_local_shards_are_read_by_forked_processes(three):
+    data = WidsShards(three)
+    assert data[101][".cls"] == 1
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    process = context.Process(target=read_forked, args=(data, told))
+    process.start()
+    assert told.get() == [1, 99]
+    process.join()
+
+
+def test_many_threads_read_at_once(three):
+    data = WidsShards(three)
+    wrong = []
+
+    def read(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(200):
+            index = chance.randrange(203)
+            if data[index]["__index__"] != index:
+                wrong.append(index)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_more_shards_than_files_that_may_be_open(write, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (60, 60))
+    data = WidsShards(write(**{f"s{number}": (numbered(10 * number, 2), 2) for number in range(40)}))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    found, most = [], 0
+    for sample in data:
+        found.append(sample[".cls"])
+        most = max(most, len(list(Path("/proc/self/fd").iterdir())) - before)
+    assert found == [10 * number + inner for number in range(40) for inner in (0, 1)]
+    assert 0 < most <= 31
+    data.close()
+
+
+def test_raw_samples_come_fast(write):
+    data = WidsShards(write(**{f"s{number}": (numbered(0, 500), 500) for number in range(4)}))
+    order = random.Random(0).choices(range(2000), k=20_000)
+    for index in range(0, 2000, 500):
+        data.fields(index)
+    start = time.thread_time()  # of this thread alone, whatever else the machine does
+    for index in order:
+        data.fields(index)
+    assert len(order) / (time.thread_time() - start) > 80_000
+
+
+# From elsewhere
+
+
+@pytest.fixture
+def remote(server, tmp_path):
+    """Four shards of 20 samples behind HTTP; `remote(**options)` makes the data set."""
+    contents = {name: numbered(20 * number, 20) for number, name in enumerate("abcd")}
+    server.add(**contents)
+    listed = [described(f"{name}.tar", 20, content) for name, content in contents.items()]
+    server.files["/index.json"] = index_of(*listed, name="pets")
+    made = []
+
+    def make(**options) -> WidsShards:
+        data = WidsShards(f"{server.url}/index.json", cache_dir=tmp_path / "cache", **options)
+        made.append(data)
+        return data
+
+    yield make
+    for data in made:
+        data.close()
+
+
+@pytest.mark.integration
+def test_shards_come_over_http(remote, server):
+    data = remote()
+    assert [data[index][".cls"] for index in (0, 45, 79)] == [0, 45, 79]
+    assert data[45]["__shard__"] == f"{server.url}/c.tar"
+    stats = data.stats()
+    assert (stats["downloads"], stats["cache_misses"], stats["cache_hits"]) == (3, 3, 0)
+    assert stats["bytes"] == sum(len(server.files[f"/{name}.tar"]) for name in "acd")
+    assert stats["waited_s"] > 0
+    again = remote()
+    assert again[45][".cls"] == 45
+    assert (again.stats()["cache_hits"], server.gets("/c.tar")) == (1, 1)
+
+
+@pytest.mark.integration
+def test_shards_come_from_s3(s3, credentials, tmp_path):
+    content = numbered(0, 20)
+    bucket = s3.fill(
+        {"data/a.tar": content, "data/index.json": index_of(described("a.tar", 20, content), base="../data")}
+    )
+    data = WidsShards(f"s3://{bucket}/data/index.json", access=Access(s3.endpoint_url), cache_dir=tmp_path)
+    assert data[7][".cls"] == 7
+    data.close()
+
+
+@pytest.mark.integration
+def test_workers_of_a_loader_read_what_was_read_here_before(remote, server):
+    data = remote()
+    assert data[5][".cls"] == 5
+    loader = DataLoader(
+        data, batch_size=11, num_workers=1, multiprocessing_context="spawn", collate_fn=list, sampler=range(80)
+    )
+    assert [sample[".cls"] for batch in loader for sample in batch] == list(range(80))
+    assert [server.gets(f"/{name}.tar") for name in "abcd"] == [1, 1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.integration
+def test_a_fork_of_a_process_that_read_from_the_network_is_told_to_spawn(remote):
+    data = remote()
+    assert data[5][".cls"] == 5
+    read, write = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            data[65]
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(process, 0)
+    os.close(write)
+    told = os.read(read, 1000)
+    os.close(read)
+    assert b"'spawn' or 'forkserver'" in told
+
+
+@pytest.mark.integration
+def test_expected_shards_are_fetched_in_the_order_of_the_samples(remote, server):
+    data = remote(look_ahead_shards=1)
+    data.expect([*range(60, 80), *range(20, 40), *range(20)])
+    for index in (*range(60, 80), *range(20, 40), *range(20)):
+        assert data[index][".cls"] == index
+    assert server.gets("/c.tar") == 0
+    assert data.stats()["downloads"] == 3
+
+
+@pytest.mark.integration
+def test_while_a_shard_is_read_the_next_one_comes(remote):
+    data = remote(look_ahead_shards=1)
+    data.expect(range(80))
+    for index in range(80):
+        data.fields(index)
+        deadline = time.monotonic() + 10
+        while data.stats()["downloads"] < min(index // 20 + 2, 4):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    assert data.stats()["cache_misses"] <= 1
+
+
+@pytest.mark.integration
+def test_shards_that_are_done_with_make_room(remote, server, tmp_path):
+    size = len(server.files["/a.tar"])
+    data = remote(cache_gb=2.5 * size / 2**30, look_ahead_shards=1)
+    for _ in range(2):
+        data.expect(range(80))
+        assert [int(bytes(data.fields(index)[".cls"])) for index in range(80)] == list(range(80))
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 2.5 * size
+    assert data.stats()["downloads"] <= 7
+
+
+@pytest.mark.integration
+def test_a_shard_is_done_with_when_all_that_was_expected_of_it_was_read(remote, server):
+    data = remote(cache_gb=2.5 * with_index(len(server.files["/a.tar"])) / 2**30, look_ahead_shards=0)
+    data.expect([*range(10), *range(20, 30)])
+    for index in range(9):
+        for _ in range(2):  # as for the image and for its class
+            data.fields(index)
+    assert 0 in data._cache.held
+    data.fields(12)
+    data.fields(-71)
+    assert 0 not in data._cache.held
+    data.expect([])
+    data.expect([3, 3, 3, -1])
+    assert data[3][".cls"] == 3
+
+
+@pytest.mark.integration
+def test_any_order_works_in_a_cache_that_is_too_small(remote, server):
+    data = remote(cache_gb=2.5 * len(server.files["/a.tar"]) / 2**30)
+    order = random.Random(0).sample(range(80), 30)
+    data.expect(order[:20])  # and then come others
+    assert [int(bytes(data.fields(index)[".cls"])) for index in order] == order
+
+
+@pytest.mark.integration
+def test_a_wrong_count_in_the_index_is_said_and_costs_one_download(server, tmp_path):
+    server.add(a=numbered(0, 20))
+    server.files["/index.json"] = index_of(described("a.tar", 19))
+    data = WidsShards(f"{server.url}/index.json", cache_dir=tmp_path)
+    for index in range(19):
+        with pytest.raises(ValueError, match=r"a\.tar holds 20 samples, and the index says 19"):
+            data[index]
+    assert server.gets("/a.tar") == 1
+    data.close()

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from ddp_hydra.errors import TakenOver
+from ddp_hydra.job.remote.fence import Below, Fenced
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.bucket import Folder
+from tests.support.s3_server import s3  # noqa: F401 (a fixture)
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def there(request, tmp_path, monkeypatch) -> results_root.Store:
+    if request.param == "disk":
+        return results_root.folder(str(tmp_path / "runs"))
+    server = request.getfixturevalue("s3")
+    environment = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
+    for name, value in {**environment, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
+        monkeypatch.setenv(name, value)
+    return results_root.folder(f"s3://{server.fill({})}/runs")
+
+
+def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
+    assert there.tag("x") is None
+    first = there.put_if("x", b"1", None)
+    assert there.tag("x") == first
+    with pytest.raises(results_root.Changed):
+        there.put_if("x", b"2", None)
+    second = there.put_if("x", b"22", first)
+    for stale in (first, None):
+        with pytest.raises(results_root.Changed):
+            there.put_if("x", b"333", stale)
+    assert there.get("x") == b"22"
+    assert there.tag("x") == second
+
+
+def test_of_many_who_claim_at_once_one_is_the_owner(there):
+    claims = [Fenced(there) for _ in range(4)]
+    seen, won = [one.owner() for one in claims], []
+
+    def claim(one: Fenced, before: str | None) -> None:
+        try:
+            one.take(before)
+            won.append(one)
+        except TakenOver:
+            pass
+
+    threads = [threading.Thread(target=claim, args=pair) for pair in zip(claims, seen, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (owner,) = won
+    owner.check()
+    assert there.get("owner").decode().strip() == owner.token
+
+
+def test_who_was_the_owner_overwrites_and_removes_nothing(there):
+    one, other = Fenced(there), Fenced(there)
+    one.take(one.owner())
+    checkpoints = Below(one, "checkpoints")
+    checkpoints.put("manifest.json", b"one's")
+    other.take(other.owner())
+    Below(other, "checkpoints").put("manifest.json", b"the other's")
+    for write in (
+        lambda: checkpoints.put("manifest.json", b"one's again"),
+        lambda: checkpoints.put("new", b"x"),
+        lambda: checkpoints.put("step", io.BytesIO(b"x"), 1),
+        lambda: checkpoints.delete("manifest.json"),
+    ):
+        with pytest.raises(TakenOver, match=r"another driver has taken over .*: this one ends"):
+            write()
+    assert there.get("checkpoints/manifest.json") == b"the other's"
+    Below(other, "checkpoints").put("manifest.json", b"the other's again")
+    assert (there.size("checkpoints/new"), there.size("checkpoints/step")) == (None, None)
+
+
+def test_what_the_one_before_put_there_late_is_replaced(there):
+    one, other = Fenced(there), Fenced(there)
+    one.take(one.owner())
+    other.take(other.owner())
+    other.put("x", b"1")
+    there.put("x", b"late, by one")
+    other.put("x", b"22")
+    assert there.get("x") == b"22"
+
+
+@pytest.mark.parametrize("answer", ["ignores", "refuses"])
+def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
+    class Plain(results_root.Disk):
+        def put_if(self, name, content, tag):
+            if answer == "refuses":
+                raise NotImplementedError
+            self.put(name, content)
+            return "x"
+
+    there = Plain(tmp_path)
+    one, other = Fenced(there), Fenced(there)
+    one.take(one.owner())
+    assert "takes no conditional writes" in caplog.text
+    one.put("x", b"1")
+    other.take(other.owner())
+    with pytest.raises(TakenOver):
+        one.put("x", b"2")
+    assert there.get("x") == b"1"
+
+
+def test_a_bucket_that_knows_no_conditions_says_so(monkeypatch):
+    class NotSupportedError(Exception):
+        pass
+
+    class Client:
+        def put(self, *_, **__):
+            raise NotSupportedError("501")
+
+    folder = Folder("s3://bucket/a")
+    monkeypatch.setattr(folder, "_obstore", Client())
+    monkeypatch.setattr(folder, "_opened", object())
+    with pytest.raises(NotImplementedError):
+        folder.put_if("x", b"", None)

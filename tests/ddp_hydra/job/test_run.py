@@ -1,0 +1,461 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from ddp_hydra.cli.main import sentence
+from ddp_hydra.config.schema import Config, plain
+from ddp_hydra.dispatch.restarts import Ended
+from ddp_hydra.errors import (
+    CheckpointError,
+    ConfigError,
+    DdpHydraError,
+    Failure,
+    Interrupted,
+    JobFailed,
+    NonFiniteLoss,
+    RankFailed,
+    RecordError,
+)
+from ddp_hydra.job import run as jobs
+from ddp_hydra.job.global_batch import Batch
+from ddp_hydra.job.run import TRAIN, Job, find_resume, read_value, summarised
+from ddp_hydra.results import Record
+from ddp_hydra.storage.files import cannot_write
+from ddp_hydra.storage.manifest import write_manifest_text
+
+KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
+VALUE = {
+    "steps": 20,
+    "samples": 160,
+    "bad_samples": 0,
+    "train_s": 1.5,
+    "samples_per_s": 107.0,
+    "metrics": {"val/accuracy": 0.5, "train/loss": float("nan")},
+    "data": {"wait_s": 0.1, "wait": 0.07},
+    "peak_memory": 2**28,
+    "slowest": {"rank": 1, "times": 1.05},
+    "interrupted": "",
+}
+
+
+def config(**changes: Any) -> DictConfig:
+    cfg = OmegaConf.structured(Config)
+    groups = {name: {} for name in ("model", "sampler", "optimizer", "scheduler")}
+    cfg = OmegaConf.merge(cfg, groups, {"cluster": {"_target_": "a.Cluster"}, "data": {"batch_size": 8, "train": {}}})
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "wanted"),
+    [("cpu", "auto", "gloo"), ("auto", "auto", "auto"), ("cuda", "auto", "auto"), ("cpu", "nccl", "nccl")],
+)
+def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wanted):
+    cfg = config(trainer__device=device, dispatch__backend=given)
+    assert jobs.backend(cfg) == wanted
+    assert jobs.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted  # a driver's
+
+
+def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
+    cfg = config(**changes)
+    made = Job(run_dir, cfg, plain(cfg), files or {}, {"steps_lost": 0})
+    made.saved = (run_dir / "checkpoints").exists()
+    made.first_world_size = first_world_size
+    return made
+
+
+def checkpoint(run_dir: Path, *steps: int, damaged: tuple[int, ...] = ()) -> None:
+    """Step files and last.pt, as the writer leaves them."""
+    folder, entries = run_dir / "checkpoints", {}
+    folder.mkdir(parents=True)
+    for step in steps:
+        name, content = f"step-{step:06d}.pt", b"content %d" % step
+        entries[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "step": step}
+        entries["last.pt"] = entries[name]
+        for file in (name, "last.pt"):
+            (folder / file).write_bytes(b"rubbish!!" if step in damaged else content)
+    (folder / "manifest.json").write_bytes(write_manifest_text(entries))
+
+
+# -- with another number of ranks --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("now", "size", "parts"), [(4, 8, 1), (2, 8, 2), (3, 8, 1)])
+def test_the_global_batch_stays_what_it_was_where_it_divides(now, size, parts, tmp_path, caplog):
+    assert make(tmp_path, 4).batch(now) == Batch(size, parts)
+    assert bool(caplog.messages) == (now != 4)
+
+
+# -- what an attempt runs ----------------------------------------------------------------------------------
+
+
+def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):
+    file = tmp_path / "elsewhere.pt"
+    made = make(tmp_path, files={"resume": file})
+    call = made.call(0, 4)
+    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None})
+    assert call.args == (made.plain,)
+    assert made.first_world_size == 4
+
+
+def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global_batch(tmp_path, caplog):
+    checkpoint(tmp_path, 10, 20)
+    made = make(tmp_path, files={"resume": tmp_path / "elsewhere.pt"})
+    before = json.dumps(made.call(0, 4).args)
+    call = made.call(1, 2)
+    assert call.files["resume"].is_absolute()
+    assert call.files["resume"].read_bytes() == b"content 20"
+    assert (call.args[0]["data"]["batch_size"], call.args[0]["trainer"]["accumulate"]) == (8, 2)
+    assert json.dumps(made.call(0, 4).args) == before
+
+
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_will_do(tmp_path, caplog):
+    checkpoint(tmp_path, 10, 20, damaged=(20,))
+    call = make(tmp_path, first_world_size=4).call(1, 4)
+    assert call.files["resume"].read_bytes() == b"content 10"
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("there", ["nothing", "damaged", "no manifest to be read"])
+@pytest.mark.parametrize("files", [{}, {"resume": Path("elsewhere.pt")}], ids=["new", "resumed"])
+def test_where_no_checkpoint_is_whole_the_job_begins_as_it_did_at_first(there, files, tmp_path, caplog):
+    if there != "nothing":
+        checkpoint(tmp_path, 10, 20, damaged=(10, 20))
+    if there == "no manifest to be read":
+        (tmp_path / "checkpoints" / "manifest.json").write_text("{")
+    assert make(tmp_path, first_world_size=4, files=files).call(1, 4).files == files
+    assert ("from the beginning again: " in caplog.text) == (there != "nothing")
+
+
+def test_checkpoints_that_lay_there_before_are_of_another_job(tmp_path):
+    checkpoint(tmp_path, 10, 20)
+    made = make(tmp_path, first_world_size=4)
+    made.saved = False
+    assert made.call(1, 4).files == {}
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 100.0), (30.5, 69.5), (100.0, 0.0), (1e6, 0.0)])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_attempt_has_the_time_that_is_left(number, spent_s, left_s, tmp_path, monkeypatch):
+    made = make(tmp_path, first_world_size=4, trainer__time_limit_s=100.0)
+    monkeypatch.setattr(made, "spent_s", lambda: spent_s)
+    assert made.call(number, 4).args[0]["trainer"]["time_limit_s"] == left_s
+    assert made.plain["trainer"]["time_limit_s"] == 100.0
+
+
+def test_without_a_limit_there_is_none(tmp_path):
+    assert make(tmp_path, first_world_size=4).call(1, 4).args[0]["trainer"]["time_limit_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("record", "lost"),
+    [
+        (Record("start", {}, step=10, attempt=1), 9),
+        (Record("start", {}, step=None, attempt=1), 19),
+        (Record("start", {}, step=19, attempt=1), 0),
+        (Record("start", {}, step=40, attempt=1), 0),
+        (Record("metrics", {}, step=10, attempt=1), 0),
+    ],
+)
+def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
+    made, handled = make(tmp_path), []
+    ended = [Ended(0, 4, 19, Failure("lost", 1, "h", "m"))]
+    gang = SimpleNamespace(restarts=SimpleNamespace(ended=ended))
+    made.on_record(record, SimpleNamespace(handle=handled.append), gang)
+    assert (handled, made.summary["steps_lost"]) == ([record], lost)
+
+
+# -- what is resumed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/last.pt"])
+def test_a_run_a_folder_and_a_file_can_be_resumed(given, tmp_path, monkeypatch):
+    checkpoint(tmp_path / "run", 10)
+    monkeypatch.chdir(tmp_path)
+    found = find_resume(config(resume=given), tmp_path / "new")
+    assert found.is_absolute()
+    assert found.read_bytes() == b"content 10"
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_be_resumed_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_resume(config(resume=str(tmp_path / "nowhere")), tmp_path)
+
+
+def test_a_bucket_is_brought_into_the_run_directory(tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(url, folder, retry_s):
+        asked.append((url, folder, retry_s))
+        return folder / "step-000010-0123456789ab.pt"
+
+    monkeypatch.setattr(jobs.fetch_checkpoint, "fetch_checkpoint", fetch)
+    cfg = config(resume="s3://bucket/run", results__retry_s=7.0)
+    assert find_resume(cfg, tmp_path / "new").name == "step-000010-0123456789ab.pt"
+    assert asked == [("s3://bucket/run", tmp_path / "new" / ".resume", 7.0)]
+    assert asked[0][1].is_dir()
+
+
+# -- what rank 0 returned ----------------------------------------------------------------------------------
+
+
+def test_what_a_training_returns_is_taken_as_it_is():
+    found = read_value(VALUE)
+    assert math.isnan(found["metrics"].pop("train/loss"))
+    assert found == {**VALUE, "metrics": {"val/accuracy": 0.5}}
+
+
+def test_more_than_that_is_left_out():
+    assert read_value({**VALUE, "status": "done", "failure": b"\0"}).keys() == VALUE.keys()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, "x", [], {}, {**VALUE, "steps": "many"}, {**VALUE, "steps": math.inf}, {**VALUE, "samples": None},
+        {**VALUE, "train_s": math.nan}, {**VALUE, "samples_per_s": math.inf}, {**VALUE, "samples_per_s": 10**400},
+        {**VALUE, "metrics": None}, {**VALUE, "metrics": {"a": "b"}}, {**VALUE, "metrics": {"a": 10**400}},
+        {**VALUE, "interrupted": "because"}, {**VALUE, "interrupted": None}, {**VALUE, "interrupted": {}},
+    ],
+    ids=lambda value: repr(value)[-60:],
+)  # fmt: skip
+def test_what_no_training_returns_is_refused(value):
+    with pytest.raises(RecordError, match="rank 0 returned what no training returns"):
+        read_value(value)
+
+
+@pytest.fixture
+def returned(monkeypatch) -> dict[str, Any]:
+    """What `run` gets from rank 0, without a cluster."""
+    value = dict(VALUE)
+
+    def run_on_dask(self, packed):
+        self.note(SimpleNamespace(step=7, samples=56, metrics={}))
+        return value
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    monkeypatch.setattr(jobs.project, "find", Path)
+    monkeypatch.setattr(jobs.project, "pack", lambda root: SimpleNamespace(sha256="0" * 64))
+    return value
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path, capsys):
+    cfg = config(tags=["a"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
+    assert jobs.run(cfg, tmp_path / "run") == 0.5
+    summary = summary_of(tmp_path / "run")
+    assert {name: summary[name] for name in ("status", "steps", "samples", "tags", "failure", "interrupted")} == {
+        "status": "done",
+        "steps": 20,
+        "samples": 160,
+        "tags": ["a"],
+        "failure": None,
+        "interrupted": "",
+    }
+    assert summary["metrics"] == {"val/accuracy": 0.5, "train/loss": None}
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"ddp_hydra  ->  {tmp_path / 'run'}"
+    assert second.startswith("done: 20 steps in 1.5 s, 107 samples/s, val/accuracy 0.5")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("interrupt", "interrupted; saved at step 20: go on with resume="),
+        ("time_limit", "the time of trainer.time_limit_s is up; saved at step 20"),
+        ("preemption", "a worker is being shut down (SIGTERM); saved at step 20"),
+    ],
+)
+def test_a_job_that_was_asked_to_end_says_why_and_how_to_go_on(reason, words, returned, tmp_path):
+    returned["interrupted"] = reason
+    with pytest.raises(Interrupted) as caught:
+        jobs.run(config(), tmp_path)
+    assert words in str(caught.value)
+    assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["interrupted"]) == ("interrupted", reason)
+
+
+def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned, tmp_path):
+    returned.update(train_s=float("nan"), status="done")
+    with pytest.raises(RecordError):
+        jobs.run(config(), tmp_path)
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["failure"]["kind"], summary["steps"]) == ("failed", "RecordError", 7)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("", STATUS_SUCCESS), ("time_limit", STATUS_UNKNOWN)])
+def test_a_job_shows_in_tensorboard_what_it_was_given_and_how_it_ended(reason, status, returned, tmp_path):
+    returned["interrupted"] = reason
+    with contextlib.suppress(Interrupted):
+        jobs.run(config(), tmp_path, ["optimizer.lr=0.5"])
+    start, end = [
+        HParamsPluginData.FromString(event.summary.value[0].metadata.plugin_data.content)
+        for path in sorted((tmp_path / "tensorboard").glob("*.hparams"))
+        for event in EventFileLoader(str(path)).Load()
+        if event.HasField("summary")
+    ]
+    assert {name: value.number_value for name, value in start.session_start_info.hparams.items()} == {
+        "optimizer.lr": 0.5
+    }
+    assert end.session_end_info.status == status
+
+
+# -- the summary -------------------------------------------------------------------------------------------
+
+
+def summary_after(error: BaseException | None, run_dir: Path) -> dict[str, Any]:
+    def run() -> None:
+        with summarised(run_dir, config(tags=["x"])) as summary:
+            summary["restarts"] = 2
+            if error is not None:
+                raise error
+            summary["status"] = "done"
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)) as caught:
+            run()
+        assert caught.value is error
+    assert sorted(path.name for path in run_dir.iterdir()) == ["summary.json"]
+    return summary_of(run_dir)
+
+
+FAILURE = Failure("killed", 3, "node-7", "killed by SIGKILL", attempt=2, step=20, phase="load")
+
+
+@pytest.mark.parametrize("error", [RankFailed("m", FAILURE), JobFailed("m", FAILURE)], ids=["rank", "job"])
+def test_the_failure_of_a_rank_is_in_the_summary(error, tmp_path):
+    summary = summary_after(error, tmp_path / "run")
+    assert summary["failure"] == FAILURE.as_dict()
+    assert (summary["status"], summary["restarts"], summary["tags"]) == ("failed", 2, ["x"])
+    assert {"started", "wall_s", "ddp_hydra", "steps_lost"} <= summary.keys()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("bad"), NonFiniteLoss("nan"), DdpHydraError("x"), ZeroDivisionError("oops"), OSError(28, "full")],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_other_failure_has_the_same_fields_and_a_traceback_where_it_is_nobodys_sentence(error, tmp_path):
+    failure = summary_after(error, tmp_path)["failure"]
+    assert failure.keys() == KEYS == FAILURE.as_dict().keys()
+    assert (failure["kind"], failure["message"]) == (type(error).__name__, str(error))
+    assert [failure[name] for name in ("rank", "host", "attempt", "step")] == [None] * 4
+    assert bool(failure["traceback"]) is not isinstance(error, DdpHydraError)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("saved at step 3")], ids=["at once", "saved"])
+def test_an_interrupt_is_no_failure(error, tmp_path):
+    summary = summary_after(error, tmp_path)
+    assert (summary["status"], summary["failure"]) == ("interrupted", None)
+
+
+def test_who_does_not_wait_for_a_checkpoint_hears_of_the_last_one(tmp_path):
+    checkpoint(tmp_path, 10, 20)
+    said = f"interrupted; step 20 is saved: go on with resume={tmp_path}"
+    with pytest.raises(KeyboardInterrupt, match=said), summarised(tmp_path, config()):
+        raise KeyboardInterrupt
+
+
+def test_a_job_that_is_done_has_no_failure(tmp_path):
+    summary = summary_after(None, tmp_path)
+    assert (summary["status"], summary["failure"]) == ("done", None)
+
+
+def test_odd_words_of_a_rank_can_be_written_down(tmp_path):
+    odd = Failure("raised", 0, "h", "\ud800 \0 \U0001f600", traceback="\x1b[31m")
+    assert summary_after(RankFailed("m", odd), tmp_path)["failure"] == odd.as_dict()
+
+
+def test_a_run_directory_that_cannot_be_written_is_told_with_what_to_give(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"can't be written .*hydra\.run\.dir="),
+        summarised(tmp_path / "file" / "run", config()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("steps", "advice"), [((10, 20), "step 20 is saved; "), ((), "nothing was saved before; ")])
+def test_a_disk_that_stays_full_is_told_with_what_is_safe_and_what_to_type(steps, advice, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    if steps:
+        checkpoint(run_dir, *steps)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(run_dir / "metrics.jsonl"))
+
+    def fail(*_: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(RecordError, match=r"cannot write .*metrics\.jsonl") as caught, summarised(run_dir, config()):
+        raise cannot_write("metrics.jsonl", full) from full
+    *_, last = sentence(caught.value).splitlines()
+    assert last.startswith(advice)
+    assert re.search(rf"[\d,]+ bytes are free in {run_dir}: free some space there, then ", last)
+    assert last.endswith(f"go on with resume={run_dir}" if steps else "start it again")
+    assert not [path.name for path in run_dir.iterdir() if path.name != "checkpoints"]
+
+
+def test_where_a_restart_begins_is_told_with_what_is_done_again(tmp_path):
+    made = make(tmp_path)
+    assert made.goes_on(0) == ", from step 0"
+    made.on_record(Record("start", {}, step=4), SimpleNamespace(handle=lambda record: None), gang_after())
+    assert made.goes_on(5) == ", from step 4 (1 step again)"
+    checkpoint(tmp_path, 10, 20)
+    made.saved = True
+    assert made.goes_on(22) == ", from step 20 (2 steps again)"
+
+
+def gang_after(*ended: Ended) -> SimpleNamespace:
+    return SimpleNamespace(restarts=SimpleNamespace(ended=list(ended)))
+
+
+# -- whose the run directory is ----------------------------------------------------------------------------
+
+
+def test_a_second_run_does_not_get_into_the_folder_of_the_first(returned, tmp_path):
+    checkpoint(tmp_path, 10)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=rf"holds another run.* go on with that run by resume={tmp_path}"):
+        jobs.run(config(), tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    jobs.run(config(resume=str(tmp_path)), tmp_path)
+    assert summary_of(tmp_path)["status"] == "done"
+
+
+def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"attempt": 0}\n{"attempt": 2}\n{"att')
+    (tmp_path / "summary.json").write_text('{"attempts": [{"attempt": 1}]}')
+    made = make(tmp_path)
+    assert (made.first_attempt, made.earlier_attempts) == (3, [{"attempt": 1}])
+    made.call(3, 4)
+    assert made.first_world_size == 4
+
+
+def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
+    few = {**VALUE, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
+    lines = jobs.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
+    assert lines[0].startswith("done: 1 step in 1.5 s, 107 samples/s, ")
+    assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
+    assert jobs.closing_lines(VALUE, "outputs/a").splitlines()[1].startswith("data: bound by compute")

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import environment, fork_client, gpus
+from ddp_hydra.rank.spec import RankSpec
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "65536", "HOME": "/root"}, {"HOME": "/root"}),
+        (
+            {"OMP_NUM_THREADS": "8", "MALLOC_TRIM_THRESHOLD_": "1"},
+            {"OMP_NUM_THREADS": "8", "MALLOC_TRIM_THRESHOLD_": "1"},
+        ),
+    ],
+)
+def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given, kept):
+    assert fork_client.without_dasks_limits(given) == kept
+
+
+def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MY_OWN", "x")
+    variables = environment.of_rank(ALONE, "eth1")
+    assert "OMP_NUM_THREADS" not in variables
+    assert {name: variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MY_OWN", *INTERFACES)} == {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MY_OWN": "x",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
+
+
+def test_a_users_own_choice_of_interface_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    variables = environment.of_rank(ALONE, "eth1")
+    assert [variables[name] for name in INTERFACES] == ["eth7", "=eth1"]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert not set(INTERFACES) & environment.of_rank(ALONE, None).keys()
+
+
+@pytest.mark.parametrize(
+    ("variables", "seen"),
+    [({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]), ({"CUDA_VISIBLE_DEVICES": ""}, [])],
+)
+def test_the_gpus_of_a_worker_are_those_it_sees(variables, seen):
+    assert gpus.visible(variables) == seen
+
+
+def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    second = RankSpec(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
+    assert environment.of_rank(second, None)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
+
+
+def test_a_script_finds_the_gpu_that_was_taken_for_it_at_its_local_rank(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    second = RankSpec(1, 2, 1, 2, 0, worker="w", host="127.0.0.1")
+    seen = [environment.of_rank(second, None, group=False, gpu=gpu)["CUDA_VISIBLE_DEVICES"] for gpu in (None, 1, 2)]
+    assert [of_one.split(",")[1] for of_one in seen] == ["5", "5", "6"]
+    assert environment.of_rank(second, None, gpu=2)["CUDA_VISIBLE_DEVICES"] == "6,4,5"
+
+
+def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):
+    monkeypatch.setattr(gpus, "uuids", lambda: ["GPU-aa11", "GPU-bb22"])
+    for names, found in (("1,0", ["GPU-bb22", "GPU-aa11"]), ("GPU-bb", ["GPU-bb22"]), ("MIG-x,7", ["MIG-x", "7"])):
+        assert gpus.identities({"CUDA_VISIBLE_DEVICES": names}) == found
+
+
+def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):
+    before = fork_client.socket_path()
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert fork_client.socket_path() != before
+    assert fork_client.socket_path().parent == before.parent
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"])
+def test_each_batch_job_has_a_server_of_its_own(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    first = fork_client.socket_path()
+    assert first == fork_client.socket_path()
+    monkeypatch.setenv(name, "2")
+    assert fork_client.socket_path() != first
+
+
+def test_each_cgroup_has_a_server_of_its_own():
+    """Really put into a cgroup where this user may make one; version 1 and 2 both have a folder for each."""
+    roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]
+    root = next((root for root in roots if (root / "cgroup.procs").exists() and os.access(root, os.W_OK)), None)
+    if root is None:
+        pytest.skip("needs the right to make a cgroup")
+    group = root / f"ddp_hydra-test-{os.getpid()}"
+    program = (
+        "import sys; from pathlib import Path; from ddp_hydra.rank import fork_client\n"
+        "print(fork_client.socket_path()); Path(sys.argv[1]).write_text('0'); print(fork_client.socket_path())"
+    )
+    group.mkdir()
+    try:
+        command = [sys.executable, "-c", program, str(group / "cgroup.procs")]
+        before, inside = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    finally:
+        group.rmdir()
+    assert before != inside
+    assert Path(before).parent == Path(inside).parent
+
+
+def test_a_runtime_folder_open_to_others_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "ddp_hydra").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="must belong to you and be closed to others"):
+        fork_client.connect()
+
+
+@pytest.mark.parametrize("made", ["a symbolic link", "a dangling link", "a file", "a link on the way"])
+def test_something_else_in_place_of_the_runtime_folder_is_refused(tmp_path, monkeypatch, made):
+    folder = tmp_path / "run" / "ddp_hydra"
+    monkeypatch.setattr(fork_client, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(fork_client, "MAX_TRIES", 20)
+    place = folder.parent if made == "a link on the way" else folder
+    place.parent.mkdir(exist_ok=True)
+    if made == "a file":
+        place.touch()
+    else:
+        place.symlink_to(tmp_path if made == "a symbolic link" else tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"ddp_hydra must be a folder of your own.*XDG_RUNTIME_DIR"):
+        fork_client.connect()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a long path needs /proc")
+def test_a_runtime_folder_may_have_a_long_path(tmp_path, monkeypatch):
+    folder = tmp_path / ("long" * 30)
+    monkeypatch.setattr(fork_client, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(fork_client, "_start", lambda address, short: listener.bind(short) or listener.listen())
+    with socket.socket(socket.AF_UNIX) as listener, fork_client.connect(), listener.accept()[0]:
+        assert fork_client.socket_path().is_socket()
+        with fork_client.connect(), listener.accept()[0]:  # it is there already
+            pass

@@ -1,0 +1,224 @@
+"""What stores do wrong, and what becomes of a read then."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+
+import pytest
+
+from ddp_hydra.storage import Bucket
+from ddp_hydra.storage.retry import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
+from tests.support.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
+CONTENT = bytes(range(256)) * 400
+
+
+@pytest.fixture
+def store():
+    """A server with one large object and many small ones."""
+    small = {f"photos/many/{number:03}.png": b"x" * number for number in range(25)}
+    with serving({"photos/a.bin": CONTENT, **small}) as server:
+        yield server
+
+
+def bucket(store, **arguments) -> Bucket:
+    return Bucket("photos", store.url, **{"timeout_s": 0.5, "patience_s": 20, **arguments})
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "reset", "half", "stall"])
+def test_what_passes_is_read_in_the_end_and_counted(store, fault):
+    store.fault = lambda number, path: fault if number < 2 else None
+    data = bucket(store)
+    assert bytes(data.get("a.bin")) == CONTENT
+    assert (data.traffic.requests, data.traffic.retries, data.traffic.bytes) == (1, 2, len(CONTENT))
+
+
+@pytest.mark.parametrize("fault", ["503", "half", "stall"])
+def test_a_range_is_read_in_the_end(store, fault):
+    store.fault = lambda number, path: fault if number < 1 else None
+    assert bytes(bucket(store).get_range("a.bin", 1000, 90_000)) == CONTENT[1000:90_000]
+
+
+def test_slow_is_not_broken(store):
+    store.fault = lambda number, path: "slow"
+    data = bucket(store, timeout_s=0.3)
+    assert bytes(data.get("a.bin")) == CONTENT
+    assert data.traffic.retries == 0
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("404", FileNotFoundError), ("403", PermissionError)])
+def test_what_does_not_pass_is_asked_for_once(store, fault, kind):
+    store.fault = lambda number, path: fault
+    with pytest.raises(kind):
+        bucket(store).get("a.bin")
+    assert len(store.requests) == 1
+
+
+def test_patience_ends(store):
+    store.fault = lambda number, path: "503"
+    begin = time.monotonic()
+    with pytest.raises(TemporaryError, match=r"SlowDown.*try again later"):
+        bucket(store, patience_s=0.5).get("a.bin")
+    assert time.monotonic() - begin < 5
+    assert len(store.requests) >= 2
+
+
+def test_the_first_contact_is_less_patient(store):
+    store.fault = lambda number, path: "503"
+    data = bucket(store, patience_s=600)
+    data.FIRST_PATIENCE_S = 0.3
+    with pytest.raises(ConnectionError):
+        data.folders()
+
+
+def test_closing_ends_the_waiting(store):
+    store.fault = lambda number, path: "503"
+    data = bucket(store, patience_s=600)
+    threading.Timer(0.5, data.close).start()
+    with pytest.raises(TemporaryError):
+        data.get("a.bin")
+    store.fault = lambda number, path: None
+    assert len(data.get("a.bin")) == len(CONTENT)
+
+
+MANY = [(f"many/{number:03}.png", number) for number in range(25)]
+
+
+def test_a_listing_goes_on_behind_what_it_has_shown(store):
+    store.page = 4
+    store.fault = lambda number, path: "503" if number in (0, 2, 3, 5) else None
+    data = bucket(store)
+    assert list(data.objects("many")) == MANY
+    assert data.traffic.retries == 4
+
+
+@pytest.mark.parametrize("fault", [*WRONG_ANSWERS, *WRONG_PAGES, "301"])
+@pytest.mark.parametrize("at", [0, 3, 6], ids=["first", "amid", "last"])
+def test_an_odd_page_ends_no_listing(store, fault, at):
+    store.page = 4
+    store.fault = lambda number, path: fault if number == at else None
+    assert list(bucket(store).objects("many")) == MANY
+
+
+@pytest.mark.parametrize("fault", [*WRONG_ANSWERS, "cut"])
+def test_a_listing_that_never_comes_to_its_end_is_an_error(store, fault):
+    store.page = 4
+    store.fault = lambda number, path: fault if number > 2 else None
+    with pytest.raises(ConnectionError, match=r"(broke off at 'many/011\.png'|what is no listing).*try again later"):
+        list(bucket(store, patience_s=0.3).objects("many"))
+
+
+def test_a_store_that_sorts_by_time_and_knows_only_whole_keys_is_listed_once(store, monkeypatch):
+    # rclone does so: it goes on behind the key that it is told, or begins anew where it does not know that one.
+    def listing(bucket, query, fault):
+        asked = query.get("continuation-token") or query.get("start-after")
+        keys = sorted((path for path in store.objects if "/many/" in path), key=lambda path: path[::-1])
+        names = [path.partition("/")[2] for path in keys]
+        start = names.index(asked) + 1 if asked in names else 0
+        page, more = names[start : start + 4], start + 4 < len(names)
+        contents = "".join(
+            f"<Contents><Key>{name}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for name in page
+        )
+        token = f"<NextContinuationToken>{page[-1]}</NextContinuationToken>" if more else ""
+        return f"<ListBucketResult><IsTruncated>{more}</IsTruncated>{token}{contents}</ListBucketResult>".encode()
+
+    monkeypatch.setattr(store, "_listing", listing)
+    store.fault = lambda number, path: "503" if number == 3 else "error" if number == 4 else None
+    assert sorted(key for key, _ in bucket(store).objects("many")) == [key for key, _ in MANY]
+
+
+@pytest.mark.parametrize("name", ["a", ".b", "..c", "a%1", "x#~[y]", "名", "b c/.d", "e/ü+ö"])
+def test_a_listing_may_end_with_any_key(store, name):
+    store.objects = {"photos/0.png": b"x", f"photos/{name}": b"y"}
+    store.fault = lambda number, path: "error" if number == 1 else None
+    assert sorted(bucket(store).objects()) == sorted([("0.png", 1), (name, 1)])
+
+
+def test_folders_are_listed_until_two_answers_agree(store):
+    store.objects |= {f"photos/{name}/1.png": b"x" for name in "ab"}
+    store.fault = lambda number, path: "error" if number == 0 else None
+    assert bucket(store).folders() == ["a", "b", "many"]
+
+
+@pytest.mark.parametrize("fault", ["short", *WRONG_ANSWERS])
+def test_what_came_with_another_size_than_was_listed_is_read_again(store, fault):
+    store.fault = lambda number, path: fault if number < 1 else None
+    data = bucket(store)
+    assert bytes(data.get("a.bin", len(CONTENT))) == CONTENT
+    assert data.traffic.retries == 1
+    store.fault = lambda number, path: fault if store.requests[-1][0] == "GET" else None
+    data.patience_s = 0.2
+    with pytest.raises(ValueError, match=r"s3://photos/a\.bin came with [\d,]+ bytes in place of 102,400"):
+        data.get("a.bin", len(CONTENT))
+    with pytest.raises((ValueError, OSError), match=r"bytes in place of|gives whole objects only"):
+        data.get_range("a.bin", 0, 1000)
+
+
+def test_what_was_changed_since_it_was_listed_is_taken_as_it_is(store):
+    assert bytes(bucket(store).get("a.bin", 5)) == CONTENT
+
+
+def test_a_store_without_ranges_is_read_in_one_go_and_a_break_costs_no_byte_twice_given(store):
+    store.ranges = False
+    data = bucket(store)
+    with pytest.raises(RangesIgnoredError, match=r"s3://photos gives whole objects only"):
+        data.get_range("a.bin", 0, 1000)
+    faults = iter(["half", None, "short", "error", None])
+    store.fault = lambda number, path: next(faults)
+    for start in (0, 70_000):
+        assert b"".join(data.stream("a.bin", len(CONTENT), start)) == CONTENT[start:]
+    assert next(faults, "none") == "none"
+
+
+def test_a_redirect_is_waited_for_where_the_bucket_was_read_before(store):
+    data = bucket(store, patience_s=0.2)
+    data.get("a.bin")
+    store.fault = lambda number, path: "301" if number == 1 else None
+    assert bytes(data.get("a.bin")) == CONTENT
+    store.fault = lambda number, path: "301"
+    with pytest.raises(OtherRegionError, match=r"type data\.region=.*check data\.endpoint_url=") as error:
+        data.get("a.bin")
+    assert not isinstance(error.value, ValueError)  # which would be the sample's own fault
+
+
+def test_credentials_that_expire_are_read_anew(store, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    text = "[default]\naws_access_key_id = {}\naws_secret_access_key = secret\n"
+    file.write_text(text.format("old"))
+    store.access_keys = {"old"}
+    data = bucket(store)
+    assert bytes(data.get("a.bin")) == CONTENT
+    store.access_keys = {"new"}  # expired at the store's; whoever renews them takes a moment
+    threading.Timer(0.5, lambda: file.write_text(text.format("new"))).start()
+    assert bytes(data.get("a.bin")) == CONTENT
+    assert data.traffic.retries >= 1
+
+
+def test_a_token_that_stays_expired_is_told(store):
+    data = bucket(store, patience_s=0.5)
+    data.get("a.bin")
+    store.fault = lambda number, path: "expired"
+    with pytest.raises(StaleCredentialsError, match=r"ExpiredToken.*AWS_SESSION_TOKEN"):
+        data.get("a.bin")
+
+
+def test_credentials_that_never_worked_are_refused_at_once(store):
+    store.access_keys = {"another"}
+    with pytest.raises(StaleCredentialsError, match="InvalidAccessKeyId"):
+        bucket(store).get("a.bin")
+    assert len(store.requests) == 1
+
+
+def test_it_pickles_in_use_and_counts_anew(store):
+    data = bucket(store)
+    data.get("a.bin")
+    again = pickle.loads(pickle.dumps(data))
+    assert bytes(again.get("a.bin")) == CONTENT
+    assert (data.traffic.requests, again.traffic.requests) == (1, 1)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from ddp_hydra.sweep import plot
+from ddp_hydra.sweep.plot import Scale, draw
+from ddp_hydra.sweep.rows import Objective, Row, State, swept
+
+ACCURACY = Objective("val/accuracy", maximize=True)
+LOSS = Objective("val/loss", maximize=False)
+
+
+def grid(value: Callable[..., float], **values: list[Any]) -> list[Row]:
+    """A job for each combination."""
+    rows = []
+    for number, chosen in enumerate(itertools.product(*values.values())):
+        overrides = [f"{key}={one}" for key, one in zip(values, chosen, strict=True)]
+        rows.append(Row(number, overrides, str(number), State.done, value(*chosen)))
+    return rows
+
+
+def shapes(monkeypatch) -> list[Any]:
+    """The figures that are drawn from now on."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    savefig = Figure.savefig
+
+    def save(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        savefig(figure, *args, **kwargs)
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return figures
+
+
+def points(axes: Any) -> dict[str, list[list[float]]]:
+    return {one.get_label(): one.get_offsets().tolist() for one in axes.collections}
+
+
+def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.01, 0.1], size=[16, 32])
+    rows[5].state = State.failed
+    assert draw(rows, ACCURACY, tmp_path / "sweep.png")
+    with Image.open(tmp_path / "sweep.png") as image:
+        assert image.format == "PNG"
+        assert image.width > 1000
+    lr, size, board, bar = figures[0].axes
+    assert [axes.get_xlabel() for axes in (lr, size, board)] == ["lr", "size", "lr"]
+    assert (lr.get_xscale(), size.get_xscale(), lr.get_yscale()) == ("log", "linear", "linear")
+    assert [label.get_text() for label in lr.get_xticklabels()] == ["0.001", "0.01", "0.1"]
+    assert points(lr)["the best"] == [[0.001, pytest.approx(0.883)]]
+    assert points(lr)["failed"][0][0] == 0.1
+    assert len(points(lr)["done"]) == 5
+    low, high = lr.get_xlim()
+    assert low < 0.001 < 0.1 < high
+    assert points(board)["the best"] == [[0.0, 0.3]]
+    assert board.images[0].get_array().round(3).tolist() == [[0.883, 0.874, 0.784], [0.867, 0.858, None]]
+    assert bar.get_ylim() == pytest.approx((0.784, 0.883))
+    assert figures[0].get_suptitle() == (
+        "6 jobs: 5 done, 1 failed\nbest: job 0 with val/accuracy 0.883 (higher is better)"
+    )
+
+
+def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = grid(lambda lr, size: lr - size, lr=[1, 2, 3], size=[1, 2])
+    assert draw(rows, Objective("value", maximize=None), tmp_path / "sweep.png")
+    assert all("the best" not in points(axes) for axes in figures[0].axes[:3])
+    assert figures[0].get_suptitle() == "6 jobs: 6 done\nno best: no direction was given"
+    assert draw(grid(lambda lr, data: lr, lr=[1, 2], data=[1, 2]), LOSS, tmp_path / "sweep.png")
+    assert figures[1].get_suptitle() == "4 jobs: 4 done\nno best: jobs have other data"
+
+
+def test_texts_are_side_by_side(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = grid(lambda model: len(model), model=["lstm", "gru", "resnet18"])
+    rows.append(Row(3, [], "3", State.interrupted, 1.0))
+    assert draw(rows, LOSS, tmp_path / "sweep.png")
+    (axes,) = figures[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["lstm", "gru", "resnet18", "none"]
+    assert points(axes)["running or interrupted"] == [[3.0, 1.0]]
+    assert points(axes)["the best"] == [[3.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("objective", "scale"), [(LOSS, "log"), (ACCURACY, "linear")], ids=lambda value: getattr(value, "metric", value)
+)
+def test_a_loss_that_went_far_up_leaves_the_others_apart(tmp_path, monkeypatch, objective, scale):
+    figures = shapes(monkeypatch)
+    assert draw(grid(lambda lr, _: 10**lr, lr=[0, 1, 2], x=[1, 2]), objective, tmp_path / "sweep.png")
+    assert [axes.get_yscale() for axes in figures[0].axes[:2]] == [scale, scale]
+
+
+def test_no_map_where_pairs_are_missing(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = [Row(n, [f"a={n}", f"b={n * 7 % 10}"], "", State.done, n / 10) for n in range(10)]
+    assert draw(rows, ACCURACY, tmp_path / "sweep.png")
+    assert len(figures[0].axes) == 2
+
+
+def test_many_keys_are_cut_short(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = [Row(n, [f"key{k}={n}" for k in range(20)], "", State.done, 0.5) for n in range(2)]
+    assert draw(rows, ACCURACY, tmp_path / "sweep.png")
+    assert len(figures[0].axes) == 12
+    assert figures[0].get_suptitle().endswith("the first 12 of 20 keys")
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("objective", [ACCURACY, LOSS])
+def test_an_objective_that_is_not_finite_is_no_best(tmp_path, monkeypatch, odd, objective):
+    figures = shapes(monkeypatch)
+    assert draw(grid(lambda a: odd if a == 2 else a, a=[1, 2, 3]), objective, tmp_path / "sweep.png")
+    assert points(figures[0].axes[0])["failed"][0][0] == 2.0
+    assert "nan" not in figures[0].get_suptitle()
+    assert "inf" not in figures[0].get_suptitle()
+
+
+@pytest.mark.parametrize(
+    ("rows", "objective"),
+    [
+        ([], ACCURACY),
+        (grid(lambda a: a, a=[1]), ACCURACY),
+        (grid(lambda a: a, a=[1, 1]), ACCURACY),
+        (grid(lambda a: a, a=[1, 2]), None),
+        ([Row(0, ["a=1"], "0"), Row(1, ["a=2"], "1", State.failed, 0.5)], ACCURACY),
+        (grid(lambda a: math.nan, a=[1, 2]), ACCURACY),
+    ],
+    ids=["no jobs", "one job", "nothing swept", "no objective", "no values", "nan"],
+)
+def test_there_may_be_nothing_to_draw(tmp_path, rows, objective):
+    assert not draw(rows, objective, tmp_path / "sweep.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_it_says_what_to_type(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "sweep.png")
+    assert len(caplog.messages) == 1
+    assert "pip install 'ddp-hydra[plot]'" in caplog.text
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "none" / "sweep.png")
+    assert "there is no picture of the sweep: cannot write" in caplog.text
+
+
+def test_a_picture_that_fails_ends_no_sweep(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plot, "_png", lambda *_: 1 / 0)
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "sweep.png")
+    assert "there is no picture of the sweep: division by zero" in caplog.text
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = "import sys; from ddp_hydra.sweep import plot; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+values = st.text(max_size=20) | st.floats().map(str) | st.sampled_from(["$x$", "$", "0", "-1", "1e-300", "1e300", "名"])
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_any_values_can_be_drawn(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("picture") / "sweep.png"
+    numbers = st.none() | st.floats()
+    rows = [
+        Row(number, [f"a={data.draw(values)}", f"$b={data.draw(values)}"], "", data.draw(st.sampled_from(State)), value)
+        for number, value in enumerate(data.draw(st.lists(numbers, max_size=6)))
+    ]
+    objective = Objective("$loss", data.draw(st.booleans()))
+    keys = {key for given in swept(rows).values() for key in given}
+    has_values = any(
+        row.state != State.failed and abs(math.inf if row.objective is None else row.objective) < 1e30 for row in rows
+    )
+    assert draw(rows, objective, path) == path.exists() == (len(rows) > 1 and bool(keys) and has_values)
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "labels"),
+    [
+        (["0.1", "1e-3", "10"], [0.1, 0.001, 10.0], ["1e-3", "0.1", "10"]),
+        (["b", "a", "b", "1"], [0, 1, 0, 2], ["b", "a", "1"]),
+        (["1", None, "nan"], [0, 1, 2], ["1", "none", "nan"]),
+        (["x" * 50, "", "a\n b"], [0, 1, 2], ["x" * 17 + "…", "''", "a b"]),
+    ],
+)
+def test_numbers_lie_where_they_are_and_texts_side_by_side(given, positions, labels):
+    scale = Scale("a", dict(enumerate(given)))
+    assert list(scale.positions.values()) == positions
+    assert scale.labels == labels
+    assert plot._shown("key") == "key"

@@ -1,0 +1,118 @@
+"""What `debug=profile`, `debug=anomaly` and a full memory say of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+import ddp_hydra.training.loop as loop
+from ddp_hydra import results
+from ddp_hydra.config.schema import plain
+from ddp_hydra.dispatch.inline import DirectSender
+from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
+from tests.ddp_hydra.training.test_loop import config
+from tests.ddp_hydra.training.test_loop import group as group
+from tests.ddp_hydra.training.test_loop import train as train
+
+HERE = "tests.ddp_hydra.training.monitoring.test_profiler"
+
+
+@pytest.fixture
+def job(group, tmp_path) -> Callable[..., dict[str, Any]]:
+    """Train a model of this module, as a rank does; returns what that returns."""
+
+    def run(model: str, **trainer: Any) -> dict[str, Any]:
+        data = {"train": {"_target_": "tests.ddp_hydra.training.test_loop.Numbers", "n": 9}, "val": None}
+        changes = {"faults": [], "data": data, "model": {"_target_": f"{HERE}.{model}"}, "objective": {"metric": None}}
+        results.connect(DirectSender(lambda record: None, tmp_path))
+        return loop.train(plain(OmegaConf.merge(config(**trainer), changes)))
+
+    return run
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+class Hungry(nn.Linear):
+    """Wants all memory in its second step."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps == 2:
+            torch.empty(2**60, dtype=torch.uint8)
+        return super().forward(x)
+
+
+def test_a_memory_that_is_full_amid_a_run_is_told_with_the_step_the_sizes_and_what_to_type(job):
+    said = (
+        r"no memory left on cpu in step 2, phase forward: at most \d+\.\d\d of \d+\.\d GiB were taken\. "
+        r"The weights are 0\.00 GiB.*data\.batch_size=2\. Type data\.batch_size=1 trainer\.accumulate=2 \(the same "
+        r"steps\), or trainer\.precision=bf16\. torch said: "
+    )
+    with pytest.raises(OutOfMemory, match=said):
+        job("Hungry")
+
+
+# -- gradients that are no numbers -------------------------------------------------------------------------
+
+
+class Rooted(nn.Linear):
+    """Its loss is a number, and its gradient is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * (0 * self.weight).sqrt().sum()
+
+
+def test_anomaly_names_the_operation_and_where_it_was_called(job):
+    with (
+        pytest.warns(UserWarning, match=r"(?s)Error detected in SqrtBackward0.*in forward\n.*\.sqrt\(\)\.sum\(\)"),
+        pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan"),
+    ):
+        job("Rooted", detect_anomaly=True)
+    assert not torch.is_anomaly_enabled()
+
+
+def test_without_it_the_gradient_tells_and_advises_it(job):
+    with pytest.raises(NonFiniteLoss, match=r"the gradient of weight is not finite in step 1.*debug=anomaly"):
+        job("Rooted")
+
+
+# -- the profile -------------------------------------------------------------------------------------------
+
+
+class Sleepy(torch.optim.SGD):
+    """Takes 20 ms."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.02)
+        return super().step(closure)
+
+
+def test_the_last_step_of_a_profile_counts_as_the_others_do(train):
+    run = train(profile_steps=4, parts={"optimizer": {"_target_": f"{HERE}.Sleepy"}})
+    (table,) = [record.data["text"] for record in run.records if record.kind == "text"]
+    rows = {row.split("|")[1].strip(): row.split("|")[2] for row in table.splitlines() if row.startswith("| ")}
+    assert float(rows["optimizer"]) >= 20
+    assert float(rows["all"]) >= float(rows["optimizer"])
+
+
+def test_a_run_too_short_for_its_profile_is_refused_with_what_to_type(train):
+    with pytest.raises(ConfigError, match=r"profile_steps=2 takes 5 steps.*this run has 4: give trainer\.max_steps=5"):
+        train(epochs=1, profile_steps=2)
+
+
+# -- who is slow -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_alone_is_not_slow(train):
+    run = train(epochs=1)
+    assert run.value["slowest"] == {}
+    assert run.metrics("slowest_rank") == []

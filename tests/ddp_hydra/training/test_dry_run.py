@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.dry_run import first_step
+from tests.ddp_hydra.training.test_loop import Numbers, config
+
+
+class Detached(torch.nn.Linear):
+    """Has no gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach()
+
+
+class NoSuchClass(Numbers):
+    """Has a class that the model has not."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], torch.tensor(7)
+
+
+class Pixels(Numbers):
+    """Each place of an image has a class."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(3, 5, 6), torch.ones(5, 6, dtype=torch.long)
+
+
+def dry(train_set: Any = None, val_set: Any = None, **parts: Any) -> list[str]:
+    cfg = OmegaConf.merge(config(), {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}}, parts)
+    return first_step(cfg, train_set or Numbers(9), val_set or Numbers(5))
+
+
+def test_it_makes_a_whole_step_and_names_the_metrics():
+    lines = dry(trainer={"accumulate": 2, "clip_norm": 1.0})
+    assert lines[0] == "data      9 samples, 5 for validation"
+    assert "metrics   train/loss, train/accuracy, val/loss, val/accuracy; best.pt goes by val/accuracy" in lines
+    assert lines[-1] == "dry run: all of it works"
+
+
+def test_a_segmentation_works():
+    model = {"_target_": "torch.nn.Conv2d", "in_channels": 3, "out_channels": 4, "kernel_size": 1}
+    cfg = config()
+    cfg.model = model
+    cfg.loss = {"_target_": "torch.nn.CrossEntropyLoss"}
+    cfg.cluster, cfg.dispatch = {}, {"ranks": 1}
+    lines = first_step(cfg, Pixels(4), Pixels(3))
+    assert lines[-1] == "dry run: all of it works"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"model": {"_target_": f"{__name__}.Detached"}}, RuntimeError, "does not require grad"),
+        ({"val_set": NoSuchClass(5)}, IndexError, "7"),
+        (
+            {"objective": {"metric": "val/acc"}}, ConfigError,
+            r"objective\.metric=val/acc: .* there are train/accuracy.* Give objective\.metric=val/accuracy$",
+        ),
+    ],
+    ids=["backward", "validation", "objective"],
+)  # fmt: skip
+def test_what_a_first_step_would_die_of_is_found(given, error, said):
+    with pytest.raises(error, match=said):
+        dry(**given)
