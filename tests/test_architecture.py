@@ -1,3 +1,5 @@
+"""Holds the code to the table of packages in docs/architecture.md."""
+
 from __future__ import annotations
 
 import ast
@@ -5,39 +7,27 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = [
-    # 1: what everything may use
-    ("errors", "config", "versions", "words", "text", "objective", "redact", "stored", "keys"),
-    # 2: pure parts
-    (
-        "placement", "outcome", "values", "samplers", "schedules", "metrics", "results", "checkpoint", "manifest",
-        "project", "loader", "stopwatch", "data_report", "bound", "pulse", "faults", "agreement", "nonfinite",
-        "restarts", "vitals", "roster", "processes", "losses", "book", "shipped", "probe", "options",
-        "room", "run_dir", "targets", "tracebacks",
-        "finite",
-        "resize",
-    ),
-    # 3: on the worker; and what writes and reads results, wherever that is
-    (
-        "training", "insight", "rank_host", "rank", "script", "build", "buckets", "evaluate", "train", "trained",
-        "generate", "dry_run", "writers", "bucket", "store", "mirror",
-    ),
-    # 4: on the client
-    (
-        "cluster", "clusters", "reservation", "needs", "transfer", "crew", "attempt", "reader", "interrupts",
-        "output", "run_dir", "dispatch", "unread", "inline", "launched", "rehearsal",
-    ),
-    # 5: a job, many jobs, the command line
-    ("job", "sweep", "shared", "driver", "attach", "arguments", "completion", "output", "cli", "__main__"),
-]  # fmt: skip
-"""As in DESIGN.md; `project` is on the second floor, for workers unpack what the client packs."""
-FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
 OURS = ("ddp_hydra", "models", "data", "hydra_plugins")
+
+
+def table() -> list[tuple[str, ...]]:
+    """The lines of the table, from the top down: the packages that each names."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    lines = text.partition("```packages\n")[2].partition("```")[0].splitlines()
+    return [tuple(line[:21].split()) for line in lines]
+
+
+LEVEL = {name: level for level, names in enumerate(reversed(table())) for name in names}
+MAY_IMPORT_DISTRIBUTED = ("cli", "sweep", "job", "dispatch", "cluster", "rank")
+MAY_IMPORT_TORCH = ("training", "data")
+TORCH_MODULES = ("ddp_hydra.rank.process", "ddp_hydra.cli.evaluate", "ddp_hydra.cli.generate")
+"""Modules that import torch in packages that otherwise do not."""
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -51,16 +41,8 @@ EVERY = {name: path for package in OURS for name, path in modules(package).items
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports, anywhere but for type checkers and when run as a program."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and (
-            "TYPE_CHECKING" in ast.unparse(node.test) or "__main__" in ast.unparse(node.test)
-        ):
-            waiting += node.orelse
-            continue
-        waiting += ast.iter_child_nodes(node)
+    """Modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -70,82 +52,72 @@ def imports(path: Path) -> Iterator[str]:
                 yield inner if inner in EVERY else str(node.module)
 
 
-def part(module: str) -> str:
-    """`ddp_hydra.rank.task` -> `rank_host`."""
+def package(module: str) -> str:
+    """`ddp_hydra.rank.task` -> `rank`."""
     return [*module.split("."), ""][1]
 
 
-def test_imports_are_seen(tmp_path):
+def test_every_import_is_seen(tmp_path):
     file = tmp_path / "x.py"
     file.write_text(
         "import torch.nn\nfrom ddp_hydra import results, __version__\nfrom ddp_hydra.storage.files import place\n"
-        "def f():\n    import data.images\n"
-        "if TYPE_CHECKING:\n    import models\nelse:\n    import json\nif __name__ == '__main__':\n    import os\n"
+        "def f():\n    import ddp_hydra.data.images\nif TYPE_CHECKING:\n    import models\n"
     )
     assert sorted(imports(file)) == [
-        "ddp_hydra.data.images", "ddp_hydra", "ddp_hydra.results", "ddp_hydra.storage.files", "json", "torch.nn",
+        "ddp_hydra", "ddp_hydra.data.images", "ddp_hydra.results", "ddp_hydra.storage.files", "models", "torch.nn",
     ]  # fmt: skip
 
 
-def test_every_module_has_a_floor():
-    assert {part(module) for module in modules("ddp_hydra")} - {""} == set(FLOOR)
+def test_the_table_names_every_package():
+    assert {package(module) for module in modules("ddp_hydra")} - {"", "__main__"} == set(LEVEL)
 
 
-@pytest.mark.parametrize("module", [module for module in modules("ddp_hydra") if part(module)])
-def test_a_floor_knows_nothing_of_those_above(module):
-    above = {
-        name for name in imports(EVERY[module]) if name in EVERY and FLOOR.get(part(name), 0) > FLOOR[part(module)]
-    }
-    assert above == set()
+@pytest.mark.parametrize("module", [module for module in modules("ddp_hydra") if package(module) in LEVEL])
+def test_imports_go_down(module):
+    own = package(module)
+    others = {name for name in imports(EVERY[module]) if package(name) in LEVEL and name.startswith("ddp_hydra.")}
+    assert {name for name in others if package(name) != own and LEVEL[package(name)] >= LEVEL[own]} == set()
+
+
+def test_no_modules_import_each_other():
+    graph = {name: set(imports(path)) & EVERY.keys() - {name} for name, path in EVERY.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize(
-    ("package", "others"),
+    ("root", "forbidden"),
     [
         ("ddp_hydra", {"models", "data", "hydra_plugins"}),
         ("models", {"ddp_hydra", "data", "hydra_plugins"}),
-        ("data", {"ddp_hydra", "models", "hydra_plugins"}),
+        ("data", {"models", "hydra_plugins"}),
         ("hydra_plugins", {"models", "data"}),
     ],
 )
-def test_packages_that_do_not_know_each_other(package, others):
-    known = {module: {name.partition(".")[0] for name in imports(path)} for module, path in modules(package).items()}
+def test_roots_that_do_not_know_each_other(root, forbidden):
+    known = {module: {name.partition(".")[0] for name in imports(path)} for module, path in modules(root).items()}
     assert known
-    assert {module: names & others for module, names in known.items() if names & others} == {}
+    assert {module: names & forbidden for module, names in known.items() if names & forbidden} == {}
 
 
-TORCH_FREE = sorted(
-    module
-    for module in modules("ddp_hydra")
-    if FLOOR.get(part(module), 1) in (1, 4, 5)
-    or part(module)
-    in (
-        "placement",
-        "outcome",
-        "values",
-        "samplers",
-        "results",
-        "manifest",
-        "project",
-        "pulse",
-        "faults",
-        "restarts",
-        "vitals",
-        "options",
-        "redact",
-        "room",
-        "rank_host",
-        "writers",
-        "bucket",
-        "store",
-        "mirror",
-    )
-)
+def test_who_imports_distributed():
+    found = {package(module) for module in modules("ddp_hydra") if "distributed" in roots_of(EVERY[module])}
+    assert found <= set(MAY_IMPORT_DISTRIBUTED)
+
+
+def roots_of(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
 
 
 @pytest.mark.integration
-def test_the_client_side_imports_no_torch():
-    assert {"ddp_hydra.cli", "ddp_hydra.rank.task", "ddp_hydra.writers.tensorboard"} <= set(TORCH_FREE)
+def test_the_client_imports_no_torch():
+    free = [
+        module
+        for module in modules("ddp_hydra")
+        if package(module) not in MAY_IMPORT_TORCH and module not in TORCH_MODULES
+    ]
     script = (
         "import importlib, json, sys\n"
         "guilty = None\n"
@@ -154,7 +126,7 @@ def test_the_client_side_imports_no_torch():
         "    guilty = guilty or (name if 'torch' in sys.modules else None)\n"
         "print(json.dumps(guilty))"
     )
-    command = [sys.executable, "-c", script, *TORCH_FREE, "hydra_plugins.ddp_hydra_launcher"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    assert json.loads(told.stdout) is None, f"{json.loads(told.stdout)} brings torch in"
+    command = [sys.executable, "-c", script, *free, "hydra_plugins.ddp_hydra_launcher"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) is None, f"{json.loads(done.stdout)} imports torch"

@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra.cli.attach run=s3://bucket/runs/<date>/<time>`: show a run that goes on without its command.
+"""`python -m ddp_hydra attach run=s3://bucket/runs/<date>/<time>`: show a run that goes on without its command.
 
 It needs nothing but the store. Exit codes are those of the run: 0 done, 1 failed, 130 interrupted.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 
-USAGE = """python -m ddp_hydra.cli.attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
+USAGE = """python -m ddp_hydra attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
 POLL_S = 1.0
 METRICS = "metrics.jsonl"
 AGAIN = 4
@@ -47,8 +47,8 @@ class Options:
     lost_timeout_s: float = statuses.LOST_S
 
 
-def main() -> None:
-    """Entry of `python -m ddp_hydra.cli.attach`.
+def main(words: Sequence[str]) -> None:
+    """Entry of `python -m ddp_hydra attach`.
 
     Raises:
         Interrupted: the run was; or Ctrl-C, which leaves the run alone.
@@ -56,7 +56,7 @@ def main() -> None:
         ConfigError: there is no run, or its store cannot be read.
     """
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    options, others = parse(Options, sys.argv[1:], USAGE)
+    options, others = parse(Options, words, USAGE)
     if others:
         raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{USAGE}")
     there = results_root.folder(results_root.find(options.run))
@@ -71,9 +71,7 @@ def main() -> None:
     except KeyboardInterrupt as error:
         if isinstance(error, Interrupted):
             raise
-        raise Interrupted(
-            f"the run goes on; to end it: python -m ddp_hydra.cli.attach run={there.url} stop=true"
-        ) from None
+        raise Interrupted(f"the run goes on; to end it: python -m ddp_hydra attach run={there.url} stop=true") from None
 
 
 class Attached:
@@ -215,9 +213,3 @@ def _line(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-if __name__ == "__main__":
-    from ddp_hydra.cli.main import report
-
-    sys.exit(report(main))

@@ -1,11 +1,11 @@
 """Evaluation: every sample exactly once, whatever the number of ranks.
 
-`python -m ddp_hydra.cli.evaluate run=<run dir>` repeats a run's validation with its best, last or any checkpoint.
+`python -m ddp_hydra evaluate run=<run dir>` repeats a run's validation with its best, last or any checkpoint.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omegaconf import MISSING
@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError
 
-USAGE = """python -m ddp_hydra.cli.evaluate run=<run directory, its URL, or checkpoint> [which=best|last]
+USAGE = """python -m ddp_hydra evaluate run=<run directory, its URL, or checkpoint> [which=best|last]
     [key=value of the run's config …]"""
 
 
@@ -30,11 +30,11 @@ class Options:
     which: str = "best"
 
 
-def main() -> None:
-    """Entry of `python -m ddp_hydra.cli.evaluate`."""
+def main(words: Sequence[str]) -> None:
+    """Entry of `python -m ddp_hydra evaluate`."""
     from ddp_hydra.training import builders, load_run
 
-    options, overrides = parse(Options, sys.argv[1:], USAGE)
+    options, overrides = parse(Options, words, USAGE)
     run = load_run.load(options.run, options.which, overrides)
     node = run.cfg.data.get("val")
     if node is None:
@@ -45,9 +45,3 @@ def main() -> None:
     print(f"{run.path} (step {run.step}), {len(val_set):,} samples")  # noqa: T201
     for name, value in metrics.items():
         print(f"{name} {value:.6f}")  # noqa: T201
-
-
-if __name__ == "__main__":
-    from ddp_hydra.cli.main import report
-
-    sys.exit(report(main))

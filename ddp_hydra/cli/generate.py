@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra.cli.generate run=<run dir> n=50`: let a trained model make up new samples.
+"""`python -m ddp_hydra generate run=<run dir> n=50`: let a trained model make up new samples.
 
 How a model is sampled is the business of its data set, which knows the alphabet and what was seen in training:
 any data set with `sample(model, n, temperature, seed) -> list[str]` will do.
@@ -6,7 +6,7 @@ any data set with `sample(model, n, temperature, seed) -> list[str]` will do.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omegaconf import MISSING
@@ -15,7 +15,7 @@ from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import load_run
 
-USAGE = """python -m ddp_hydra.cli.generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
+USAGE = """python -m ddp_hydra generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
     [which=best|last] [key=value of the run's config …]"""
 
 
@@ -38,9 +38,9 @@ class Options:
     which: str = "best"
 
 
-def main() -> None:
-    """Entry of `python -m ddp_hydra.cli.generate`."""
-    options, overrides = parse(Options, sys.argv[1:], USAGE)
+def main(words: Sequence[str]) -> None:
+    """Entry of `python -m ddp_hydra generate`."""
+    options, overrides = parse(Options, words, USAGE)
     if options.n < 1 or options.temperature <= 0:
         raise ConfigError(
             f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"
@@ -53,9 +53,3 @@ def main() -> None:
         )
     for line in run.train_set.sample(run.model, options.n, options.temperature, options.seed):
         print(line)  # noqa: T201
-
-
-if __name__ == "__main__":
-    from ddp_hydra.cli.main import report
-
-    sys.exit(report(main))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -28,6 +29,8 @@ from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
+COMMANDS = ("attach", "evaluate", "generate")
+"""First words that are not part of a job's config: modules beside this one."""
 
 
 def main(cfg: DictConfig) -> float | None:
@@ -55,11 +58,16 @@ def main(cfg: DictConfig) -> float | None:
 
 
 def entry() -> None:
-    """Compose and run, and end this process.
+    """Train, or run the command that the first word names, and end this process.
 
     Exit codes: 0 done, 1 failed, 130 interrupted.
     """
-    sys.exit(report(compose_and_run))
+    sys.exit(report(run_command if sys.argv[1:2] and sys.argv[1] in COMMANDS else compose_and_run))
+
+
+def run_command() -> None:
+    """Run the command that the first word names. Some import torch, so only the one that is wanted is imported."""
+    importlib.import_module(f"ddp_hydra.cli.{sys.argv[1]}").main(sys.argv[2:])
 
 
 def compose_and_run() -> None:

@@ -39,7 +39,7 @@ def run(module_cli, names):
 
 def test_it_prints_as_many_new_names_as_asked_for_and_the_same_with_the_same_seed(module_cli, run, names):
     def generate(*arguments):
-        return module_cli.done(f"run={run}", *arguments, module="ddp_hydra.cli.generate").stdout.splitlines()
+        return module_cli.done("generate", f"run={run}", *arguments).stdout.splitlines()
 
     first = generate("n=12", "seed=5")
     assert len(first) == len(set(first)) == 12
@@ -60,7 +60,7 @@ def test_it_prints_as_many_new_names_as_asked_for_and_the_same_with_the_same_see
     ],
 )
 def test_what_it_cannot_do_is_said_in_a_sentence(module_cli, run, arguments, said):
-    ended = module_cli.run(*(argument.format(run=run) for argument in arguments), module="ddp_hydra.cli.generate")
+    ended = module_cli.run("generate", *(argument.format(run=run) for argument in arguments))
     assert ended.returncode == 1
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr

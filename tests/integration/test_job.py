@@ -153,7 +153,7 @@ def test_the_logs_name_each_rank_and_the_terminal_shows_plain_lines(digits):
 
 def test_evaluate_gives_the_same_numbers_as_the_training_did(digits, module_cli):
     run, _ = digits
-    ended = module_cli.done(f"run={run}", "which=last", module="ddp_hydra.cli.evaluate")
+    ended = module_cli.done("evaluate", f"run={run}", "which=last")
     first, *rest = ended.stdout.splitlines()
     assert first == f"{run}/checkpoints/last.pt (step 4), 355 samples"
     (validation,) = [line for line in lines_of(run) if "val/accuracy" in line]

@@ -141,7 +141,7 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def attach(cli: CommandLine, access: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    return cli.run(*words, module="ddp_hydra.cli.attach", **access)
+    return cli.run("attach", *words, **access)
 
 
 # -- a run whose command stays -----------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def test_attach_shows_a_run_that_has_ended(both, module_cli, access):
 
 def test_a_trained_model_is_evaluated_from_the_bucket(both, module_cli, access):
     here, url, _ = both
-    there = module_cli.done(f"run={url}", module="ddp_hydra.cli.evaluate", **access).stdout.splitlines()
-    local = module_cli.done(f"run={here}", module="ddp_hydra.cli.evaluate").stdout.splitlines()
+    there = module_cli.done("evaluate", f"run={url}", **access).stdout.splitlines()
+    local = module_cli.done("evaluate", f"run={here}").stdout.splitlines()
     assert there[1:] == local[1:]
 
 
@@ -251,7 +251,7 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
     job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "trainer.checkpoint_every_steps=3")
     said = cli.done(*job, *remote, "detach=true", "hydra.run.dir=outputs/day/first")
     url = f"{root}/day/first"
-    assert f"python -m ddp_hydra.cli.attach run={url}\n" in said.stdout
+    assert f"python -m ddp_hydra attach run={url}\n" in said.stdout
     results = Results(url, access)
     wait_for(lambda: results.step() >= 2, 60, "some steps")
 
@@ -284,7 +284,7 @@ def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, 
     ended(command)
     wait_for(lambda: results.step() >= 2, 60, "some steps")
 
-    watching = cli.start(f"run={url}", module="ddp_hydra.cli.attach", **access)
+    watching = cli.start("attach", f"run={url}", **access)
     watching.stdout.readline()
     watching.send_signal(signal.SIGINT)
     left = ended(watching)
@@ -360,7 +360,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
 
     driver.kill()
     killed_at = results.step()
-    watching = cli.start(f"run={root}/hurt", module="ddp_hydra.cli.attach", **access)
+    watching = cli.start("attach", f"run={root}/hurt", **access)
     wait_for(lambda: results.status()["pid"] != driver.pid and results.step() > killed_at, 60, "another driver")
     stopped = attach(cli, access, f"run={root}/hurt", "stop=true")
     assert stopped.returncode == 130

@@ -78,7 +78,7 @@ class Fenced:
         self.lost = True
         return TakenOver(
             f"another driver has taken over {self.url}: this one ends, and writes nothing more there; see python -m "
-            f"ddp_hydra.cli.attach run={self.url}"
+            f"ddp_hydra attach run={self.url}"
         )
 
     def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Brings a run directory to its store, while it grows; all but the checkpoints, which `writers/checkpoint_mirror.py` brings."""
+"""Uploads a run directory to its store while it grows; `writers/checkpoint_mirror.py` uploads the checkpoints."""
 
 from __future__ import annotations
 
@@ -221,13 +221,13 @@ def claim(store: Fenced, status: Status, hydra: dict[str, bytes]) -> None:
     if is_open and (abs(age_s) < LOST_S or _is_heard(store, other.get("time"))):
         raise ConfigError(
             f"another run is at work in {store.url} (by its clock it was heard {age_s:.0f} s ago): end it with python "
-            f"-m ddp_hydra.cli.attach run={store.url} stop=true, or give another hydra.run.dir"
+            f"-m ddp_hydra attach run={store.url} stop=true, or give another hydra.run.dir"
         )
     try:
         store.take(owner)
     except TakenOver:
         raise ConfigError(
-            f"another run has just begun in {store.url}: look at it with python -m ddp_hydra.cli.attach run={store.url}, "
+            f"another run has just begun in {store.url}: look at it with python -m ddp_hydra attach run={store.url}, "
             "or give another hydra.run.dir"
         ) from None
     for name in (SUMMARY, STOP):

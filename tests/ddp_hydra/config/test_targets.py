@@ -89,8 +89,9 @@ def test_all_targets_that_ship_are_found():
 
 def test_nothing_is_imported(root):
     code = (
-        f"import sys; from ddp_hydra.config import targets; targets.check({{'model': {{'_target_': 'models.good.Net'}}}}, \
-        __import__('pathlib').Path({str(root)!r}), True); assert 'torch' not in sys.modules"
+        "import sys; from pathlib import Path; from ddp_hydra.config import targets; "
+        f"targets.check({{'model': {{'_target_': 'models.good.Net'}}}}, Path({str(root)!r}), True); "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -42,7 +42,10 @@ def test_nobody_who_reads_is_no_reason_to_fail(unbuffered, tmp_path):
 
 
 def test_all_is_written_where_somebody_reads():
-    program = "import sys; from ddp_hydra.console.output import lasting\nwith lasting(): print('é' * 100_000); sys.exit('bye')"
+    program = (
+        "import sys; from ddp_hydra.console.output import lasting\n"
+        "with lasting(): print('é' * 100_000); sys.exit('bye')"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, env={**os.environ, "PYTHONUTF8": "1"}, check=False
     )
