@@ -1,7 +1,23 @@
-"""Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`."""
+"""Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`.
 
-from ddp_hydra.dispatch.call import Call, show
-from ddp_hydra.dispatch.gang import Gang, run
-from ddp_hydra.dispatch.script import script
+What the package offers is imported when it is first used: ranks without Dask are here, too, and need no `distributed`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp_hydra.dispatch.call import Call, show
+    from ddp_hydra.dispatch.gang import Gang, run
+    from ddp_hydra.dispatch.script import script
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
+_MODULES = {"Call": "call", "Gang": "gang", "run": "gang", "script": "script", "show": "call"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -8,29 +8,28 @@ import pickle
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed import Future
 
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
+from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.dispatch.health import Hang, Vitals, waits
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.rank_states import Roster
 from ddp_hydra.dispatch.record_queue import Reader
+from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import CALL_S, Crew
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import task
 from ddp_hydra.rank.failure import explain
+from ddp_hydra.rank.launch_spec import Order
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.storage import wait_for_space
-
-if TYPE_CHECKING:
-    from ddp_hydra.dispatch.gang import Gang
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5
@@ -50,16 +49,29 @@ class Attempt:
     """One start of a gang, seen from the client.
 
     Args:
-        gang: what is started.
+        settings: of the gang.
         number: which start it is.
         name: of this start; also the topic of its records.
         specs: the ranks' places.
+        interrupts: whether the user wants to end.
+        read: called with this attempt and each record that is not for it, on a thread of its own.
+        launch_spec: returns what a worker is told: of (number, name, the rank's place, the pickled call).
     """
 
-    def __init__(self, gang: Gang, number: int, name: str, specs: list[RankSpec]) -> None:
-        self.gang, self.number, self.name, self.specs = gang, number, name, specs
-        self.client = gang.client
-        self.crew = Crew(gang.client, name, specs)
+    def __init__(
+        self,
+        settings: Settings,
+        number: int,
+        name: str,
+        specs: list[RankSpec],
+        interrupts: Interrupts,
+        read: Callable[[Attempt, Record], None],
+        launch_spec: Callable[[int, str, RankSpec, bytes], Order],
+    ) -> None:
+        self.settings, self.number, self.name, self.specs = settings, number, name, specs
+        self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
+        self.client = settings.client
+        self.crew = Crew(settings.client, name, specs)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: list[Future] = []
         self.values: dict[int, Any] = {}
@@ -71,7 +83,9 @@ class Attempt:
         self.begun = time.monotonic()
         self.checked = 0.0
         self.slow_record: Record | None = None
-        self.vitals = Vitals(gang.lost_timeout_s, gang.hang_timeout_s, gang.first_step_timeout_s, gang.start_timeout_s)
+        self.vitals = Vitals(
+            settings.lost_timeout_s, settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s
+        )
         self.roster = Roster(specs, number, self.vitals)
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
 
@@ -84,7 +98,7 @@ class Attempt:
         Raises:
             RankFailed: at least one did not end well.
         """
-        self.reader = Reader(partial(self.gang.read, self), self.acknowledge, lambda: self.events.put(None))
+        self.reader = Reader(lambda record: self.read(self, record), self.acknowledge, lambda: self.events.put(None))
         try:
             with self.submitted(call):
                 try:
@@ -97,7 +111,7 @@ class Attempt:
                     self.hurry()
             return [self.values[spec.rank] for spec in self.specs]
         except KeyboardInterrupt:
-            self.gang.on_give_up()
+            self.settings.on_give_up()
             raise
         finally:
             self.reader.close()
@@ -112,7 +126,7 @@ class Attempt:
             for spec in self.specs:
                 future = self.client.submit(
                     pickle.loads,
-                    pickle.dumps(task.Sealed(self.gang.order(self.number, self.name, spec, call))),
+                    pickle.dumps(task.Sealed(self.launch_spec(self.number, self.name, spec, call))),
                     key=f"{self.name}-rank-{spec.rank}",
                     workers=[spec.worker],
                     # Pinned to a dead worker, a task waits for ever; anywhere else it says at once that it is lost.
@@ -167,7 +181,7 @@ class Attempt:
         self.drain(until=begin + SETTLE_S, enough=lambda: self.roster.cause_is_known)
         # A host that is gone says nothing, and those who talked to it are heard first.
         self.drain(
-            begin + self.gang.lost_timeout_s + 1, enough=lambda: self.roster.cause_is_known or not self.suspects()
+            begin + self.settings.lost_timeout_s + 1, enough=lambda: self.roster.cause_is_known or not self.suspects()
         )
         self.stop(patiently=all(failure.kind != "hung" for failure in self.roster.failures))
         end = time.monotonic() + END_S
@@ -208,8 +222,8 @@ class Attempt:
 
     def hurry(self) -> None:
         """Where the ranks have ended, a first Ctrl-C ends the waiting for a full disk."""
-        if self.gang.interrupts.wanted:
-            self.gang.on_give_up()
+        if self.interrupts.wanted:
+            self.settings.on_give_up()
 
     # -- what no record tells ------------------------------------------------------------------------------
 
@@ -251,7 +265,7 @@ class Attempt:
             return
         self.vitals.excuse(time.monotonic())
         record = busy[0]
-        if self.reader.busy_s > self.gang.hang_timeout_s and record is not self.slow_record:
+        if self.reader.busy_s > self.settings.hang_timeout_s and record is not self.slow_record:
             self.slow_record = record
             log.warning(
                 "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
@@ -261,7 +275,7 @@ class Attempt:
 
     def check_interrupt(self) -> None:
         """Have the ranks finish where the user wants to end."""
-        if not self.gang.interrupts.wanted:
+        if not self.interrupts.wanted:
             return
         if self.finish_by is None:
             self.wanted_at = self.wanted_at or time.monotonic()
@@ -269,7 +283,7 @@ class Attempt:
                 if time.monotonic() - self.wanted_at < NEWS_S:  # a rank may be there, and it is not known yet
                     return
                 raise KeyboardInterrupt
-            self.finish_by = time.monotonic() + self.gang.grace_s
+            self.finish_by = time.monotonic() + self.settings.grace_s
             self.crew.finish(self.roster.running, "interrupt")
         elif time.monotonic() > self.finish_by:
             raise KeyboardInterrupt
@@ -293,10 +307,10 @@ class Attempt:
                 message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
                 self.roster.fail(spec, "start", message)
         late = self.roster.late
-        if late and time.monotonic() - self.begun > self.gang.start_timeout_s:
+        if late and time.monotonic() - self.begun > self.settings.start_timeout_s:
             message = (
                 f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s="
-                f"{self.gang.start_timeout_s:g}: the workers are busy with other Dask tasks, or stuck"
+                f"{self.settings.start_timeout_s:g}: the workers are busy with other Dask tasks, or stuck"
             )
             self.roster.fail(self.specs[late[0]], "start", message, ended=False)
 
@@ -316,14 +330,14 @@ class Attempt:
         """
         silent = self.vitals.silent(self.roster.running, time.monotonic())
         if silent and not self.crew.scheduler_answers():
-            raise self.scheduler_lost(f"was not heard for {self.gang.lost_timeout_s:g} s")
+            raise self.scheduler_lost(f"was not heard for {self.settings.lost_timeout_s:g} s")
         for rank in silent:
             address = self.specs[rank].worker
             self.silent.add(address)
             self.on_worker_lost(
                 address,
                 f"nothing was heard from its worker {address} for dispatch.lost_timeout_s="
-                f"{self.gang.lost_timeout_s:g}: its host is down, or cut off",
+                f"{self.settings.lost_timeout_s:g}: its host is down, or cut off",
             )
 
     def check_progress(self) -> None:
@@ -419,7 +433,7 @@ class Attempt:
             return wait_for_space.patiently(
                 lambda: self.crew.send(first.rank, files),
                 lambda: f"the temporary folder {self.crew.folders[first.worker]} of worker {first.worker} is full",
-                self.gang.retry_s,
+                self.settings.retry_s,
                 log.warning,
             )
         except OSError as error:

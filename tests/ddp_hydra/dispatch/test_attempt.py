@@ -102,6 +102,10 @@ class Gang:
         self.gave_up += 1
 
 
+def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
+    return Attempt(gang, number, "topic", specs, gang.interrupts, gang.read, gang.order)
+
+
 @pytest.fixture
 def make(monkeypatch):
     """An attempt of two ranks, whose ranks stop when they are told to."""
@@ -116,7 +120,7 @@ def make(monkeypatch):
         if polite:
             client.on_told = lambda rank, message: client.say(end(rank, "stopped")) if "stop" in message else None
         specs = placement.plan(dict.fromkeys(client.workers, "h"))
-        return Attempt(Gang(client), 3, "topic", specs)
+        return attempt_of(Gang(client), 3, specs)
 
     yield make
     assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "ddp_hydra-reader"]
@@ -129,7 +133,7 @@ def is_cleared_up(one: Attempt) -> bool:
 def test_an_attempt_ends_when_all_ranks_have_and_leaves_nothing_behind(make):
     one = make(Record("text", {"n": 1}, 1), end(1), end(0))
     assert one.run(b"") == ["done", "done"]
-    assert [record.data for record in one.gang.records] == [{"n": 1}]
+    assert [record.data for record in one.settings.records] == [{"n": 1}]
     assert is_cleared_up(one)
     assert one.client.told == []
 
@@ -156,7 +160,7 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
     one.client.on_told = finish_saving
     with pytest.raises(RankFailed, match="rank 1 on h: ValueError: bad"):
         one.run(b"")
-    assert [record.kind for record in one.gang.records] == ["file"]
+    assert [record.kind for record in one.settings.records] == ["file"]
     assert "rank 0 is writing a checkpoint: it gets up to 30 s more for it" in caplog.text
     assert one.client.heard("stop") == [0]  # and not again
 
@@ -164,19 +168,19 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
 def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_meanwhile(make, caplog):
     stuck = {"step": 3, "phase": "save", "age_s": 1000.0, "first": False}
     one = make(Record("text", {"n": 1}, 0), Record("beat", stuck, 0), Record("beat", stuck, 1))
-    one.vitals.hang_timeout_s = one.gang.hang_timeout_s = 0.1
+    one.vitals.hang_timeout_s = one.settings.hang_timeout_s = 0.1
     said = "busy with one record of rank 0 (text) for 0 s, in on_record"
 
     def take_time(attempt, record):
         deadline = time.monotonic() + 20
         while said not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        one.gang.records.append(record)
+        one.settings.records.append(record)
 
-    one.gang.read = take_time
+    one.read = take_time
     with pytest.raises(RankFailed, match="hangs: no progress for 0 s in saving a checkpoint"):
         one.run(b"")
-    assert len(one.gang.records) == 1
+    assert len(one.settings.records) == 1
     assert caplog.text.count(said) == 1
 
 
@@ -208,25 +212,25 @@ def in_loop(one: Attempt) -> Attempt:
     """The user wants to end when both ranks are known to be in their loop."""
     for rank in range(2):
         one.vitals.beat(rank, beat(rank, "load").data, time.monotonic())
-    one.gang.interrupts.wanted = True
+    one.interrupts.wanted = True
     return one
 
 
 @pytest.mark.parametrize("phase", ["join", "run", "start"])
 def test_before_the_loop_an_interrupt_ends_an_attempt_at_once(phase, make):
     one = make(beat(0, "load"), beat(1, phase))
-    one.gang.interrupts.wanted = True
+    one.interrupts.wanted = True
     with pytest.raises(KeyboardInterrupt):
         one.run(b"")
     assert one.client.heard("finish") == []
     assert one.client.heard("stop") == [0, 1]
-    assert one.gang.gave_up == 1
+    assert one.settings.gave_up == 1
     assert is_cleared_up(one)
 
 
 def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(make):
     one = in_loop(make())
-    one.gang.grace_s = 60.0
+    one.settings.grace_s = 60.0
     one.client.on_told = lambda rank, message: one.client.say(end(rank)) if "finish" in message else None
     assert one.run(b"") == ["done", "done"]
     assert [message for _, _, message in one.client.told] == [{"finish": 1}] * 2
@@ -234,8 +238,8 @@ def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(
 
 def test_a_loop_that_begins_just_as_the_user_interrupts_is_asked_to_finish_too(make):
     one = make(beat(0, "load"))
-    one.gang.grace_s = 60.0
-    one.gang.interrupts.wanted = True
+    one.settings.grace_s = 60.0
+    one.interrupts.wanted = True
     one.client.on_told = lambda rank, message: one.client.say(end(rank)) if "finish" in message else None
     timer = threading.Timer(0.2, one.client.say, (beat(1, "load"),))
     timer.start()
@@ -339,7 +343,7 @@ KEYS = ("status", "message", "step", "phase", "age_s", "text", "rendezvous", "fi
 )
 def test_whatever_a_rank_says_ends_in_an_error_of_ours_or_in_none(kind, data):
     client = Client(2)
-    one = Attempt(Gang(client), 0, "topic", placement.plan(dict.fromkeys(client.workers, "h")))
+    one = attempt_of(Gang(client), 0, placement.plan(dict.fromkeys(client.workers, "h")))
     try:
         one.on_record(Record.decode(Record(kind, data, 1).encode()), 1)
     except RecordError:
@@ -363,7 +367,7 @@ def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, 
 
 def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
     one = make(beat(0, "load"))
-    one.gang.lost_timeout_s = one.vitals.lost_timeout_s = 0.05
+    one.settings.lost_timeout_s = one.vitals.lost_timeout_s = 0.05
     with pytest.raises(RankFailed, match="nothing was heard from its worker") as caught:
         one.run(b"")
     assert caught.value.failure.kind == "lost"
@@ -408,7 +412,7 @@ def test_an_error_of_the_reader_ends_the_attempt_and_comes_out(make, monkeypatch
         raise ZeroDivisionError("no")
 
     one = make(Record("text", {}, 0))
-    monkeypatch.setattr(one.gang, "read", fail)
+    monkeypatch.setattr(one, "read", fail)
     with pytest.raises(ZeroDivisionError, match="no"):
         one.run(b"")
     assert is_cleared_up(one)
