@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from ddp_hydra.storage.retry import OtherRegionError, StaleCredentialsError, TemporaryError
-
-if TYPE_CHECKING:
-    from ddp_hydra.storage.s3 import Bucket
 
 _STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
+
+
+class Bucket(Protocol):
+    """What the messages name of a bucket.
+
+    Args:
+        name: of the bucket.
+        endpoint_url: of the store; None for AWS.
+        region: of the bucket; None for the default one.
+        anon: whether it is read without credentials.
+        credentials: that were given; None for the provider's chain.
+        setting: the config key that names the bucket.
+    """
+
+    name: str
+    endpoint_url: str | None
+    region: str | None
+    anon: bool
+    credentials: Any
+    setting: str
 
 
 def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Exception:

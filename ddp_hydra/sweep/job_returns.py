@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import DdpHydraError, SweepFailed
-from ddp_hydra.sweep.rows import State
-
-if TYPE_CHECKING:
-    from ddp_hydra.sweep.planned_job import Planned
+from ddp_hydra.sweep.rows import Row, State
 
 
-def failed(job: Planned, error: Exception) -> JobReturn:
+class Job(Protocol):
+    """What a result tells of its job: its row, its folder and its config."""
+
+    @property
+    def row(self) -> Row:
+        """What the sweep's table has of it."""
+
+    @property
+    def folder(self) -> Path:
+        """Its run directory."""
+
+    @property
+    def task_config(self) -> Any:
+        """Its config without Hydra's own part."""
+
+
+def failed(job: Job, error: Exception) -> JobReturn:
     """The result of a job that has none of its own; reading its value raises the error."""
     return _result(job, JobStatus.FAILED, error)
 
 
-def of_before(job: Planned) -> JobReturn:
+def of_before(job: Job) -> JobReturn:
     """What a job came to when the sweep was started before."""
     if job.row.state == State.done:
         return _result(job, JobStatus.COMPLETED, job.row.value)
@@ -73,7 +87,7 @@ def first_line(text: str) -> str:
     return " ".join(lines[: end + 1])
 
 
-def _result(job: Planned, status: JobStatus, value: Any) -> JobReturn:
+def _result(job: Job, status: JobStatus, value: Any) -> JobReturn:
     row = job.row
     result = JobReturn(overrides=row.overrides, cfg=job.task_config, working_dir=str(job.folder), status=status)
     result._return_value = value

@@ -10,15 +10,46 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ddp_hydra.data.images.memory_budget import Room
 
-if TYPE_CHECKING:
-    from ddp_hydra.data.images.dataset import ImageSet
+
+class ImageSource(Protocol):
+    """What a `BatchMaker` needs of a set of images.
+
+    Args:
+        seed: of the random changes.
+    """
+
+    seed: int
+
+    def good_from(self, index: int) -> int:
+        """Return the first index from this one on that is not known to be bad."""
+
+    def kept(self, index: int) -> Any:
+        """Return what the memory holds of a sample, or None."""
+
+    def n_bytes(self, index: int) -> int:
+        """Return the size of a sample's file, bytes."""
+
+    def fetch(self, index: int) -> Any:
+        """Read a sample's file."""
+
+    def image_of(self, index: int, data: Any, rng: random.Random) -> Tensor:
+        """Decode and transform a file."""
+
+    def target(self, index: int) -> int:
+        """Return a sample's class."""
+
+    def note_bad(self, index: int, error: Exception, tried: int) -> None:
+        """Count a sample that can't be read; raises where it is no matter of the sample."""
+
+    def count(self, **costs: float) -> None:
+        """Add to what reading cost."""
 
 
 class Batch:
@@ -97,7 +128,7 @@ class BatchMaker:
         pid: of the process that its threads live in.
     """
 
-    def __init__(self, images: ImageSet, threads: int, decoders: int, memory: int) -> None:
+    def __init__(self, images: ImageSource, threads: int, decoders: int, memory: int) -> None:
         self.pid = os.getpid()
         self._images = images
         self._room = Room(memory)
