@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ddp_hydra.cli import main as cli
 from ddp_hydra.job import run
-from ddp_hydra.writers import default_writers
+from ddp_hydra.writers.default import default_writers
 
 
 def main() -> None:

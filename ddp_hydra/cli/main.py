@@ -15,7 +15,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
+from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -23,9 +23,9 @@ from ddp_hydra.cli import completion, overrides
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.console import output, signals
-from ddp_hydra.console.text import traceback_of
 from ddp_hydra.dispatch import torchrun
-from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.explain import explain
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
@@ -36,11 +36,12 @@ COMMANDS = ("attach", "evaluate", "generate")
 def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
     signals.leave_tidily()
+    from ddp_hydra.job import local
     from ddp_hydra.job import run as job
 
     spec = torchrun.place(cfg.cluster)
     if spec is not None and spec.rank:
-        job.follow(cfg, spec)
+        local.follow(cfg, spec)
         return None
     hydra_cfg = HydraConfig.get()
     if hydra_cfg.output_subdir:
@@ -102,23 +103,17 @@ def report(run: Callable[[], None]) -> int:
 
 
 def sentence(error: Exception) -> str:
-    """What a person should read of an error: its own words, or the traceback where it has none for them."""
-    if isinstance(error, DdpHydraError):
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    """Return what a person should read of an error, also of those that Hydra raises before there is a job."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
-    if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
-        # Hydra would have an unknown key appended, which is no help for a misspelt one.
-        return unknown_keys.explain(error.__cause__) or "\n".join(
-            str(part) for part in (error, error.__cause__) if part
-        )
     frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, OSError) and not any(frame.filename == __file__ and frame.name == "main" for frame in frames):
+    is_in_main = any(frame.filename == __file__ and frame.name == "main" for frame in frames)
+    if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and not is_in_main:
         return (
             f"the run directory can't be made ({error.strerror}: {error.filename}): give another with "
             "hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         )
-    return traceback_of(error)
+    return explain(error)
 
 
 def _value_of(result: JobReturn) -> Any:

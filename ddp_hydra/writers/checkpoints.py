@@ -14,7 +14,7 @@ from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.results import Record, check_path, finite
 from ddp_hydra.storage.files import commit, part_of, place, remove_parts, write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
-from ddp_hydra.writers import Fetch
+from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.receive_file import Incoming
 
 

@@ -14,7 +14,7 @@ from ddp_hydra.writers.disk_retry import Patience
 from ddp_hydra.writers.validate import check_record, metric_values
 
 if TYPE_CHECKING:
-    from ddp_hydra.writers import Writer
+    from ddp_hydra.writers.base import Writer
 
 
 class ResultsHandler:

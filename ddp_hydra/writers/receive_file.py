@@ -14,7 +14,7 @@ from pathlib import Path
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write, part_of, passing, sync, writing
-from ddp_hydra.writers import Fetch
+from ddp_hydra.writers.base import Fetch
 
 _PIECE = 2**20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import RESERVED, Record, check_path
 from ddp_hydra.storage.files import place
-from ddp_hydra.writers import Fetch
+from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.receive_file import Incoming
 
 

@@ -29,7 +29,8 @@ from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.job import run as job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
-from ddp_hydra.writers import ResultsHandler, default_writers
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
 from tests.integration.support import hosts as machines
 from tests.integration.support.hosts import ROOT, Hosts, ip, needs_hosts
 

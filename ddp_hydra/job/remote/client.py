@@ -24,13 +24,15 @@ from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain as harmless
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
-from ddp_hydra.job import run as job
+from ddp_hydra.job import checks
 from ddp_hydra.job.remote import messages as voice
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.job_spec import Order
+from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
+from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler
 
 START_S = 120.0
@@ -78,7 +80,7 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | Non
         _detach(cfg, run_dir, overrides)
         return None
     messages: Messages = queue.SimpleQueue()
-    with job.summarised(run_dir, cfg) as summary, begun(cfg, run_dir, overrides, messages) as (client, driver):
+    with summarised(run_dir, cfg) as summary, begun(cfg, run_dir, overrides, messages) as (client, driver):
         print(f"results: {driver.url}")  # noqa: T201
         end = Follower(client, driver, messages, run_dir).follow()
         summary |= {**end.summary, "status": end.state, "results": driver.url}
@@ -117,7 +119,7 @@ def begun(
     """
     check(cfg)
     plain = configs.plain(cfg)
-    packed = job.packed_project(cfg, plain)
+    packed = checks.packed_project(cfg, plain)
     url = results_root.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
@@ -153,7 +155,7 @@ def begun(
 
 def check(cfg: DictConfig) -> None:
     """Refuse what cannot be a run of a driver."""
-    job.check(cfg)
+    checks.check(cfg)
     if connect.is_inline(cfg.cluster):
         raise ConfigError("results.handler=rank0 needs a cluster, and cluster=inline is none: leave one of them out")
     stays = cfg.cluster.get("keep") or cfg.cluster.get("_target_") == f"{connect.Remote.__module__}.Remote"
@@ -177,7 +179,7 @@ def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str
     run = results_root.find(resume) if resume else ""
     if not run or results_root.is_url(run) or not Path(run).exists():
         return run
-    path = job.find_checkpoint(run).absolute()
+    path = find_checkpoint(run).absolute()
     try:
         return file_transfer.send(client, worker, name, 0, path)
     except OSError as error:

@@ -34,7 +34,7 @@ from ddp_hydra.job.remote.supervisor import is_over, keep, let_go
 from ddp_hydra.job.remote.uploader import Uploader, claim, go_on
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import FOLDER
-from ddp_hydra.writers import Writer
+from ddp_hydra.writers.base import Writer
 
 log = logging.getLogger(__name__)
 
@@ -160,12 +160,12 @@ class Driver:
 
     def job(self, cfg: DictConfig) -> tuple[str, str]:
         """Run the job; returns how it ended, and what is to be said of it."""
-        from ddp_hydra.cli.main import sentence
+        from ddp_hydra.job import explain, local, summary
         from ddp_hydra.job import run as job
 
         order = self.order
         writers: list[Writer] = [self.status, self.voice] if self.voice else [self.status]
-        guest = job.Guest(
+        guest = local.Guest(
             order.project,
             order.plain,
             order.cwd,
@@ -178,11 +178,11 @@ class Driver:
         )
         try:
             job.run(cfg, self.run_dir, order.overrides, guest)
-            return "done", job.closing_lines(self.summary(), order.url)
+            return "done", summary.closing_lines(self.summary(), order.url)
         except KeyboardInterrupt as error:
             return "interrupted", str(error) or "interrupted"
         except Exception as error:
-            said = sentence(error)
+            said = explain.explain(error)
             print(said, file=sys.stderr)  # noqa: T201
             # Not the run has failed, but our link: another driver may follow, and goes on.
             is_cut = isinstance(error, SchedulerLost) or self.client.status != "running"

@@ -31,9 +31,12 @@ from ddp_hydra.errors import (
     RankFailed,
     RecordError,
 )
+from ddp_hydra.job import checks, local, summary
 from ddp_hydra.job import run as jobs
 from ddp_hydra.job.global_batch import Batch
-from ddp_hydra.job.run import TRAIN, Job, find_resume, read_value, summarised
+from ddp_hydra.job.local import TRAIN, Job
+from ddp_hydra.job.resume import find_resume
+from ddp_hydra.job.summary import read_value, summarised
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import write_manifest_text
@@ -68,8 +71,8 @@ def config(**changes: Any) -> DictConfig:
 )
 def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wanted):
     cfg = config(trainer__device=device, dispatch__backend=given)
-    assert jobs.backend(cfg) == wanted
-    assert jobs.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted  # a driver's
+    assert local.backend(cfg) == wanted
+    assert local.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted  # a driver's
 
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
@@ -206,7 +209,7 @@ def test_a_bucket_is_brought_into_the_run_directory(tmp_path, monkeypatch):
         asked.append((url, folder, retry_s))
         return folder / "step-000010-0123456789ab.pt"
 
-    monkeypatch.setattr(jobs.fetch_checkpoint, "fetch_checkpoint", fetch)
+    monkeypatch.setattr("ddp_hydra.job.resume.fetch_checkpoint.fetch_checkpoint", fetch)
     cfg = config(resume="s3://bucket/run", results__retry_s=7.0)
     assert find_resume(cfg, tmp_path / "new").name == "step-000010-0123456789ab.pt"
     assert asked == [("s3://bucket/run", tmp_path / "new" / ".resume", 7.0)]
@@ -251,8 +254,8 @@ def returned(monkeypatch) -> dict[str, Any]:
         return value
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
-    monkeypatch.setattr(jobs.project, "find", Path)
-    monkeypatch.setattr(jobs.project, "pack", lambda root: SimpleNamespace(sha256="0" * 64))
+    monkeypatch.setattr(checks.project, "find", Path)
+    monkeypatch.setattr(checks.project, "pack", lambda root: SimpleNamespace(sha256="0" * 64))
     return value
 
 
@@ -455,7 +458,7 @@ def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
 
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
     few = {**VALUE, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
-    lines = jobs.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
+    lines = summary.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
     assert lines[0].startswith("done: 1 step in 1.5 s, 107 samples/s, ")
     assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
-    assert jobs.closing_lines(VALUE, "outputs/a").splitlines()[1].startswith("data: bound by compute")
+    assert summary.closing_lines(VALUE, "outputs/a").splitlines()[1].startswith("data: bound by compute")

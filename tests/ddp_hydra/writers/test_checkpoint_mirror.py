@@ -24,9 +24,10 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage import bucket
 from ddp_hydra.storage.fetch_checkpoint import fetch_checkpoint
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest_text
-from ddp_hydra.writers import ResultsHandler, default_writers
 from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 from ddp_hydra.writers.checkpoints import CheckpointWriter
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
 
 pytestmark = pytest.mark.integration
 

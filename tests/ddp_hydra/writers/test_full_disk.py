@@ -21,7 +21,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
-from ddp_hydra.writers import ResultsHandler, default_writers, receive_file
+from ddp_hydra.writers import receive_file
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
 
 SIZE = 2 * 2**20
 

@@ -11,7 +11,8 @@ import pytest
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
-from ddp_hydra.writers import ResultsHandler, default_writers
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
 
 
 class Memory:
@@ -142,7 +143,9 @@ for module in pkgutil.iter_modules(package.__path__, "ddp_hydra.writers."):
     importlib.import_module(module.name)
 head = b"\\x89PNG\\r\\n\\x1a\\n" + bytes(4) + b"IHDR" + bytes([0, 0, 0, 1] * 2)
 png = base64.b64encode(head + bytes(20)).decode()
-with package.ResultsHandler(package.default_writers({str(tmp_path)!r})) as handler:
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
+with ResultsHandler(default_writers({str(tmp_path)!r})) as handler:
     handler.handle(Record("metrics", {{"metrics": {{"train/loss": 1.0}}}}, step=1))
     handler.handle(Record("text", {{"name": "t", "text": "hello"}}))
     handler.handle(Record("image", {{"name": "i", "png": png}}))

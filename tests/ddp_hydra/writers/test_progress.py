@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ddp_hydra.results import Record
-from ddp_hydra.writers import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.progress import ProgressWriter
 
 

@@ -16,7 +16,8 @@ from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import pack
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.results import Record
-from ddp_hydra.writers import ResultsHandler, default_writers
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
 
 CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait", "data/bytes_per_s", "data/cache_hits")
 """Metrics that are measured by a clock, or hang on who was first."""

@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ClusterError, SchedulerLost
+from ddp_hydra.job.local import Job
 from ddp_hydra.job.remote.driver import Driver, _of_client
 from ddp_hydra.job.remote.fence import Fenced
 from ddp_hydra.job.remote.job_spec import Order
 from ddp_hydra.job.remote.scratch import Scratch
 from ddp_hydra.job.remote.status import Status, encoded
 from ddp_hydra.job.remote.supervisor import is_over
-from ddp_hydra.job.run import Job
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root

@@ -1,0 +1,21 @@
+"""Turns an error into the sentence that a person reads."""
+
+from __future__ import annotations
+
+from hydra.errors import CompactHydraException, InstantiationException
+
+from ddp_hydra.config import unknown_keys
+from ddp_hydra.console.text import traceback_of
+from ddp_hydra.errors import DdpHydraError
+
+
+def explain(error: Exception) -> str:
+    """Return an error's own words with its notes, or its traceback where it has no words for people."""
+    if isinstance(error, DdpHydraError):
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
+        # Hydra would have an unknown key appended, which is no help for a misspelt one.
+        return unknown_keys.explain(error.__cause__) or "\n".join(
+            str(part) for part in (error, error.__cause__) if part
+        )
+    return traceback_of(error)

@@ -1,0 +1,45 @@
+"""The checkpoint that a job goes on from, and the weights that it begins with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ddp_hydra.errors import CheckpointError
+from ddp_hydra.storage import fetch_checkpoint, results_root
+from ddp_hydra.storage.manifest import find_checkpoint
+
+
+def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
+    """The checkpoint that `resume` means, brought here where it is in a bucket."""
+    run = results_root.find(cfg.resume)
+    if results_root.is_url(run):
+        folder = run_dir / ".resume"
+        folder.mkdir(parents=True, exist_ok=True)
+        return fetch_checkpoint.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
+    return find_checkpoint(run).absolute()
+
+
+def find_weights(cfg: DictConfig) -> Path | None:
+    """The file that `model.weights` means, or the best checkpoint of a run directory; None where it is only a name.
+
+    Raises:
+        CheckpointError: it looks like a path, and there is nothing.
+    """
+    if (given := weights_path(cfg)) is None:
+        return None
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return find_checkpoint(path, "best").absolute()
+    if not path.is_file():
+        raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
+    return path.absolute()
+
+
+def weights_path(cfg: DictConfig) -> str | None:
+    """Return `model.weights` where it looks like a path."""
+    given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
+    is_path = isinstance(given, str) and ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth")))
+    return given if is_path else None

@@ -1,0 +1,79 @@
+"""The writers of a run directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_hydra.writers.base import Fetch, Writer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ddp_hydra.storage.results_root import Store
+
+
+def default_writers(
+    run_dir: str | Path,
+    fetch: Fetch | None = None,
+    *,
+    keep: int | None = 3,
+    mirror: str | None = None,
+    before_mirror: Callable[[], None] = lambda: None,
+    mirror_store: Store | None = None,
+    retry_s: float = 60.0,
+    give_up: threading.Event | None = None,
+    tensorboard: bool = True,
+    progress: bool = True,
+    console: Console | None = None,
+) -> list[Writer]:
+    """Return the writers of a run directory as designed.
+
+    Args:
+        run_dir: made if it is missing.
+        fetch: brings files from the ranks' hosts; None where every file comes inline.
+        keep: newest step checkpoints to keep; None keeps all.
+        mirror: copy checkpoints to this folder, "s3://bucket/folder", too.
+        before_mirror: called before each time.
+        mirror_store: that folder, where it is not opened by its URL.
+        retry_s: how long to try a failing bucket again.
+        give_up: ends all waiting for the bucket at once, when set.
+        tensorboard: write TensorBoard events.
+        progress: show the live display.
+        console: where to show it; None is stdout.
+
+    Raises:
+        RecordError: the run directory cannot be written.
+        ConfigError: `keep` or `mirror` is not good, or the bucket lets nobody in.
+    """
+    from ddp_hydra.storage.files import open_run_dir
+    from ddp_hydra.writers.checkpoints import CheckpointWriter
+    from ddp_hydra.writers.jsonl import JsonLinesWriter
+    from ddp_hydra.writers.logs import LogWriter
+    from ddp_hydra.writers.submitted_files import FileWriter
+
+    folder = open_run_dir(run_dir)
+    writers: list[Writer] = [
+        LogWriter(folder),
+        JsonLinesWriter(folder),
+        FileWriter(folder, fetch),
+        CheckpointWriter(folder, fetch, keep),
+    ]
+    if mirror:
+        from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
+
+        writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror, remote=mirror_store))
+    if tensorboard:
+        from ddp_hydra.writers.tensorboard import TensorBoardWriter
+
+        writers.append(TensorBoardWriter(folder))
+    from ddp_hydra.writers.status import StatusWriter
+
+    writers.append(StatusWriter(folder))
+    if progress:
+        from ddp_hydra.writers.progress import ProgressWriter
+
+        writers.append(ProgressWriter(console))
+    return writers
