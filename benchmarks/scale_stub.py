@@ -17,7 +17,7 @@ def records(n: int) -> None:
     """What a gang is told to run, and `run_rank` reads: say so many records."""
 
 
-def run_rank(order: launch_spec.Order) -> None:
+def run_rank(order: launch_spec.LaunchSpec) -> None:
     """Stand in for `relay.run_rank`: come up, hear where to meet, send records one by one, end."""
     worker, rank = get_worker(), order.spec.rank
     box = inbox.box(order.gang, rank)

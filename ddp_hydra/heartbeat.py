@@ -4,7 +4,7 @@ A page of memory that a rank shares with its relay. The rank writes where it is,
 message, no thread, no lock. The relay reads it while the rank computes, hangs or is stopped, and after it was killed.
 The other way, the relay writes what is asked of the rank, which looks there once a step.
 
-Everything that may take long calls `tick` now and then, so that only what makes no progress at all looks hung.
+Everything that may take long calls `progress` now and then, so that only what makes no progress at all looks hung.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Place:
         return self.step if self.phase in DONE else max(0, self.step - 1)
 
 
-class Board:
+class SharedStatus:
     """The page that a rank and its relay share.
 
     Args:
@@ -74,7 +74,7 @@ class Board:
         self.visited: set[int] = set()
 
     @classmethod
-    def create(cls) -> tuple[Board, int]:
+    def create(cls) -> tuple[SharedStatus, int]:
         """Make a page, and a descriptor by which another process can have it."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("ddp_hydra-pulse")
@@ -83,19 +83,19 @@ class Board:
                 fd = os.dup(file.fileno())
         try:
             os.ftruncate(fd, _SIZE)
-            board = cls(mmap.mmap(fd, _SIZE))
+            shared_status = cls(mmap.mmap(fd, _SIZE))
         except OSError:
             os.close(fd)
             raise
-        _STATE.pack_into(board.memory, 0, 0, 0, 0, True)  # until there is a rank to say more
-        return board, fd
+        _STATE.pack_into(shared_status.memory, 0, 0, 0, 0, True)  # until there is a rank to say more
+        return shared_status, fd
 
     @classmethod
-    def of(cls, fd: int) -> Board:
+    def of(cls, fd: int) -> SharedStatus:
         """Take the page of a descriptor, and close that."""
-        board = cls(mmap.mmap(fd, _SIZE))
+        shared_status = cls(mmap.mmap(fd, _SIZE))
         os.close(fd)
-        return board
+        return shared_status
 
     # -- the rank's side -----------------------------------------------------------------------------------
 
@@ -106,9 +106,9 @@ class Board:
         self.visited.add(number)
         self.step, self.phase = step, number
         _PLACE.pack_into(self.memory, _TICKS.size, step, number, self.first)
-        self.tick()
+        self.progress()
 
-    def tick(self) -> None:
+    def progress(self) -> None:
         """Say that something was done; from any thread, so it leaves the place alone."""
         self.ticks += 1
         _TICKS.pack_into(self.memory, 0, self.ticks)
@@ -153,19 +153,19 @@ class Board:
             self.memory.close()
 
 
-_here = Board(bytearray(_SIZE))
+_here = SharedStatus(bytearray(_SIZE))
 _hooks: list[Callable[[str, int], None]] = []
 
 
-def connect(board: Board | None) -> None:
-    """Make `at` and `tick` of this process write on `board`; None for nobody's."""
+def connect(shared_status: SharedStatus | None) -> None:
+    """Make `at` and `progress` of this process write on `shared_status`; None for nobody's."""
     global _here
-    _here = board or Board(bytearray(_SIZE))
+    _here = shared_status or SharedStatus(bytearray(_SIZE))
     _hooks.clear()
 
 
-def here() -> Board:
-    """The board of this process."""
+def here() -> SharedStatus:
+    """The shared_status of this process."""
     return _here
 
 
@@ -193,6 +193,6 @@ def await_saved() -> None:
         time.sleep(0.02)
 
 
-def tick() -> None:
+def progress() -> None:
     """Say that this rank has done something, in whatever it is busy with."""
-    _here.tick()
+    _here.progress()

@@ -162,7 +162,7 @@ def warn(sentence: str) -> None:
 
 def _wait(seconds: float) -> None:
     """Wait for a disk: that is no hang."""
-    heartbeat.tick()
+    heartbeat.progress()
     time.sleep(seconds)
 
 
@@ -260,7 +260,7 @@ def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
             source.unlink(missing_ok=True)  # a full disk, say: nobody would take it away
             raise
 
-    wait_for_space.patiently(attempt, lambda: wait_for_space.of_worker(source.parent), _here.retry_s, warn, _wait)
+    wait_for_space.retry(attempt, lambda: wait_for_space.of_worker(source.parent), _here.retry_s, warn, _wait)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}

@@ -29,7 +29,7 @@ NAMES = ("experiment=pet_names", "data.batch_size=512", "cluster.n_workers=2", "
 JOBS: dict[str, tuple[str, ...]] = {
     "digits, 2 ranks": DIGITS,
     "digits, 4 ranks": (*DIGITS, "cluster.n_workers=4", "data.batch_size=32"),
-    "accumulation": (*DIGITS, "data.batch_size=32", "trainer.accumulate=2"),
+    "accumulation": (*DIGITS, "data.batch_size=32", "trainer.gradient_accumulation_steps=2"),
     "bf16 with clipping": (*DIGITS, "trainer.precision=bf16", "trainer.clip_norm=1", "optimizer=adamw"),
     "without an average": (*DIGITS, "trainer.ema_decay=null", "scheduler=one_cycle"),
     "pet names": (*NAMES, "data.source={names}", "scheduler=step"),

@@ -126,12 +126,12 @@ class Attached:
                 self.show()
                 if ended:
                     break
-                if time.monotonic() - self.heard > self.patience_s():
+                if time.monotonic() - self.heard > self.silence_timeout_s():
                     self.explain_loss()
                     where = plain(f"process {self.status.get('pid')} on {self.status.get('host')}")
                     raise RunFailed(
-                        f"for {self.patience_s():g} s nothing was heard of the run's driver, {where}: it was killed, "
-                        f"or its host is gone. Go on from the last checkpoint with resume={self.there.url}"
+                        f"for {self.silence_timeout_s():g} s nothing was heard of the run's driver, {where}: it was "
+                        f"killed, or its host is gone. Go on from the last checkpoint with resume={self.there.url}"
                     )
                 time.sleep(POLL_S)
         state, said = self.status.get("state"), plain(str(self.status.get("said", "")))
@@ -151,7 +151,7 @@ class Attached:
             said = plain(str(self.status.get("said", "")))
             raise RunFailed(f"{said}\nno other driver has followed; resume={self.there.url} goes on")
 
-    def patience_s(self) -> float:
+    def silence_timeout_s(self) -> float:
         """How long the driver may be silent: the scheduler needs some time to notice, and to have another started."""
         return self.lost_timeout_s * (AGAIN if self.status.get("lives") else 1)
 

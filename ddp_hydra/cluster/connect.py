@@ -24,7 +24,7 @@ from ddp_hydra.cluster.kinds.ssh import Ssh
 from ddp_hydra.cluster.wait_for_workers import count, wait_for_workers
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
-__all__ = ["Remote", "Scheduler", "connect", "is_inline", "is_local", "lend", "load", "start", "sweep"]
+__all__ = ["Remote", "Scheduler", "connect", "is_inline", "is_local", "load", "start", "sweep", "use_existing"]
 
 log = logging.getLogger(__name__)
 MANAGERS: dict[str, type[Manager]] = {
@@ -79,7 +79,7 @@ def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
 _lent: Scheduler | None = None
 
 
-def lend(scheduler: Scheduler) -> None:
+def use_existing(scheduler: Scheduler) -> None:
     """Have all jobs of this process use a cluster that is there already."""
     global _lent
     _lent = scheduler

@@ -145,7 +145,7 @@ def _forget_topic(topic: str | None, scheduler: Any) -> None:
         scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
 
 
-class Guard(SchedulerPlugin):
+class ReservationPlugin(SchedulerPlugin):
     """Tells a gang, in its own topic, that a worker of its is lost, and takes back what a lost client held.
 
     Args:
@@ -176,7 +176,7 @@ class Guard(SchedulerPlugin):
 def _book(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_book"):
         scheduler._ddp_hydra_book, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
-        scheduler.add_plugin(Guard(scheduler), name="ddp_hydra")
+        scheduler.add_plugin(ReservationPlugin(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_book
 
 

@@ -70,7 +70,7 @@ class Handler(Enum):
     """Where the writers run: where the command was typed, or beside rank 0, on the cluster's side."""
 
     client = "client"
-    rank0 = "rank0"
+    cluster = "cluster"
 
 
 @dataclass
@@ -84,9 +84,10 @@ class TrainerConfig:
         precision: fp32, tf32 (matrix products with 11 bits, GPUs), or bf16 and fp16 (autocast).
         channels_last: memory layout of images; null means yes for models with 2-d convolutions.
         compile: torch.compile's mode: default, reduce_overhead (CUDA graphs) or max_autotune; null: not compiled.
-        accumulate: parts of data.batch_size samples in a step of each rank, whose gradients are added up.
+        gradient_accumulation_steps: micro-batches of data.batch_size samples in a step of each rank.
         clip_norm: longest gradient, over all parameters; null for any.
-        recompute: classes of modules whose activations are computed again in the backward pass, to save memory.
+        activation_checkpointing: classes of modules that save memory: the backward pass computes their activations
+            again.
         freeze: parameters that are not trained, e.g. ['*','!fc.*'] for all but the last layer's.
         decay_all: weight decay also for biases and the scales of norms.
         base_batch_size: the optimizer's lr is for so many samples in a step, and grows with them; null: it stays.
@@ -101,8 +102,8 @@ class TrainerConfig:
             the step out (skip), or goes back to the last checkpoint first (rollback). What overflows in fp16 is no
             such step: the loss scale is lowered.
         max_nonfinite: such steps to put up with.
-        stop_after_validations: the run ends when so many in a row were no better than the best; null: it goes on.
-        stop_min_delta: how much better the objective has to be for that.
+        early_stopping_patience: the run ends when so many in a row were no better than the best; null: it goes on.
+        early_stopping_min_delta: how much better the objective has to be for that.
         profile_steps: trace so many steps, and tell where their time goes; 0 for none.
         overfit_batches: train on the first so many batches only, again and again; 0 for all.
         detect_anomaly: have autograd name the operation whose gradient is NaN; slow.
@@ -114,9 +115,9 @@ class TrainerConfig:
     precision: Precision = Precision.fp32
     channels_last: bool | None = None
     compile: CompileMode | None = None
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     clip_norm: float | None = None
-    recompute: list[str] = field(default_factory=list)
+    activation_checkpointing: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
     decay_all: bool = True
     base_batch_size: int | None = None
@@ -129,8 +130,8 @@ class TrainerConfig:
     time_limit_s: float | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.abort
     max_nonfinite: int = 10
-    stop_after_validations: int | None = None
-    stop_min_delta: float = 0.0
+    early_stopping_patience: int | None = None
+    early_stopping_min_delta: float = 0.0
     profile_steps: int = 0
     overfit_batches: int = 0
     detect_anomaly: bool = False
@@ -179,8 +180,8 @@ class ResultsConfig:
     """Where results go.
 
     Args:
-        handler: client: the writers run where the command was typed; rank0: on the cluster's side, into `root`.
-        root: of rank0: s3://bucket/runs or a folder of a shared disk; each run gets its own folder there.
+        handler: client: the writers run where the command was typed; cluster: on the cluster's side, into `root`.
+        root: of cluster: s3://bucket/runs or a folder of a shared disk; each run gets its own folder there.
         keep_checkpoints: newest step files to keep besides last and best; null keeps all.
         retry_s: how long a write is tried again while the disk is full or away, or that of a worker's temporary
             folder, or the bucket fails; 0: not at all.
@@ -230,7 +231,7 @@ class Config:
         seed: of everything random.
         tags: words to find the run by.
         resume: a run directory or checkpoint file to go on from, or the URL of a run.
-        detach: the command returns once the run has begun, and the run goes on without it; needs results.handler=rank0.
+        detach: return once the run has begun; it goes on without the command. Needs results.handler=cluster.
         faults: faults to strike ranks on purpose, see `faults.py`; on the command line +fault=kill,rank=1,step=20.
         dry_run: build model and data and make one step and one batch of the validation, here, without a cluster.
     """
@@ -278,9 +279,9 @@ def check(cfg: DictConfig) -> None:
         "trainer.max_steps": cfg.trainer.max_steps,
         "trainer.log_every_steps": cfg.trainer.log_every_steps,
         "trainer.max_nonfinite": cfg.trainer.max_nonfinite,
-        "trainer.accumulate": cfg.trainer.accumulate,
+        "trainer.gradient_accumulation_steps": cfg.trainer.gradient_accumulation_steps,
         "trainer.base_batch_size": cfg.trainer.base_batch_size,
-        "trainer.stop_after_validations": cfg.trainer.stop_after_validations,
+        "trainer.early_stopping_patience": cfg.trainer.early_stopping_patience,
         "dispatch.min_ranks": cfg.dispatch.min_ranks,
         "results.keep_checkpoints": cfg.results.keep_checkpoints,
     }
@@ -319,25 +320,25 @@ def _check_results(cfg: DictConfig) -> None:
     results = cfg.results
     if not results.retry_s >= 0:
         raise ConfigError(f"results.retry_s={results.retry_s:g}: give seconds, 0 or more")
-    if results.handler is Handler.rank0:
+    if results.handler is Handler.cluster:
         if not results.root:
             raise ConfigError(
-                "results.handler=rank0 needs a place that the workers can write: give results.root=s3://bucket/runs, "
+                "results.handler=cluster needs a place that the workers can write: give results.root=s3://bucket/runs, "
                 "or a folder of a disk that all hosts share"
             )
         if results.mirror:
             raise ConfigError(
-                f"results.mirror={results.mirror}: with results.handler=rank0 the checkpoints are in the store "
+                f"results.mirror={results.mirror}: with results.handler=cluster the checkpoints are in the store "
                 "already; leave it out"
             )
     elif results.root:
         raise ConfigError(
-            f"results.root={results.root} is for results that do not come here: give results.handler=rank0, too, or "
+            f"results.root={results.root} is for results that do not come here: give results.handler=cluster, too, or "
             "hydra.run.dir=<folder> for a folder here"
         )
     elif cfg.detach:
         raise ConfigError(
-            "detach=true: without this command, nobody would write the results: give results.handler=rank0 "
+            "detach=true: without this command, nobody would write the results: give results.handler=cluster "
             "results.root=s3://bucket/runs, too"
         )
 

@@ -50,7 +50,7 @@ class Interrupts:
             yield
 
     @contextmanager
-    def patience(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Inside the block, somebody looks at `wanted`."""
         self.patient = True
         try:

@@ -13,7 +13,7 @@ from ddp_hydra.data.holdout import check, is_of
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.listing import kinds_of, known_size, list_images_once
 from ddp_hydra.data.images.stored import StoredImages
-from ddp_hydra.data.images.string_array import Strings
+from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Store
 
@@ -32,8 +32,8 @@ class S3ImageFolder(StoredImages):
         holdout: share of the images that is kept for validation, 0..1, chosen by a hash of each key.
         split: with a holdout, "train": the images that are not held out; "val": the others.
         listing_max_age_s: a listing on this machine's disk that is no older is used; 0: list each time.
-        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
-            cache_mb, max_bad_fraction and more).
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
+            threads, cache_mb, max_bad_fraction and more).
 
     Attributes:
         skipped: how many objects under the prefix are no images, by extension.
@@ -112,7 +112,7 @@ class S3ImageFolder(StoredImages):
         """Leave out the other images; the classes stay."""
         if not any(wanted):
             raise ValueError(f"no images of {self.where()} are left in this split: type another data.holdout=0.1")
-        self._keys = Strings([key for key, is_wanted in zip(self._keys, wanted, strict=True) if is_wanted])
+        self._keys = StringArray([key for key, is_wanted in zip(self._keys, wanted, strict=True) if is_wanted])
         self._sizes, self.targets = self._sizes[wanted], self.targets[wanted]
 
     def _nothing_found(self, others: Counter[str]) -> str:
@@ -153,7 +153,7 @@ class S3ImageFolder(StoredImages):
         return int(self._sizes[index])
 
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample; raises as `ImageSet.fetch`."""
+        """Return the file of a sample; raises as `ImageDataset.fetch`."""
         try:
             return self._store.get(self._keys[index], known_size(self.n_bytes(index)))
         except ConnectionError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ddp_hydra.data.images.stored import StoredImages
-from ddp_hydra.data.images.string_array import Strings
+from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.storage import Access, Store
 
 
@@ -27,8 +27,8 @@ class ImageTable(StoredImages):
         label_column: name of the column with labels; numbers are sorted as numbers.
         classes_from: a table whose labels are the classes; None: those of this one. A validation set names the
             training set's table here, so that a label that it lacks shifts no other.
-        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
-            cache_mb, max_bad_fraction and more).
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
+            threads, cache_mb, max_bad_fraction and more).
 
     Raises:
         ValueError: an argument out of its range, a table without such columns or rows, or a path out of `root`.
@@ -53,7 +53,7 @@ class ImageTable(StoredImages):
         super().__init__(**images)
         self.table = table
         paths, labels = read_columns(self.access, table, (path_column, label_column))
-        self._paths = Strings(paths)
+        self._paths = StringArray(paths)
         self._root = _folder_of(table) if root is None else root.rstrip("/")
         self._root_store, self._prefix = self.access.open_folder(self._root)
         named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
@@ -75,7 +75,7 @@ class ImageTable(StoredImages):
         return self._paths[index]
 
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample; raises as `ImageSet.fetch`."""
+        """Return the file of a sample; raises as `ImageDataset.fetch`."""
         store, key = self._find(self._paths[index])
         return store.get(key)
 

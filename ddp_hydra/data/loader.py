@@ -22,7 +22,7 @@ from ddp_hydra import heartbeat
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """What a rank computes at once: a step's batch, or a part of it.
 
     Args:
@@ -45,7 +45,7 @@ class Loader:
         dataset: a map-style data set; see `build.py` for what it may offer.
         device: where batches go.
         channels_last: memory layout of 4-d inputs.
-        look_ahead: batches being made while the model trains; 0 makes each when it is asked for.
+        prefetch: batches being made while the model trains; 0 makes each when it is asked for.
         memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
     """
 
@@ -54,13 +54,13 @@ class Loader:
         dataset: Any,
         device: torch.device,
         channels_last: bool = False,
-        look_ahead: int = 3,
+        prefetch: int = 3,
         memory_mb: float = 256,
     ) -> None:
         self.dataset = dataset
         self.device = device
         self.channels_last = channels_last
-        self.look_ahead = look_ahead
+        self.prefetch = prefetch
         self.memory_mb = memory_mb
         self.collate = getattr(dataset, "collate", default_collate)
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
@@ -71,13 +71,13 @@ class Loader:
         if hasattr(self.dataset, "expect"):
             batches = list(batches)
             self.dataset.expect(list(chain.from_iterable(batches)))
-        for batch in self.ahead(batches) if self.look_ahead else self.on_demand(batches):
+        for batch in self.ahead(batches) if self.prefetch else self.on_demand(batches):
             x, y = self.prepare(self.to_device(batch))
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
             yield x, y
 
-    def steps(self, batches: Iterable[list[int]], parts: int) -> Iterator[Iterator[Part]]:
+    def steps(self, batches: Iterable[list[int]], parts: int) -> Iterator[Iterator[MicroBatch]]:
         """Yield the parts of each step, which are read while it is done.
 
         Args:
@@ -89,7 +89,7 @@ class Loader:
         for pieces in ahead:
             total = sum(map(len, pieces))
             yield (
-                Part(*next(loaded), share=len(piece) / total, last=number == len(pieces))
+                MicroBatch(*next(loaded), share=len(piece) / total, last=number == len(pieces))
                 for number, piece in enumerate(pieces, start=1)
             )
         next(loaded, None)  # its end lets go of the threads
@@ -100,8 +100,8 @@ class Loader:
             yield self.wait(partial(self.make, indices))
 
     def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
-        """Make `look_ahead` batches in the background."""
-        with ThreadPoolExecutor(self.look_ahead, thread_name_prefix="loader") as pool:
+        """Make `prefetch` batches in the background."""
+        with ThreadPoolExecutor(self.prefetch, thread_name_prefix="loader") as pool:
             pending: deque[Future[Any]] = deque()
             depth = 1  # until it is known how large they are
             try:
@@ -126,7 +126,7 @@ class Loader:
     def affordable(self, batch: Any) -> int:
         """How many batches like this one are made ahead."""
         room = self.memory_mb * 2**20 // max(1, n_bytes(batch))
-        return int(min(self.look_ahead, max(1, room)))
+        return int(min(self.prefetch, max(1, room)))
 
     def make(self, indices: list[int]) -> Any:
         """Read one batch."""
@@ -134,12 +134,12 @@ class Loader:
             batch = self.collate(self.dataset.__getitems__(indices))
         else:
             batch = self.collate([self.read(index) for index in indices])
-        heartbeat.tick()
+        heartbeat.progress()
         return pin(batch) if self.device.type == "cuda" else batch
 
     def read(self, index: int) -> Any:
         """Read one sample."""
-        heartbeat.tick()
+        heartbeat.progress()
         return self.dataset[index]
 
     def to_device(self, batch: Any) -> Any:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddp_hydra.data.images.color_jitter import Jitter, Shade
+from ddp_hydra.data.images.color_jitter import ColorParams, Jitter
 from ddp_hydra.data.images.decode import JpegHeader, decode_jpeg
 from ddp_hydra.data.images.opencv import cv2
 
 
 @dataclass(frozen=True)
-class Look:
+class CropParams:
     """What is made of one image.
 
     Args:
@@ -46,7 +46,7 @@ class Look:
     width: float
     flip: bool = False
     shift: tuple[int, int] = (0, 0)
-    shade: Shade | None = None
+    shade: ColorParams | None = None
     erased: tuple[int, int, int, int] | None = None
 
 
@@ -58,7 +58,7 @@ class _Transform(ABC):
     fill: Tensor
 
     @abstractmethod
-    def draw(self, height: int, width: int, rng: random.Random) -> Look:
+    def draw(self, height: int, width: int, rng: random.Random) -> CropParams:
         """Choose what will be made of an image of a size, in pixels."""
 
     def of_jpeg(self, data: Any, header: JpegHeader, rng: random.Random) -> Tensor:
@@ -82,7 +82,7 @@ class _Transform(ABC):
         done = self._make(image.permute(1, 2, 0).numpy(), self.draw(image.shape[1], image.shape[2], rng))
         return done.clone() if done.data_ptr() == image.data_ptr() else done
 
-    def _make(self, pixels: np.ndarray, look: Look, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    def _make(self, pixels: np.ndarray, look: CropParams, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
         """Make of an image what was drawn for it.
 
         Args:
@@ -136,10 +136,10 @@ class EvalTransform(_Transform):
             )
         self.center_crop = center_crop
 
-    def draw(self, height: int, width: int, rng: random.Random) -> Look:
+    def draw(self, height: int, width: int, rng: random.Random) -> CropParams:
         """Choose the centre; `rng` is not used."""
         side = max(1, round(min(height, width) * self.center_crop))
-        return Look(round((height - side) / 2), round((width - side) / 2), side, side)
+        return CropParams(round((height - side) / 2), round((width - side) / 2), side, side)
 
 
 class TrainTransform(_Transform):
@@ -191,7 +191,7 @@ class TrainTransform(_Transform):
         self.jitter = Jitter(brightness, contrast, saturation, hue)
         self.fill = (torch.tensor(tuple(fill)) * 255).round().to(torch.uint8).view(3, 1, 1)
 
-    def draw(self, height: int, width: int, rng: random.Random) -> Look:
+    def draw(self, height: int, width: int, rng: random.Random) -> CropParams:
         """Choose the part, whether it is mirrored, its colours, and what is erased."""
         top, left, shift = 0, 0, (0, 0)
         if self.pad_crop:
@@ -201,7 +201,7 @@ class TrainTransform(_Transform):
         flip = rng.random() < self.flip
         shade = self.jitter.draw(rng) if self.jitter else None
         erased = _random_box(self.size, self.size, _ERASED_AREA, _ERASED_RATIO, rng) if self._erases(rng) else None
-        return Look(top, left, height, width, flip, shift, shade, erased)
+        return CropParams(top, left, height, width, flip, shift, shade, erased)
 
     def _erases(self, rng: random.Random) -> bool:
         return bool(self.erase) and rng.random() < self.erase

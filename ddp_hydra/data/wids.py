@@ -35,7 +35,7 @@ class WidsShards(Dataset):
         cache_dir: where shards from elsewhere are kept; None: ddp_hydra/shards in the user's cache folder
             (XDG_CACHE_HOME) of each host. Where others may write to it, each user has a part of it.
         cache_gb: what that folder may take, GiB.
-        look_ahead_shards: shards downloaded before they are needed, where `expect` says which.
+        prefetch_shards: shards downloaded before they are needed, where `expect` says which.
         access: how URLs are read; None: as the environment says.
         decode: decode the fields by their extensions, see `decode_field`; false: leave them as they are in the mapped
             shard (memoryviews, which another process can't be sent: there, make them bytes).
@@ -63,7 +63,7 @@ class WidsShards(Dataset):
         dataset: str | None = None,
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
-        look_ahead_shards: int = 4,
+        prefetch_shards: int = 4,
         access: Access | None = None,
         decode: bool = True,
     ) -> None:
@@ -73,9 +73,7 @@ class WidsShards(Dataset):
         self.shard_lengths = [shard.n_samples for shard in self.shards]
         self.decode = decode
         self._transforms: list[Callable[[Sample], Sample]] = []
-        self._cache = ShardCache(
-            self.shards, cache_dir, int(cache_gb * GIB), look_ahead=look_ahead_shards, access=access
-        )
+        self._cache = ShardCache(self.shards, cache_dir, int(cache_gb * GIB), prefetch=prefetch_shards, access=access)
         self._reset()
 
     def _reset(self) -> None:

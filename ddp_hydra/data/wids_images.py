@@ -21,11 +21,11 @@ class WidsImages(StoredImages):
     samples of the next one, as an image by its neighbour.
 
     Args:
-        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb and look_ahead_shards.
+        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb and prefetch_shards.
         label: extension of the field with the number of the class, as text.
         classes: names of the classes, or how many there are; None: what the index says (`info.classes`).
-        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageSet` (transform, threads,
-            max_bad_fraction and more).
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
+            threads, max_bad_fraction and more).
 
     Raises:
         ValueError: an argument out of its range, a file that is no such index, or classes are nowhere named.
@@ -46,7 +46,7 @@ class WidsImages(StoredImages):
         classes: list[str] | int | None = None,
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
-        look_ahead_shards: int = 4,
+        prefetch_shards: int = 4,
         **images: Any,
     ) -> None:
         super().__init__(**images)
@@ -58,7 +58,7 @@ class WidsImages(StoredImages):
             dataset=dataset,
             cache_dir=cache_dir,
             cache_gb=cache_gb,
-            look_ahead_shards=look_ahead_shards,
+            prefetch_shards=prefetch_shards,
             access=self.access,
             decode=False,
         )
@@ -84,7 +84,7 @@ class WidsImages(StoredImages):
         return self.shards.key(index)
 
     def fetch(self, index: int) -> Any:
-        """Return the image file of a sample, without a copy; raises as `ImageSet.fetch`."""
+        """Return the image file of a sample, without a copy; raises as `ImageDataset.fetch`."""
         image = field_of(self._fields(index), IMAGE_EXTENSIONS)
         if image is None:
             raise ValueError(f"it has no image, only the fields {', '.join(self._fields(index)) or 'none'}")
@@ -121,7 +121,7 @@ class WidsImages(StoredImages):
         self.shards.expect(indices)
 
     def stats(self) -> dict[str, float]:
-        """Return what reading cost in this process so far; as `ImageSet.stats`, but cache hits are of shards."""
+        """Return what reading cost in this process so far; as `ImageDataset.stats`, but cache hits are of shards."""
         return super().stats() | self.shards.stats()
 
     def close(self) -> None:

@@ -16,17 +16,17 @@ from distributed import Future
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
-from ddp_hydra.dispatch.health import Hang, Vitals, waits
+from ddp_hydra.dispatch.health import Hang, HealthMonitor, waits
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.dispatch.rank_states import Roster
+from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import Reader
 from ddp_hydra.dispatch.settings import Settings
-from ddp_hydra.dispatch.workers import CALL_S, Crew
+from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import RankFailed, RecordError, SchedulerLost
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import task
 from ddp_hydra.rank.failure import explain
-from ddp_hydra.rank.launch_spec import Order
+from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.storage import wait_for_space
@@ -66,12 +66,12 @@ class Attempt:
         specs: list[RankSpec],
         interrupts: Interrupts,
         read: Callable[[Attempt, Record], None],
-        launch_spec: Callable[[int, str, RankSpec, bytes], Order],
+        launch_spec: Callable[[int, str, RankSpec, bytes], LaunchSpec],
     ) -> None:
         self.settings, self.number, self.name, self.specs = settings, number, name, specs
         self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
         self.client = settings.client
-        self.crew = Crew(settings.client, name, specs)
+        self.workers = WorkerClient(settings.client, name, specs)
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: list[Future] = []
         self.values: dict[int, Any] = {}
@@ -83,10 +83,10 @@ class Attempt:
         self.begun = time.monotonic()
         self.checked = 0.0
         self.slow_record: Record | None = None
-        self.vitals = Vitals(
+        self.health = HealthMonitor(
             settings.lost_timeout_s, settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s
         )
-        self.roster = Roster(specs, number, self.vitals)
+        self.rank_states = RankStates(specs, number, self.health)
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
 
     def run(self, call: bytes) -> list[Any]:
@@ -126,7 +126,7 @@ class Attempt:
             for spec in self.specs:
                 future = self.client.submit(
                     pickle.loads,
-                    pickle.dumps(task.Sealed(self.launch_spec(self.number, self.name, spec, call))),
+                    pickle.dumps(task.PickledTask(self.launch_spec(self.number, self.name, spec, call))),
                     key=f"{self.name}-rank-{spec.rank}",
                     workers=[spec.worker],
                     # Pinned to a dead worker, a task waits for ever; anywhere else it says at once that it is lost.
@@ -145,7 +145,7 @@ class Attempt:
     def end_all(self) -> None:
         """Stop what still runs, wait for it, and let go of the tasks."""
         try:
-            if not self.roster.is_over and self.crew.is_reachable:
+            if not self.rank_states.is_over and self.workers.is_reachable:
                 self.stop()
                 self.drain(until=time.monotonic() + END_S)
         finally:  # also at a second Ctrl-C, and whatever a rank has still to say
@@ -155,8 +155,8 @@ class Attempt:
 
     def clean_up(self) -> None:
         """Empty the spools."""
-        if self.crew.is_reachable:
-            self.crew.clear()
+        if self.workers.is_reachable:
+            self.workers.clear()
 
     # -- watching ------------------------------------------------------------------------------------------
 
@@ -166,48 +166,49 @@ class Attempt:
         Raises:
             RankFailed: at least one did not end well.
         """
-        while not self.roster.is_over:
+        while not self.rank_states.is_over:
             self.handle_next(timeout_s=CHECK_S)
             if time.monotonic() - self.checked > CHECK_S:
                 self.check()
                 self.checked = time.monotonic()
-            if self.roster.failures:
+            if self.rank_states.failures:
                 self.settle()
-                raise self.roster.error()
+                raise self.rank_states.error()
 
     def settle(self) -> None:
         """Stop the others, and hear all of them out: the first failure to be heard need not be the cause."""
         begin = time.monotonic()
-        self.drain(until=begin + SETTLE_S, enough=lambda: self.roster.cause_is_known)
+        self.drain(until=begin + SETTLE_S, enough=lambda: self.rank_states.cause_is_known)
         # A host that is gone says nothing, and those who talked to it are heard first.
         self.drain(
-            begin + self.settings.lost_timeout_s + 1, enough=lambda: self.roster.cause_is_known or not self.suspects()
+            begin + self.settings.lost_timeout_s + 1,
+            enough=lambda: self.rank_states.cause_is_known or not self.suspects(),
         )
-        self.stop(patiently=all(failure.kind != "hung" for failure in self.roster.failures))
+        self.stop(finish_checkpoint=all(failure.kind != "hung" for failure in self.rank_states.failures))
         end = time.monotonic() + END_S
-        self.drain(until=end, enough=lambda: bool(self.vitals.saving(self.roster.running)))
-        if saving := self.vitals.saving(self.roster.running):
+        self.drain(until=end, enough=lambda: bool(self.health.saving(self.rank_states.running)))
+        if saving := self.health.saving(self.rank_states.running):
             log.warning("rank %s is writing a checkpoint: it gets up to %g s more for it", ranges(saving), SAVE_S)
             end += SAVE_S
         self.drain(until=end)
 
-    def stop(self, patiently: bool = False) -> None:
+    def stop(self, finish_checkpoint: bool = False) -> None:
         """Tell all ranks that still run to end.
 
         Args:
-            patiently: those that are writing a checkpoint, when it is complete.
+            finish_checkpoint: those that are writing a checkpoint, when it is complete.
         """
         self.is_stopping = True
-        self.crew.stop(self.roster.running, patiently)
+        self.workers.stop(self.rank_states.running, finish_checkpoint)
 
     def suspects(self) -> list[int]:
         """Ranks that have missed a beat or two."""
         self.check_silence()
-        return self.vitals.overdue(self.roster.running, time.monotonic(), 2.5 * task.BEAT_S)
+        return self.health.overdue(self.rank_states.running, time.monotonic(), 2.5 * task.BEAT_S)
 
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Handle events until all ranks have ended, or `enough`, or the time of `until` has come."""
-        while not self.roster.is_over and not enough() and time.monotonic() < until:
+        while not self.rank_states.is_over and not enough() and time.monotonic() < until:
             self.handle_next(timeout_s=0.05)
 
     def read_rest(self, failed: RankFailed) -> None:
@@ -234,7 +235,7 @@ class Attempt:
             SchedulerLost: it is gone.
             KeyboardInterrupt: the user wants to end, and nothing can be saved (any more).
         """
-        self.vitals.look(time.monotonic())
+        self.health.look(time.monotonic())
         self.check_reader()
         self.check_interrupt()
         self.check_tasks()
@@ -251,9 +252,9 @@ class Attempt:
         if failed is not None and failed.kind == "file":
             worker = self.specs[failed.rank].worker
             until = time.monotonic() + CALL_S
-            while worker not in self.crew.lost and time.monotonic() < until:  # also when all ranks have ended
+            while worker not in self.workers.lost and time.monotonic() < until:  # also when all ranks have ended
                 self.handle_next(timeout_s=0.05)
-            if worker in self.crew.lost:
+            if worker in self.workers.lost:
                 self.reader.forgive()
                 return
         raise self.reader.error
@@ -263,7 +264,7 @@ class Attempt:
         busy = self.reader.busy
         if busy is None or self.reader.busy_s < CHECK_S:
             return
-        self.vitals.excuse(time.monotonic())
+        self.health.excuse(time.monotonic())
         record = busy[0]
         if self.reader.busy_s > self.settings.hang_timeout_s and record is not self.slow_record:
             self.slow_record = record
@@ -279,12 +280,12 @@ class Attempt:
             return
         if self.finish_by is None:
             self.wanted_at = self.wanted_at or time.monotonic()
-            if not self.vitals.in_loop(self.roster.running):
+            if not self.health.in_loop(self.rank_states.running):
                 if time.monotonic() - self.wanted_at < NEWS_S:  # a rank may be there, and it is not known yet
                     return
                 raise KeyboardInterrupt
             self.finish_by = time.monotonic() + self.settings.grace_s
-            self.crew.finish(self.roster.running, "interrupt")
+            self.workers.finish(self.rank_states.running, "interrupt")
         elif time.monotonic() > self.finish_by:
             raise KeyboardInterrupt
 
@@ -294,32 +295,32 @@ class Attempt:
         Raises:
             SchedulerLost: it is gone.
         """
-        running = [(self.specs[rank], self.futures[rank]) for rank in self.roster.running]
+        running = [(self.specs[rank], self.futures[rank]) for rank in self.rank_states.running]
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
         if self.client.status == "closed" or any(future.status in ("cancelled", "lost") for _, future in running):
             how = "is lost, or was restarted"
-            if self.vitals.away_s > SUSPENDED_S:
-                how = f"has given the workers to others: this program was suspended for {self.vitals.away_s:.0f} s"
+            if self.health.away_s > SUSPENDED_S:
+                how = f"has given the workers to others: this program was suspended for {self.health.away_s:.0f} s"
             raise self.scheduler_lost(how)
         for spec, future in running:
             if future.status == "error":
                 reason = repr(future.exception())[:MESSAGE_CHARS]
                 message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
-                self.roster.fail(spec, "start", message)
-        late = self.roster.late
+                self.rank_states.fail(spec, "start", message)
+        late = self.rank_states.late
         if late and time.monotonic() - self.begun > self.settings.start_timeout_s:
             message = (
                 f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s="
                 f"{self.settings.start_timeout_s:g}: the workers are busy with other Dask tasks, or stuck"
             )
-            self.roster.fail(self.specs[late[0]], "start", message, ended=False)
+            self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
 
     def scheduler_lost(self, how: str) -> SchedulerLost:
         """What to say when there is no scheduler any more; nothing more is asked of it."""
-        self.crew.is_cut_off = True
+        self.workers.is_cut_off = True
         return SchedulerLost(
-            f"the scheduler {self.crew.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> once "
-            "it is back"
+            f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> "
+            "once it is back"
         )
 
     def check_silence(self) -> None:
@@ -328,8 +329,8 @@ class Attempt:
         Raises:
             SchedulerLost: it is the scheduler that is silent.
         """
-        silent = self.vitals.silent(self.roster.running, time.monotonic())
-        if silent and not self.crew.scheduler_answers():
+        silent = self.health.silent(self.rank_states.running, time.monotonic())
+        if silent and not self.workers.scheduler_answers():
             raise self.scheduler_lost(f"was not heard for {self.settings.lost_timeout_s:g} s")
         for rank in silent:
             address = self.specs[rank].worker
@@ -342,22 +343,22 @@ class Attempt:
 
     def check_progress(self) -> None:
         """Treat a gang that makes no progress as failed."""
-        hang = self.vitals.hang(self.roster.running, time.monotonic())
+        hang = self.health.hang(self.rank_states.running, time.monotonic())
         if hang is not None:
             self.on_hang(hang)
 
     def on_hang(self, hang: Hang) -> None:
         """Have all ranks write their stacks into their logs, and name the one that holds up the others."""
-        running, now, time_s, beats = self.roster.running, time.monotonic(), time.time(), dict(self.vitals.beats)
-        self.crew.tell({rank: {"stacks": True} for rank in running})
+        running, now, time_s, beats = self.rank_states.running, time.monotonic(), time.time(), dict(self.health.beats)
+        self.workers.tell({rank: {"stacks": True} for rank in running})
         until = now + 2 * task.STACK_S + CALL_S
-        self.drain(until, enough=lambda: self.stacks.keys() >= set(self.roster.running))
-        self.vitals.beats = beats  # a suspended rank had to be woken for its stack, and went on
+        self.drain(until, enough=lambda: self.stacks.keys() >= set(self.rank_states.running))
+        self.health.beats = beats  # a suspended rank had to be woken for its stack, and went on
         waiting = [rank for rank in running if waits(self.stacks.get(rank, ""))]
-        hang = self.vitals.hang(running, now, waiting) or hang
+        hang = self.health.hang(running, now, waiting) or hang
         stack = self.stacks.get(hang.rank, "")
-        found = self.roster.failure("hung", self.specs[hang.rank], hang.message, time_s=time_s, traceback=stack)
-        self.roster.failures.insert(0, found)
+        found = self.rank_states.failure("hung", self.specs[hang.rank], hang.message, time_s=time_s, traceback=stack)
+        self.rank_states.failures.insert(0, found)
 
     # -- what records tell ---------------------------------------------------------------------------------
 
@@ -384,20 +385,20 @@ class Attempt:
         """Act on a record of the relay's; all others are for the reader."""
         if not 0 <= record.rank < len(self.specs):
             raise RecordError(f"a record claims to come from rank {record.rank} of {len(self.specs)}")
-        self.roster.started.add(record.rank)
-        self.vitals.hear(record.rank, time.monotonic())
+        self.rank_states.started.add(record.rank)
+        self.health.hear(record.rank, time.monotonic())
         if record.kind == "up":
             if "rendezvous" in record.data:
-                self.crew.tell(dict.fromkeys(range(1, len(self.specs)), record.data))
+                self.workers.tell(dict.fromkeys(range(1, len(self.specs)), record.data))
         elif record.kind == "beat":
-            self.vitals.beat(record.rank, record.data, time.monotonic())
+            self.health.beat(record.rank, record.data, time.monotonic())
         elif record.kind == "stack":
             self.stacks[record.rank] = plain(str(record.data.get("text", "")))
         elif record.kind == "warning":
             text = plain(shorten(str(record.data.get("text", "")), MESSAGE_CHARS))
             log.warning("rank %d: %s", record.rank, text)
         elif record.kind == "preempted":
-            self.crew.finish(self.roster.running, "preemption")
+            self.workers.finish(self.rank_states.running, "preemption")
         elif record.kind == "end":
             self.on_end(record)
         else:
@@ -407,20 +408,20 @@ class Attempt:
         """Let a rank know that the client keeps up; called on the reader's thread."""
         self.unacknowledged[rank] += size
         if self.unacknowledged[rank] > ACKNOWLEDGE_BYTES:
-            self.crew.tell({rank: {"acknowledged": self.unacknowledged[rank]}})
+            self.workers.tell({rank: {"acknowledged": self.unacknowledged[rank]}})
             self.unacknowledged[rank] = 0
 
     def on_end(self, record: Record) -> None:
         """Note how a rank ended."""
-        if self.roster.end(record, was_stopped=self.is_stopping):
+        if self.rank_states.end(record, was_stopped=self.is_stopping):
             if record.data.get("status") == "ok":
-                self.values[record.rank] = self.crew.returned(record)
-            self.vitals.beat(record.rank, {**record.data, "phase": record.data.get("phase", "end")}, time.monotonic())
+                self.values[record.rank] = self.workers.returned(record)
+            self.health.beat(record.rank, {**record.data, "phase": record.data.get("phase", "end")}, time.monotonic())
 
     def on_worker_lost(self, address: str, how: str) -> None:
         """Give up a worker, and the rank that it hosted."""
-        self.crew.lost.add(address)
-        self.roster.lose(address, how)
+        self.workers.lost.add(address)
+        self.rank_states.lose(address, how)
 
     def send(self, files: Mapping[str, Path]) -> dict[str, str]:
         """Make files of the client readable for rank 0; returns their paths there.
@@ -430,9 +431,9 @@ class Attempt:
         """
         first = self.specs[0]
         try:
-            return wait_for_space.patiently(
-                lambda: self.crew.send(first.rank, files),
-                lambda: f"the temporary folder {self.crew.folders[first.worker]} of worker {first.worker} is full",
+            return wait_for_space.retry(
+                lambda: self.workers.send(first.rank, files),
+                lambda: f"the temporary folder {self.workers.folders[first.worker]} of worker {first.worker} is full",
                 self.settings.retry_s,
                 log.warning,
             )
@@ -440,7 +441,7 @@ class Attempt:
             if error.errno is not None:  # of a file, here or there
                 raise
             self.silent.add(first.worker)
-            failure = self.roster.failure(
+            failure = self.rank_states.failure(
                 "lost", first, f"its worker {first.worker} could not be given its files: {error}"
             )
             raise RankFailed(explain(failure), failure) from None

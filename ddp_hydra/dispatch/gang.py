@@ -31,7 +31,7 @@ from ddp_hydra.dispatch.call import Call, show
 from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.script import Script, script
 from ddp_hydra.dispatch.settings import Settings
-from ddp_hydra.dispatch.unread_records import Unread
+from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.rank import launch_spec
 from ddp_hydra.rank.failure import explain
@@ -72,7 +72,7 @@ class Gang(Settings):
     attempt: Attempt | None = field(default=None, init=False, repr=False)
     read_from: Attempt | None = field(default=None, init=False, repr=False)
     fetched: bool = field(default=False, init=False, repr=False)
-    unread: Unread = field(default_factory=Unread, init=False, repr=False)
+    unread: UnreadRecords = field(default_factory=UnreadRecords, init=False, repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
@@ -92,7 +92,7 @@ class Gang(Settings):
             call_of: what attempt `number` runs on `world_size` ranks; asked before each.
         """
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
-        self.restarts, self.unread = Restarts(self.max_restarts), Unread()
+        self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
         reserved = Reservation(self.client, name, self.ranks, self.sweep)
         with self.dropped_said(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = self.first_attempt, name
@@ -119,7 +119,7 @@ class Gang(Settings):
     def trains(self) -> bool:
         """Whether the ranks are in their loop, where they can be asked to finish."""
         attempt = self.attempt
-        return attempt is not None and attempt.vitals.in_loop(attempt.roster.running)
+        return attempt is not None and attempt.health.in_loop(attempt.rank_states.running)
 
     @contextmanager
     def dropped_said(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class Gang(Settings):
         try:
             if call.files:
                 kwargs["files"] = attempt.send(call.files)
-            with self.interrupts.patience():
+            with self.interrupts.deferred():
                 return attempt.run(cloudpickle.dumps((call.fn, call.args, kwargs)))
         finally:
             attempt.clean_up()
@@ -158,7 +158,7 @@ class Gang(Settings):
     def consider(self, error: RankFailed) -> None:
         """Raise the error again where there shall be no other attempt."""
         assert self.attempt is not None
-        done = max(self.attempt.vitals.steps_done, error.failure.step - 1)
+        done = max(self.attempt.health.steps_done, error.failure.step - 1)
         wall_s = time.monotonic() - self.attempt.begun
         why_not = self.restarts.note(Ended(self.attempt.number, self.world_size, done, error.failure, wall_s))
         if why_not is not None or self.interrupts.wanted or self.attempt.reader.error:
@@ -178,17 +178,17 @@ class Gang(Settings):
             if is_left or self.on_record in (None, show):
                 self.unread.note(record)
             if is_left:  # the rank waits for room in its spool
-                attempt.crew.drop(record)
+                attempt.workers.drop(record)
 
     def fetch(self, record: Record, target: Path) -> None:
         """Bring the file of a record home; for the writers, while the gang runs."""
         assert self.read_from is not None, "fetch belongs into on_record"
         self.fetched = True
-        self.read_from.crew.fetch(record, target)
+        self.read_from.workers.fetch(record, target)
 
-    def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> launch_spec.Order:
+    def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> launch_spec.LaunchSpec:
         """What the worker of one rank is told."""
-        return launch_spec.Order(
+        return launch_spec.LaunchSpec(
             gang=name,
             attempt=number,
             spec=spec,

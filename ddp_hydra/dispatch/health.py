@@ -80,7 +80,7 @@ def waits(stacks: str) -> bool:
     return bool(WAITS.search(innermost))
 
 
-class Vitals:
+class HealthMonitor:
     """What is known of each rank's life.
 
     Args:

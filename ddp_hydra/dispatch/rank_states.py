@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddp_hydra.dispatch.health import Vitals
+from ddp_hydra.dispatch.health import HealthMonitor
 from ddp_hydra.errors import Failure, JobFailed, RankFailed
 from ddp_hydra.rank.failure import explain, root_cause
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
 
-class Roster:
+class RankStates:
     """The ranks of one attempt, as the client has heard of them.
 
     Args:
         specs: the ranks' places.
         attempt: which start of the gang it is.
-        vitals: what tells silence, hangs and progress.
+        health: what tells silence, hangs and progress.
     """
 
-    def __init__(self, specs: list[RankSpec], attempt: int, vitals: Vitals) -> None:
-        self.specs, self.attempt, self.vitals = specs, attempt, vitals
+    def __init__(self, specs: list[RankSpec], attempt: int, health: HealthMonitor) -> None:
+        self.specs, self.attempt, self.health = specs, attempt, health
         self.started: set[int] = set()
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
@@ -79,7 +79,7 @@ class Roster:
 
     def failure(self, kind: str, spec: RankSpec, message: str, **more: Any) -> Failure:
         """A failure of now, with where the rank was last seen."""
-        beat = self.vitals.beats.get(spec.rank)
+        beat = self.health.beats.get(spec.rank)
         seen: dict[str, Any] = {"step": beat.place.step, "phase": beat.place.phase} if beat else {}
         seen = {"time_s": time.time(), **seen, **more}
         return Failure(kind, spec.rank, spec.host, message, attempt=self.attempt, **seen)

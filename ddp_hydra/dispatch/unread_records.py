@@ -11,7 +11,7 @@ KINDS = {"metrics": "metrics record", "text": "text", "image": "image", "file": 
 """What `results.log`, `text`, `image` and `submit` send, and what one is called."""
 
 
-class Unread:
+class UnreadRecords:
     """Counts dropped records by kind."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ CALL_S = 2.0
 """How long a worker may take to answer a call."""
 
 
-class Crew:
+class WorkerClient:
     """Letters to the ranks of an attempt, and files from and to them.
 
     Args:
@@ -57,14 +57,14 @@ class Crew:
         """Have ranks make a checkpoint at their next step, and end."""
         self.tell({rank: {"finish": heartbeat.REASONS.index(reason)} for rank in ranks})
 
-    def stop(self, ranks: Iterable[int], patiently: bool = False) -> None:
+    def stop(self, ranks: Iterable[int], finish_checkpoint: bool = False) -> None:
         """Tell ranks to end.
 
         Args:
             ranks: which.
-            patiently: a checkpoint that is under way is completed first.
+            finish_checkpoint: a checkpoint that is under way is completed first.
         """
-        self.tell({rank: {"stop": True, "patiently": patiently} for rank in ranks})
+        self.tell({rank: {"stop": True, "finish_checkpoint": finish_checkpoint} for rank in ranks})
 
     def tell(self, letters: Mapping[int, inbox.Message]) -> None:
         """Leave messages for ranks, on all their workers at once."""

@@ -16,7 +16,7 @@ def describe(total: Mapping[str, float], train_s: float, steps: int) -> str | No
     """Say in a line what a run was bound by, if it was long enough, and what reading cost; None for neither.
 
     Args:
-        total: of `data_report.DataReport.total`.
+        total: of `data_report.DataStats.total`.
         train_s: how long it trained, in seconds.
         steps: of the run.
     """

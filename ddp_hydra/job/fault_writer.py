@@ -14,7 +14,7 @@ from ddp_hydra.results import Record
 from ddp_hydra.storage.manifest import FOLDER
 
 
-class RehearsalWriter:
+class FaultWriter:
     """Strikes once the metrics of a fault's step have come.
 
     Args:

@@ -11,7 +11,7 @@ class Batch:
 
     Args:
         size: samples at once, data.batch_size.
-        parts: how many times, trainer.accumulate.
+        parts: how many times, trainer.gradient_accumulation_steps.
     """
 
     size: int
@@ -60,7 +60,7 @@ def describe(batch: Batch, before: int, now: int, shared: Batch) -> str:
         )
     changes = []
     if shared.parts != batch.parts:
-        changes.append(f"trainer.accumulate is {shared.parts} instead of {batch.parts}")
+        changes.append(f"trainer.gradient_accumulation_steps is {shared.parts} instead of {batch.parts}")
     if shared.size != batch.size:
         changes.append(f"data.batch_size is {shared.size} instead of {batch.size}")
     more = ", which takes more memory" if shared.size > batch.size else ""
@@ -68,4 +68,4 @@ def describe(batch: Batch, before: int, now: int, shared: Batch) -> str:
 
 
 def _of(batch: Batch) -> str:
-    return f" trainer.accumulate={batch.parts}" if batch.parts > 1 else ""
+    return f" trainer.gradient_accumulation_steps={batch.parts}" if batch.parts > 1 else ""

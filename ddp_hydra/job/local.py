@@ -24,7 +24,7 @@ from ddp_hydra.errors import CheckpointError, Interrupted
 from ddp_hydra.job import global_batch
 from ddp_hydra.job import run_dir as run_dirs
 from ddp_hydra.job.checks import check
-from ddp_hydra.job.fault_writer import RehearsalWriter, end_scheduler
+from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
 from ddp_hydra.job.global_batch import Batch, share_out
 from ddp_hydra.job.resume import weights_path
 from ddp_hydra.job.summary import read_value, shown_path, why_stopped
@@ -43,7 +43,7 @@ TRAIN = "ddp_hydra.training.loop:train"
 
 
 @dataclass(frozen=True)
-class Guest:
+class RemoteContext:
     """What a job brings along that is run elsewhere than where it was typed.
 
     Args:
@@ -109,7 +109,7 @@ class Job:
         plain: the same as plain values, for the ranks.
         files: files of the client that rank 0 needs: "resume", a checkpoint; "weights", to begin with.
         summary: filled while it runs.
-        guest: where it was typed elsewhere.
+        remote: where it was typed elsewhere.
         kept: what checkpoints keep of the config; None: all but the cluster.
     """
 
@@ -120,12 +120,12 @@ class Job:
         plain: dict[str, Any],
         files: dict[str, Path],
         summary: dict[str, Any],
-        guest: Guest | None = None,
+        remote: RemoteContext | None = None,
         kept: dict[str, Any] | None = None,
     ) -> None:
         self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
-        self.guest, self.kept = guest, kept
-        self.where = guest.url if guest else shown_path(run_dir)
+        self.remote, self.kept = remote, kept
+        self.where = remote.url if remote else shown_path(run_dir)
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_attempt = run_dirs.next_attempt(run_dir)
@@ -140,15 +140,15 @@ class Job:
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
         more: dict[str, Any] = {}
-        if self.guest:
-            more = {"before_mirror": self.guest.before_mirror, "mirror_store": self.guest.checkpoints}
+        if self.remote:
+            more = {"before_mirror": self.remote.before_mirror, "mirror_store": self.remote.checkpoints}
         writers = default_writers(
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
-        writers += self.guest.writers if self.guest else ()
+        writers += self.remote.writers if self.remote else ()
         wanted = fault_injection.parse(self.cfg.faults)
         if wanted:
-            writers.insert(0, RehearsalWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
+            writers.insert(0, FaultWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
         with ResultsHandler(writers, **settings) as handler:
             try:
                 yield handler
@@ -191,7 +191,7 @@ class Job:
                 goes_on=self.goes_on,
                 retry_s=self.cfg.results.retry_s,
                 port_range=(ports[0], ports[1]) if ports else None,
-                cwd=self.guest.cwd if self.guest else "",
+                cwd=self.remote.cwd if self.remote else "",
                 **{str(name): value for name, value in settings.items()},
             )
             with self.handler(gang.fetch, client) as handler:
@@ -228,7 +228,7 @@ class Job:
             self.first_world_size = world_size
             return Call(TRAIN, (plain,), kept, files=self.files)
         batch = self.batch(world_size)
-        plain["data"]["batch_size"], plain["trainer"]["accumulate"] = batch.size, batch.parts
+        plain["data"]["batch_size"], plain["trainer"]["gradient_accumulation_steps"] = batch.size, batch.parts
         return Call(TRAIN, (plain,), kept, files=self.last_files())
 
     def last_files(self) -> dict[str, Path]:
@@ -246,7 +246,7 @@ class Job:
 
     def batch(self, world_size: int) -> Batch:
         """Return what each rank computes in a step, so that the global batch stays what it was, where that can be."""
-        first = Batch(self.plain["data"]["batch_size"], self.plain["trainer"]["accumulate"])
+        first = Batch(self.plain["data"]["batch_size"], self.plain["trainer"]["gradient_accumulation_steps"])
         if world_size == self.first_world_size:
             return first
         shared = share_out(first, self.first_world_size, world_size)
@@ -259,8 +259,8 @@ class Job:
         self.saved |= record.data.get("checkpoint") is not None
         if record.kind != "start":
             return
-        if self.guest:
-            self.guest.note_attempts(self.attempts(gang))
+        if self.remote:
+            self.remote.note_attempts(self.attempts(gang))
         begin = record.step or 0
         if gang.restarts.ended:
             self.summary["steps_lost"] += max(0, gang.restarts.ended[-1].steps_done - begin)

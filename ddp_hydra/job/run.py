@@ -17,20 +17,22 @@ from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import Interrupted
 from ddp_hydra.job import run_dir as run_dirs
 from ddp_hydra.job.checks import check, packed_project
-from ddp_hydra.job.local import Guest, Job
+from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
 
 
-def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Guest | None = None) -> float | None:
+def run(
+    cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), remote: RemoteContext | None = None
+) -> float | None:
     """Train one job.
 
     Args:
         cfg: the composed config.
         run_dir: where its results go.
         overrides: what it was composed with, for TensorBoard's HParams tab.
-        guest: where it was typed elsewhere.
+        remote: where it was typed elsewhere.
 
     Returns:
         The objective's last value, for sweepers.
@@ -46,36 +48,36 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), guest: Gu
         _dry_run(plain)
         return None
     with run_dirs.locked(run_dir):
-        if guest is None:
+        if remote is None:
             run_dirs.refuse_another(run_dir, cfg.resume)
-        print(f"ddp_hydra  ->  {guest.url if guest else shown_path(run_dir)}", flush=True)  # noqa: T201
-        if cfg.results.handler is configs.Handler.rank0:
+        print(f"ddp_hydra  ->  {remote.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
+        if cfg.results.handler is configs.Handler.cluster:
             connect.load()
             from ddp_hydra.job.remote import client
 
             return client.run(cfg, run_dir, overrides)
-        return train(cfg, run_dir, overrides, guest)
+        return train(cfg, run_dir, overrides, remote)
 
 
-def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], guest: Guest | None) -> float | None:
+def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: RemoteContext | None) -> float | None:
     """Train a job whose results are written by this process; see `run`."""
-    where = guest.url if guest else shown_path(run_dir)
+    where = remote.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, where) as summary, ExitStack() as stack:
         check(cfg)
         with held_back():
             from ddp_hydra.writers import hparams  # a config that is refused need not wait for TensorBoard
 
         stack.enter_context(hparams.session(run_dir, overrides))
-        plain = guest.plain if guest else configs.plain(cfg)
-        kept = guest.kept if guest else checkpoint_config.of(cfg)
+        plain = remote.plain if remote else configs.plain(cfg)
+        kept = remote.kept if remote else checkpoint_config.of(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], plain["model"]["weights"], kept["model"]["weights"] = weights, None, None
-        packed = guest.project if guest else packed_project(cfg, plain)
+        packed = remote.project if remote else packed_project(cfg, plain)
         summary["project"] = packed.sha256
         if cfg.trainer.profile_steps:
             summary["profile"] = "profile/table.md"
-        job = Job(run_dir, cfg, plain, files, summary, guest, kept)
+        job = Job(run_dir, cfg, plain, files, summary, remote, kept)
         spec = torchrun.place(cfg.cluster)
         here = spec is not None or connect.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))

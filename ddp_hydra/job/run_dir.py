@@ -26,7 +26,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _TAIL_BYTES = 2**16
 
 
-class Guard(Callback):
+class RunDirCallback(Callback):
     """Refuses a run directory before Hydra writes its `.hydra` there."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:

@@ -197,7 +197,7 @@ class Server:
                 *(c.connection for c in self.callers.values()),
             ):
                 end.close()
-            control, output, board, order, *listener = fds
+            control, output, shared_status, order, *listener = fds
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
@@ -211,7 +211,7 @@ class Server:
             from ddp_hydra.rank import process
 
             its_listener = listener[0] if listener else None
-            code = process.main(request["title"], order, control, board, its_listener)
+            code = process.main(request["title"], order, control, shared_status, its_listener)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

@@ -9,7 +9,7 @@ from ddp_hydra.rank.spec import RankSpec
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchSpec:
     """All that a worker needs to run one rank.
 
     Args:

@@ -45,7 +45,7 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
 
     Args:
         title: what `ps` shows.
-        order_fd: a file with a line of JSON and the pickled call, see `relay.Order`.
+        order_fd: a file with a line of JSON and the pickled call, see `relay.LaunchSpec`.
         control_fd: socket to the relay: records go out, the rendezvous comes in.
         board_fd: the page that says where this rank is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
@@ -58,10 +58,10 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     setproctitle(title)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the relay wants to see the stacks
-    board = heartbeat.Board.of(board_fd)
-    heartbeat.connect(board)
+    shared_status = heartbeat.SharedStatus.of(board_fd)
+    heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
-    signal.signal(signal.SIGTERM, lambda *_: on_sigterm(board))
+    signal.signal(signal.SIGTERM, lambda *_: on_sigterm(shared_status))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
             print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts(job['project'])}")  # noqa: T201
             heartbeat.at("run", 0)
             value = perform(call)
-            heartbeat.at("end", board.step)
+            heartbeat.at("end", shared_status.step)
         end = {"status": "ok", **pack_value(value)}
     except BaseException as error:
         failed_at = time.time()
@@ -94,13 +94,13 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
     return 0 if end["status"] == "ok" else 1
 
 
-def on_sigterm(board: heartbeat.Board) -> None:
+def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
     """Finish at the next step where a loop runs that looks; otherwise, or when the relay wants it, end at once."""
-    place = board.read()
-    if board.die or place.phase in ("join", "run"):
+    place = shared_status.read()
+    if shared_status.die or place.phase in ("join", "run"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    board.ask_to_finish(heartbeat.REASONS.index("preemption"))
+    shared_status.ask_to_finish(heartbeat.REASONS.index("preemption"))
 
 
 def perform(call: bytes) -> Any:
@@ -139,7 +139,7 @@ class PipeSender:
         before: set[Path] = set()
         while len(files := set(self._spool.iterdir())) >= MAX_SPOOLED:
             if files != before:
-                heartbeat.tick()
+                heartbeat.progress()
             before = files
             time.sleep(0.01)
         return self._spool

@@ -28,10 +28,10 @@ import psutil
 from distributed import Worker, get_worker
 
 from ddp_hydra.errors import ConfigError, DiskFull
-from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, Board
+from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
 from ddp_hydra.rank import device_leases, environment, fork_client, gpus, inbox, network, outbox, preemption, rendezvous
 from ddp_hydra.rank.failure import describe_exit
-from ddp_hydra.rank.launch_spec import Order
+from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.results import Record
 from ddp_hydra.storage import wait_for_space
 
@@ -56,7 +56,7 @@ output open for ever."""
 
 
 @dataclass(frozen=True)
-class Sealed:
+class PickledTask:
     """Runs the rank when it is unpickled, which is the task that Dask sees: a scheduler reads each task that it passes
     on, and needs no ddp_hydra for this one.
 
@@ -64,13 +64,13 @@ class Sealed:
         order: all that the worker needs.
     """
 
-    order: Order
+    order: LaunchSpec
 
     def __reduce__(self) -> tuple[Any, ...]:
         return run_rank, (self.order,)
 
 
-def run_rank(order: Order) -> None:
+def run_rank(order: LaunchSpec) -> None:
     """Run one rank to its end."""
     worker = get_worker()
     if worker.address != order.spec.worker:
@@ -79,7 +79,7 @@ def run_rank(order: Order) -> None:
     try:
         try:
             with ExitStack() as stack:
-                end = Relay(worker, order, stack).run()
+                end = RankTask(worker, order, stack).run()
         except Stopped:
             end = {"status": "stopped"}
         except (ConfigError, DiskFull) as error:  # it will be no better the next time
@@ -92,7 +92,7 @@ def run_rank(order: Order) -> None:
         inbox.remove(order.gang, order.spec.rank)  # after its last word: a worker that closes waits for this
 
 
-def publish(worker: Worker, order: Order, kind: str, data: dict[str, Any]) -> None:
+def publish(worker: Worker, order: LaunchSpec, kind: str, data: dict[str, Any]) -> None:
     """Send one record of the relay's own."""
     record = Record(kind, data, order.spec.rank, None, time.time(), order.attempt)
     worker.log_event(order.gang, record.encode())
@@ -102,10 +102,10 @@ class Stopped(Exception):
     """The rank is not wanted any more, before it was started."""
 
 
-class Relay:
+class RankTask:
     """Between one rank's process and the client."""
 
-    def __init__(self, worker: Worker, order: Order, stack: ExitStack) -> None:
+    def __init__(self, worker: Worker, order: LaunchSpec, stack: ExitStack) -> None:
         self.worker, self.order, self.stack = worker, order, stack
         self.task = worker.get_current_task()
         self.rank = order.spec.rank
@@ -121,8 +121,8 @@ class Relay:
         self.stopping_since: float | None = None
         self.save_until: float | None = None
         self.said = b""
-        self.board, self.board_fd = Board.create()
-        stack.callback(self.board.close)
+        self.shared_status, self.board_fd = SharedStatus.create()
+        stack.callback(self.shared_status.close)
         stack.callback(os.close, self.board_fd)
         self.pid: int | None = None
         self.ticks, self.moved = -1, time.monotonic()
@@ -258,7 +258,7 @@ class Relay:
         """
         folder = Path(self.worker.local_directory)
         warn = lambda sentence: publish(self.worker, self.order, "warning", {"text": sentence})  # noqa: E731
-        return wait_for_space.patiently(
+        return wait_for_space.retry(
             action, lambda: wait_for_space.of_worker(folder), self.order.retry_s, warn, self.wait
         )
 
@@ -332,13 +332,13 @@ class Relay:
                 self.unacknowledged -= message["acknowledged"]
                 self.listen()
             elif "stop" in message:
-                self.stop(patiently=bool(message.get("patiently")))
+                self.stop(finish_checkpoint=bool(message.get("finish_checkpoint")))
             elif "finish" in message:
-                self.board.ask_to_finish(message["finish"])
+                self.shared_status.ask_to_finish(message["finish"])
             elif "stacks" in message:
                 self.ask_for_stacks()
             elif "preempted" in message:
-                self.board.ask_to_finish(REASONS.index("preemption"))
+                self.shared_status.ask_to_finish(REASONS.index("preemption"))
                 publish(self.worker, self.order, "preempted", {})
             else:
                 self.send(message)
@@ -392,7 +392,7 @@ class Relay:
     def beat(self) -> None:
         """Tell the client now and then where the rank is; that it is told says that this host is there."""
         now = time.monotonic()
-        place = self.board.read()
+        place = self.shared_status.read()
         behind = self.unacknowledged >= WINDOW_BYTES  # the rank may be waiting for the client
         if place.ticks != self.ticks or behind:
             self.ticks, self.moved = place.ticks, now
@@ -403,7 +403,7 @@ class Relay:
         age_s = now - self.moved
         stopped = age_s > BEAT_S and self.is_suspended()
         data = {"step": place.step, "phase": place.phase, "first": place.first, "age_s": age_s, "stopped": stopped}
-        publish(self.worker, self.order, "beat", {**data, "saving": self.board.saving})
+        publish(self.worker, self.order, "beat", {**data, "saving": self.shared_status.saving})
 
     def is_suspended(self) -> bool:
         """Whether the rank's process is stopped, by SIGSTOP or a debugger."""
@@ -446,23 +446,23 @@ class Relay:
 
     def check_stop(self) -> None:
         """Stop an abandoned rank, and kill one that does not stop."""
-        is_saved = self.save_until is not None and (not self.board.saving or time.monotonic() > self.save_until)
+        is_saved = self.save_until is not None and (not self.shared_status.saving or time.monotonic() > self.save_until)
         if self.stopping_since is None and (is_saved or self.abandoned()):
             self.stop()
         if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:
             self.signal(signal.SIGKILL)
 
-    def stop(self, patiently: bool = False) -> None:
+    def stop(self, finish_checkpoint: bool = False) -> None:
         """Ask the rank to end.
 
         Args:
-            patiently: once its checkpoint is complete that is under way.
+            finish_checkpoint: once its checkpoint is complete that is under way.
         """
-        if patiently and self.board.saving:
+        if finish_checkpoint and self.shared_status.saving:
             self.save_until = self.save_until or time.monotonic() + SAVE_S
         elif self.stopping_since is None:
             self.stopping_since = time.monotonic()
-            self.board.ask_to_die()
+            self.shared_status.ask_to_die()
             self.signal(signal.SIGTERM)
 
     def signal(self, number: int, alone: bool = False) -> None:
@@ -475,7 +475,7 @@ class Relay:
         """What the rank said of its end, else what its exit says."""
         assert self.exit is not None
         said = self.said.decode(errors="replace")
-        place = self.board.read()
+        place = self.shared_status.read()
         where = {"step": place.step, "phase": place.phase}
         if self.end is not None:
             return {**where, **self.end, "said": said}

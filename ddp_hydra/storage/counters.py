@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 
-class Tally:
+class TransferCounters:
     """Counts over all threads of a process, each of which adds up its own: nobody waits for a lock.
 
     A copy that is unpickled begins at zero.
@@ -41,7 +41,7 @@ class Tally:
         return sum(counts.get(name, 0) for counts in list(self._all))
 
 
-class Traffic(Tally):
+class Traffic(TransferCounters):
     """Counts requests that were answered, retries, and bytes."""
 
     def read(self, n_bytes: int) -> None:

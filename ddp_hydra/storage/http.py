@@ -19,15 +19,15 @@ class WebServer(Remote):
     Args:
         url: scheme and host, e.g. "https://example.org"; a query is sent with each request, as signed URLs need it.
         timeout_s: how long a connection may stay silent.
-        patience_s: how long a read is tried again.
+        retry_timeout_s: how long a read is tried again.
         traffic: counts; None: an own one.
     """
 
     def __init__(
-        self, url: str, timeout_s: float = 10.0, patience_s: float = 60.0, traffic: Traffic | None = None
+        self, url: str, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: Traffic | None = None
     ) -> None:
         self.url = url
-        super().__init__(url, timeout_s, patience_s, traffic)
+        super().__init__(url, timeout_s, retry_timeout_s, traffic)
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Refuse: web servers have no listing that programs could rely on."""

@@ -19,7 +19,7 @@ from ddp_hydra.storage.retry import (
     StaleCredentialsError,
     TemporaryError,
     WrongBodyError,
-    patiently,
+    retrying,
 )
 from ddp_hydra.storage.stream import Stream
 
@@ -39,7 +39,7 @@ class Remote(ABC):
     Args:
         url: of the store, for its connections.
         timeout_s: how long a connection may stay silent.
-        patience_s: how long a request is tried again; the first contact gets `FIRST_PATIENCE_S`.
+        retry_timeout_s: how long a request is tried again; the first contact gets `FIRST_RETRY_TIMEOUT_S`.
         traffic: counts; None: an own one.
 
     Attributes:
@@ -48,15 +48,15 @@ class Remote(ABC):
     """
 
     url: str
-    FIRST_PATIENCE_S = 5.0
-    REGION_PATIENCE_S = 1.0
+    FIRST_RETRY_TIMEOUT_S = 5.0
+    REGION_RETRY_TIMEOUT_S = 1.0
     """For a wrong region, before anything has worked."""
 
     def __init__(
-        self, url: str | None, timeout_s: float = 10.0, patience_s: float = 60.0, traffic: Traffic | None = None
+        self, url: str | None, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: Traffic | None = None
     ) -> None:
         self.timeout_s = timeout_s
-        self.patience_s = patience_s
+        self.retry_timeout_s = retry_timeout_s
         self.ranges = True
         self.traffic = traffic or Traffic()
         self._http_url = url
@@ -95,7 +95,7 @@ class Remote(ABC):
         Raises:
             FileNotFoundError: there is no such object.
             PermissionError: no credentials, or wrong ones.
-            ConnectionError: the store is not reachable, or out of order, for longer than `patience_s`.
+            ConnectionError: the store is not reachable, or out of order, for longer than `retry_timeout_s`.
             ValueError: all that came for so long was of another size.
         """
         try:
@@ -226,10 +226,12 @@ class Remote(ABC):
             except Exception as again:
                 raise self._explained(again, key) from None
 
-        patience_s = self.patience_s
+        retry_timeout_s = self.retry_timeout_s
         if not self._worked and (first or isinstance(error, OtherRegionError)):
-            patience_s = self.REGION_PATIENCE_S if isinstance(error, OtherRegionError) else self.FIRST_PATIENCE_S
-        result = patiently(once, patience_s, self.traffic, self._closing, self._renew, error)
+            retry_timeout_s = (
+                self.REGION_RETRY_TIMEOUT_S if isinstance(error, OtherRegionError) else self.FIRST_RETRY_TIMEOUT_S
+            )
+        result = retrying(once, retry_timeout_s, self.traffic, self._closing, self._renew, error)
         self._worked = True
         return result
 

@@ -36,9 +36,9 @@ class StaleCredentialsError(PermissionError):
     """The store does not take the credentials any more, or not these."""
 
 
-def patiently(
+def retrying(
     action: Callable[[], T],
-    patience_s: float,
+    retry_timeout_s: float,
     traffic: Traffic,
     closing: threading.Event,
     renew: Callable[[], bool],
@@ -48,7 +48,7 @@ def patiently(
 
     Args:
         action: what to do.
-        patience_s: how long after the first failure it is tried again.
+        retry_timeout_s: how long after the first failure it is tried again.
         traffic: counts the retries.
         closing: ends the waiting.
         renew: called after stale credentials; whether others may be had.
@@ -58,7 +58,7 @@ def patiently(
         TemporaryError: it did not work in time.
         Exception: what `action` raised, where trying again does not help.
     """
-    wait_s, give_up = FIRST_WAIT_S, time.monotonic() + patience_s
+    wait_s, give_up = FIRST_WAIT_S, time.monotonic() + retry_timeout_s
     while True:
         stale = isinstance(error, StaleCredentialsError)
         if time.monotonic() + wait_s > give_up or (stale and not renew()):

@@ -30,7 +30,7 @@ class Bucket(Remote):
         credentials: access key and secret of a store that is nobody's secret, as the embedded one.
         setting: the config key that names the bucket, for messages.
         timeout_s: how long a connection may stay silent.
-        patience_s: how long a read is tried again.
+        retry_timeout_s: how long a read is tried again.
         traffic: counts; None: an own one.
 
     Raises:
@@ -47,7 +47,7 @@ class Bucket(Remote):
         credentials: tuple[str, str] | None = None,
         setting: str = "data.bucket",
         timeout_s: float = 10.0,
-        patience_s: float = 60.0,
+        retry_timeout_s: float = 60.0,
         traffic: Traffic | None = None,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
@@ -72,7 +72,7 @@ class Bucket(Remote):
                     f"endpoint_url is {self.endpoint_url!r}, and must start with http:// or https://, for "
                     "example data.endpoint_url=http://127.0.0.1:9000"
                 )
-        super().__init__(self.endpoint_url, timeout_s, patience_s, traffic)
+        super().__init__(self.endpoint_url, timeout_s, retry_timeout_s, traffic)
 
     def _open(self) -> Any:
         from obstore.store import S3Store

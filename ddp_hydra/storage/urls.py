@@ -51,7 +51,7 @@ class Access:
         addressing: of s3:// URLs, "path" or "virtual".
         setting: the config key that holds the URL, for messages.
         timeout_s: how long a connection may stay silent.
-        patience_s: how long a read is tried again.
+        retry_timeout_s: how long a read is tried again.
         credentials: access key and secret of s3:// URLs that are nobody's secret, as the embedded store's.
         traffic: counts over all stores.
     """
@@ -62,7 +62,7 @@ class Access:
     addressing: str = "path"
     setting: str = "data.bucket"
     timeout_s: float = 10.0
-    patience_s: float = 60.0
+    retry_timeout_s: float = 60.0
     credentials: tuple[str, str] | None = None
     traffic: Traffic = field(default_factory=Traffic)
     _stores: dict[str, Store] = field(default_factory=dict, repr=False)
@@ -117,7 +117,7 @@ class Access:
         if root.startswith("file://"):
             return LocalFolder(root.removeprefix("file://"), self.traffic)
         if not root.startswith("s3://"):
-            return WebServer(root, self.timeout_s, self.patience_s, self.traffic)
+            return WebServer(root, self.timeout_s, self.retry_timeout_s, self.traffic)
         return Bucket(
             root.removeprefix("s3://"),
             self.endpoint_url,
@@ -127,7 +127,7 @@ class Access:
             self.credentials,
             self.setting,
             self.timeout_s,
-            self.patience_s,
+            self.retry_timeout_s,
             self.traffic,
         )
 

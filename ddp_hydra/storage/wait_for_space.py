@@ -26,7 +26,7 @@ def of_worker(folder: Path) -> str:
     return f"the worker's temporary folder {folder} on host {socket.gethostname()} is full ({free})"
 
 
-def patiently(
+def retry(
     action: Callable[[], T],
     full: Callable[[], str],
     retry_s: float,

@@ -93,11 +93,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def end(self, patience_s: float = KILL_S) -> None:
+    def end(self, timeout_s: float = KILL_S) -> None:
         """Have it end: by a signal, and where that does not help, by force; with all that it has started."""
         if self.process.is_alive():
             self.signal(signal.SIGINT)
-            self.process.join(patience_s)
+            self.process.join(timeout_s)
         kill_group(self.pid)
         self.process.join()
         self.pipe.close()

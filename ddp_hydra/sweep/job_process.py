@@ -11,7 +11,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.sweep.job_returns import first_line, portable, summarised
-from ddp_hydra.sweep.planned_job import Planned
+from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import State
 
 
@@ -32,7 +32,7 @@ class Ended:
     trace: str = ""
 
 
-def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None) -> Ended:
+def coordinate(planned: PlannedJob, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None) -> Ended:
     """Run one job as Hydra does.
 
     Args:
@@ -42,7 +42,7 @@ def coordinate(planned: Planned, context: HydraContext, task: TaskFunction, sche
         scheduler: of the sweep's cluster.
     """
     if scheduler is not None:
-        connect.lend(scheduler)
+        connect.use_existing(scheduler)
     if scheduler is not None and not planned.is_ours:
         from ddp_hydra.sweep.other_apps import on_ranks
 

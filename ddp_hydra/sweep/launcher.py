@@ -41,10 +41,10 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra before the first batch."""
-        from ddp_hydra.sweep.planned_job import Remembering
+        from ddp_hydra.sweep.planned_job import CachingConfigLoader
 
         signals.leave_tidily()
-        self.loader = Remembering(hydra_context.config_loader)
+        self.loader = CachingConfigLoader(hydra_context.config_loader)
         hydra_context.config_loader = self.loader  # type: ignore[assignment]
         self.context, self.task, self.config = hydra_context, task_function, config
         setup_globals()

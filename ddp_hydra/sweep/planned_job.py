@@ -34,7 +34,7 @@ class Need:
 
 
 @dataclass
-class Planned:
+class PlannedJob:
     """A job that is to be run.
 
     Args:
@@ -76,7 +76,7 @@ class Planned:
             return None
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
-    def compose(self, loader: Remembering, config: DictConfig, own_need: Need, sweep_dir: Path) -> None:
+    def compose(self, loader: CachingConfigLoader, config: DictConfig, own_need: Need, sweep_dir: Path) -> None:
         """Compose its config, which takes Hydra some 0.2 s.
 
         Args:
@@ -101,7 +101,7 @@ class Planned:
         self.result = job_returns.failed(self, error)
 
 
-class Remembering:
+class CachingConfigLoader:
     """Hydra's config loader; what it composed for others can be taken.
 
     Sweepers compose each job to see whether they can, and leave the doing to launchers.
@@ -186,7 +186,7 @@ class Numbers:
         return number, None
 
 
-def refuse_foreign_folder(planned: Planned) -> None:
+def refuse_foreign_folder(planned: PlannedJob) -> None:
     """Don't write over what another job has left.
 
     Raises:
@@ -200,7 +200,7 @@ def refuse_foreign_folder(planned: Planned) -> None:
         )
 
 
-def go_on(planned: Planned) -> None:
+def go_on(planned: PlannedJob) -> None:
     """Have an interrupted job of ours go on from its last checkpoint; one without begins again."""
     checkpoints = planned.folder / "checkpoints" / "manifest.json"
     if planned.is_ours and planned.earlier is not None and checkpoints.is_file():

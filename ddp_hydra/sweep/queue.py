@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import job_returns, planned_job
-from ddp_hydra.sweep.planned_job import Need, Planned, Remembering
+from ddp_hydra.sweep.planned_job import CachingConfigLoader, Need, PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
 AHEAD = 16
@@ -36,7 +36,7 @@ class Queue:
     def __init__(
         self,
         folder: Path,
-        loader: Remembering,
+        loader: CachingConfigLoader,
         config: DictConfig,
         own_need: Need,
         earlier: Sequence[Row] | None,
@@ -46,13 +46,13 @@ class Queue:
         self.goes_on = earlier is not None
         self.numbers = planned_job.Numbers(earlier or [])
         self.over = {State.done} if retry_failed else {State.done, State.failed}
-        self.jobs: deque[Planned] = deque()
-        self.later: deque[Planned] = deque()
+        self.jobs: deque[PlannedJob] = deque()
+        self.later: deque[PlannedJob] = deque()
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
 
-    def enter(self, overrides: Sequence[str], wanted: int) -> Planned:
+    def enter(self, overrides: Sequence[str], wanted: int) -> PlannedJob:
         """Let a job in, unless it had its end when the sweep was started before.
 
         Args:
@@ -61,7 +61,7 @@ class Queue:
         """
         task_overrides = planned_job.of_task(overrides)
         number, earlier = self.numbers.of(task_overrides, wanted)
-        job = Planned(Row(number, task_overrides, str(number)), overrides, earlier)
+        job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
         if earlier is not None and earlier.state in self.over:
             job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, planned_job.is_ours(self.config)
             job.result = job_returns.of_before(job)
@@ -69,7 +69,7 @@ class Queue:
             self.jobs.append(job)
         return job
 
-    def first(self, cluster: str | None) -> Planned | None:
+    def first(self, cluster: str | None) -> PlannedJob | None:
         """Return the job whose turn it is, composed.
 
         Args:
@@ -85,7 +85,7 @@ class Queue:
                 return job
         return None
 
-    def take(self) -> Planned:
+    def take(self) -> PlannedJob:
         """Take out the first."""
         return self.jobs.popleft()
 
@@ -94,7 +94,7 @@ class Queue:
         self.jobs, self.later = self.later, deque()
         return bool(self.jobs)
 
-    def compose(self, job: Planned) -> bool:
+    def compose(self, job: PlannedJob) -> bool:
         """Compose a job; one that cannot be has failed."""
         try:
             job.compose(self.loader, self.config, self.own_need, self.folder)

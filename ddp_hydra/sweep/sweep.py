@@ -30,7 +30,7 @@ from ddp_hydra.sweep.forked_process import Child, listen
 from ddp_hydra.sweep.job_process import Ended, coordinate
 from ddp_hydra.sweep.job_returns import failed, with_trace
 from ddp_hydra.sweep.live_table import Display
-from ddp_hydra.sweep.planned_job import Planned, Remembering
+from ddp_hydra.sweep.planned_job import CachingConfigLoader, PlannedJob
 from ddp_hydra.sweep.plot import draw
 from ddp_hydra.sweep.queue import Queue
 from ddp_hydra.sweep.rows import Row, State, counted
@@ -59,7 +59,7 @@ class Running:
         kill_at: when it is ended by force.
     """
 
-    planned: Planned
+    planned: PlannedJob
     child: Child
     begun: float = field(default_factory=time.monotonic)
     stop_reason: str = ""
@@ -94,7 +94,7 @@ class Sweep:
         folder: Path,
         settings: Settings,
         context: HydraContext,
-        loader: Remembering,
+        loader: CachingConfigLoader,
         task: TaskFunction,
         config: DictConfig,
         goes_on: bool,
@@ -138,7 +138,7 @@ class Sweep:
         known = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in known] + [job.row for job in jobs]
         try:
-            with self.interrupts.caught(), self.interrupts.patience():
+            with self.interrupts.caught(), self.interrupts.deferred():
                 self.work()
         finally:
             self.end_all()
@@ -201,12 +201,12 @@ class Sweep:
             self.close_host()
             self.queue.fail_all_on(wanted, error)
 
-    def next_job(self) -> Planned | None:
+    def next_job(self) -> PlannedJob | None:
         """The job whose turn it is on the cluster that is up."""
         up = self.host.config if self.host is not None else "" if self.running else None
         return self.queue.first(up)
 
-    def fits(self, job: Planned) -> bool:
+    def fits(self, job: PlannedJob) -> bool:
         """Whether a job can begin now."""
         if self.settings.max_jobs is not None and len(self.running) >= self.settings.max_jobs:
             return False
@@ -220,7 +220,7 @@ class Sweep:
         may_wait = job.is_ours and waiting < max(1, total // max(1, ranks))
         return self.host.scheduler is not None and (used + ranks <= total or may_wait)
 
-    def start(self, job: Planned) -> None:
+    def start(self, job: PlannedJob) -> None:
         """Start a job in a process of its own."""
         job.row.state, job.row.message = State.running, ""
         if not job.is_ours or not job.need.cluster:
@@ -346,7 +346,7 @@ class Sweep:
         """How many came to which end, and where to look."""
         return f"{counted(self.rows)}  ->  {self.shown}/sweep.md"
 
-    def result(self, job: Planned) -> JobReturn:
+    def result(self, job: PlannedJob) -> JobReturn:
         """What Hydra's sweeper gets of a job."""
         if job.is_ours and job.row.state != State.done:
             return failed(job, SweepFailed(self.closing_line))

@@ -48,7 +48,7 @@ from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.training import parameter_groups, precision
-from ddp_hydra.training.eval_metrics import Scores
+from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel
 
@@ -119,14 +119,14 @@ def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
     wanted = parameters(cfg.sampler["_target_"])
     told = {name: value for name, value in known.items() if name in wanted and value is not None}
-    batch_size = cfg.data.batch_size * cfg.trainer.accumulate
+    batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     return make(cfg.sampler, **arguments, **told)
 
 
 def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
     """Build the loader of a data set."""
-    bounds = {name: cfg.data[name] for name in ("look_ahead", "memory_mb") if cfg.data.get(name) is not None}
+    bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     return Loader(data, device, channels_last, **bounds)
 
 
@@ -168,7 +168,7 @@ def mix(cfg: DictConfig, data: Any) -> Any:
     return make(counted(cfg.mix, data, "mix"))
 
 
-def scores(cfg: DictConfig, data: Any, device: torch.device) -> Scores | None:
+def scores(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics | None:
     """Build the metrics of the validation beside loss and accuracy."""
     if not cfg.metrics:
         return None
@@ -179,7 +179,7 @@ def scores(cfg: DictConfig, data: Any, device: torch.device) -> Scores | None:
             "`pip install 'ddp-hydra[metrics]'` there, or metrics=none"
         )
     metrics = {str(name): make(counted(node, data, f"metrics.{name}")).to(device) for name, node in cfg.metrics.items()}
-    return Scores(metrics, getattr(data, "classes", ()))
+    return EvalMetrics(metrics, getattr(data, "classes", ()))
 
 
 def evaluation(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Evaluation:

@@ -247,7 +247,7 @@ class Ticking:
 
     def write(self, data: Any) -> int:
         """Write one piece."""
-        heartbeat.tick()
+        heartbeat.progress()
         try:
             if self.file.tell():
                 fault_injection.write(self.step)

@@ -15,7 +15,7 @@ from ddp_hydra import heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What all ranks know after a vote.
 
     Args:
@@ -39,15 +39,15 @@ class Vote:
     def __init__(self, ballot: torch.Tensor, work: dist.Work | None, world_size: int) -> None:
         self.ballot, self.work, self.world_size = ballot, work, world_size
 
-    def result(self) -> Verdict:
+    def result(self) -> Decision:
         """Wait for the others."""
         if self.work is not None:
             self.work.wait()
         stop, bad = self.ballot.tolist()
-        return Verdict(stop, self.world_size - bad if bad else None)
+        return Decision(stop, self.world_size - bad if bad else None)
 
 
-class LateVote:
+class DeferredVote:
     """One vote that is cast when its result is asked for.
 
     Args:
@@ -57,12 +57,12 @@ class LateVote:
     def __init__(self, cast: Callable[[], Vote]) -> None:
         self.cast = functools.cache(cast)
 
-    def result(self) -> Verdict:
+    def result(self) -> Decision:
         """Cast it, and wait for the others. A collective."""
         return self.cast().result()
 
 
-class Agreement:
+class StepConsensus:
     """Votes of a gang: 16 bytes that travel while the gradients do, so nobody waits for them.
 
     They go over the CPU: what is voted on has to be there.
@@ -73,7 +73,7 @@ class Agreement:
         self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
-    def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0) -> Vote | LateVote:
+    def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0) -> Vote | DeferredVote:
         """Say what this rank thinks. A collective.
 
         Args:
@@ -82,7 +82,7 @@ class Agreement:
             stop: number of the reason to stop after it; 0 for none.
         """
         if callable(good):
-            return LateVote(lambda: self._cast(good(), stop))
+            return DeferredVote(lambda: self._cast(good(), stop))
         return self._cast(good, stop)
 
     def _cast(self, good: bool, stop: int) -> Vote:
@@ -118,7 +118,7 @@ def has_gloo() -> bool:
         return str(dist.get_backend()) == "gloo"
 
 
-class Finish:
+class StopSignal:
     """Whether this rank should stop at its next step: because it was asked to, or by the clock.
 
     Args:
@@ -128,7 +128,7 @@ class Finish:
     def __init__(self, time_limit_s: float | None = None) -> None:
         self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
 
-    def wanted(self) -> int:
+    def reason(self) -> int:
         """Number of the reason, see `pulse.REASONS`; 0 to go on."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return heartbeat.REASONS.index("time_limit")

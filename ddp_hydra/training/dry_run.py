@@ -14,7 +14,7 @@ from ddp_hydra.console.plural import counted
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.training import builders, parameter_groups, precision
 from ddp_hydra.training.metrics import Meter, count
-from ddp_hydra.training.optimizer_step import Update
+from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
 
 
@@ -40,18 +40,18 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     parameter_groups.freeze(model, cfg.trainer.freeze)
-    parameter_groups.recompute(model, cfg.trainer.recompute)
+    parameter_groups.activation_checkpointing(model, cfg.trainer.activation_checkpointing)
     optimizer = builders.optimizer(cfg, model, sampler.global_batch)
     scheduler = builders.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)))
     scaler = precision.scaler(cfg.trainer.precision, device)
-    update = Update(Parallel(model, model), optimizer, scaler, cfg.trainer.clip_norm)
+    update = OptimizerStep(Parallel(model, model), optimizer, scaler, cfg.trainer.clip_norm)
 
     criterion, mix, class_axis = builders.loss(cfg), builders.mix(cfg, train_set), objective.class_axis(cfg)
     meter = Meter(device)
     update.begin()
     model.train()
-    loader = Loader(train_set, device, channels_last, look_ahead=0)
-    for part in next(loader.steps(sampler.batches(0), cfg.trainer.accumulate)):
+    loader = Loader(train_set, device, channels_last, prefetch=0)
+    for part in next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)):
         x, y = mix(part.x, part.y)
         with precision.autocast(cfg.trainer.precision, device):
             output = model(x)

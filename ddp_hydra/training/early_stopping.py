@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class EarlyStop:
+class EarlyStopping:
     """Counts validations without progress. All ranks know the same metrics, so they agree without asking.
 
     Args:
@@ -23,9 +23,9 @@ class EarlyStop:
         self.waited = 0
 
     @classmethod
-    def of(cls, cfg: Any) -> EarlyStop:
+    def of(cls, cfg: Any) -> EarlyStopping:
         """As the config wants it."""
-        patience, min_delta = cfg.trainer.stop_after_validations, cfg.trainer.stop_min_delta
+        patience, min_delta = cfg.trainer.early_stopping_patience, cfg.trainer.early_stopping_min_delta
         return cls(cfg.objective.metric, cfg.objective.direction == "maximize", patience, min_delta)
 
     def note(self, metrics: Mapping[str, float]) -> bool:

@@ -16,7 +16,7 @@ FEW = 20
 """Up to so many classes, a picture has their names and numbers."""
 
 
-class Scores:
+class EvalMetrics:
     """Several metrics of one evaluation; what is no number, such as a confusion matrix, becomes a picture.
 
     Args:

@@ -13,7 +13,7 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Partition
-from ddp_hydra.training.eval_metrics import Scores
+from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.metrics import Meter, count
 
 
@@ -38,7 +38,7 @@ class Evaluation:
     autocast: Any
     criterion: Callable[..., torch.Tensor]
     class_axis: int | None = -1
-    scores: Scores | None = None
+    scores: EvalMetrics | None = None
     prefix: str = "val"
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class Evaluation:
             meter.add(count(loss, logits, y, self.class_axis))
             if self.scores is not None:
                 self.scores.add(logits, y)
-            heartbeat.tick()
+            heartbeat.progress()
             if stop():
                 break
         return meter.result(self.prefix) | (self.scores.result(self.prefix) if self.scores is not None else {})

@@ -24,7 +24,7 @@ class Touch(nn.Module):
         return torch.stack([(part * 0).sum() for part in self.model.parameters() if part.requires_grad]).sum()
 
 
-def settle_buckets(ddp: DistributedDataParallel) -> None:
+def prebuild_buckets(ddp: DistributedDataParallel) -> None:
     """Have DDP lay out its buckets for good before the first step, not after it.
 
     Where a gradient lies in its bucket decides in which order more than two ranks' are summed. After a restart the

@@ -20,18 +20,18 @@ from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.checkpoint import Position, Saver, State, read_on_all_ranks
-from ddp_hydra.training.consensus import Agreement, Finish
-from ddp_hydra.training.early_stopping import EarlyStop
+from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.inspection import Inspection
 from ddp_hydra.training.metrics import Count, Meter, count, means
 from ddp_hydra.training.monitoring import memory
-from ddp_hydra.training.monitoring.data_stats import DataReport, bad_of_all_ranks, count_bad, skipped_by
+from ddp_hydra.training.monitoring.data_stats import DataStats, bad_of_all_ranks, count_bad, skipped_by
 from ddp_hydra.training.monitoring.profiler import Profile
 from ddp_hydra.training.monitoring.stragglers import Stragglers
-from ddp_hydra.training.monitoring.throughput import Stopwatch
+from ddp_hydra.training.monitoring.throughput import Throughput
 from ddp_hydra.training.nonfinite import NonFinite
-from ddp_hydra.training.optimizer_step import Update
+from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.progress import Progress
 
 
@@ -50,13 +50,13 @@ def train(
         stopped before its end, or "".
     """
     cfg = OmegaConf.create(dict(config))
-    fault, finish = fault_injection.wait(cfg.faults), Finish(cfg.trainer.time_limit_s)
+    fault, stop_signal = fault_injection.wait(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     seed_others(cfg.seed)  # all ranks split a data set alike
     with builders.datasets(cfg) as (train_set, val_set):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             paths = {name: Path(path) for name, path in (files or {}).items()}
-            value = fit(cfg, train_set, val_set, paths, fault, finish, kept)
+            value = fit(cfg, train_set, val_set, paths, fault, stop_signal, kept)
         for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
             print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
         return value | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
@@ -68,7 +68,7 @@ def fit(
     val_set: Any,
     files: Mapping[str, Path],
     fault: fault_injection.Armed,
-    finish: Finish,
+    stop_signal: StopSignal,
     kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train on a data set.
@@ -79,7 +79,7 @@ def fit(
         val_set: the validation data, or None.
         files: "resume", the checkpoint to go on from; "weights", to begin with; only rank 0 reads them.
         fault: what shall go wrong on this rank on purpose.
-        finish: whether to stop before the end.
+        stop_signal: whether to stop before the end.
         kept: what checkpoints keep of the config; None: all but the cluster.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -100,7 +100,7 @@ def fit(
     if channels_last:
         bare = bare.to(memory_format=torch.channels_last)
     parameter_groups.freeze(bare, cfg.trainer.freeze)
-    parameter_groups.recompute(bare, cfg.trainer.recompute)
+    parameter_groups.activation_checkpointing(bare, cfg.trainer.activation_checkpointing)
     model = builders.parallel(cfg, bare)
     frozen = parameter_groups.frozen_norms(model.model)  # only now: sync_batchnorm puts others in their places
     criterion, mix, class_axis = builders.loss(cfg), builders.mix(cfg, train_set), objective.class_axis(cfg)
@@ -114,8 +114,8 @@ def fit(
     scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps)
     scaler = precision.scaler(cfg.trainer.precision, device)
     ema = Ema(model.model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
-    update = Update(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
-    early_stop = EarlyStop.of(cfg)
+    update = OptimizerStep(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
+    early_stop = EarlyStopping.of(cfg)
     extras = {"scaler": scaler, "ema": ema, "early_stop": early_stop, "progress": progress}
     state = State(model.model, optimizer, scheduler, position, dict(kept or checkpoint_config.of(cfg)), extras)
     changed = ""
@@ -127,10 +127,10 @@ def fit(
 
     loader = builders.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
-    meter, saver, agreement = Meter(device), Saver(), Agreement()
+    meter, saver, consensus = Meter(device), Saver(), StepConsensus()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.alike
-    inspection = Inspection(update, agreement, late)
+    inspection = Inspection(update, consensus, late)
     metrics: dict[str, float] = {}
     stop = 0
     if rank == 0:
@@ -141,7 +141,7 @@ def fit(
             told["lines"].append(f"weights   from a file, all but {', '.join(new) or 'none'}")
         results.emit("start", told, position.step)
 
-    watch, data_report = Stopwatch(position.samples), DataReport(loader)
+    watch, data_report = Throughput(position.samples), DataStats(loader)
     stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
     profile = Profile(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
     profile.check(total_steps)
@@ -151,7 +151,7 @@ def fit(
         model.train(frozen)
         heartbeat.at("load", position.step + 1)
         batches = sampler.batches(position.epoch, position.offset) if not state.pending else ()
-        for parts in loader.steps(batches, cfg.trainer.accumulate):
+        for parts in loader.steps(batches, cfg.trainer.gradient_accumulation_steps):
             step = position.step + 1
             seed_step(cfg.seed, step, rank)
             nonfinite.before_step()
@@ -159,11 +159,11 @@ def fit(
             losses: list[torch.Tensor] = []
             counts: list[Count] = []
 
-            for part in parts:  # one, or trainer.accumulate of them
+            for part in parts:  # one, or trainer.gradient_accumulation_steps of them
                 heartbeat.at("forward", step)
                 x, y = mix(part.x, part.y)
                 profile.note_batch(x)
-                with model.exchange(part.last):
+                with model.sync_gradients(part.last):
                     with autocast:
                         logits = model(x)
                         loss = criterion(logits, y)
@@ -173,19 +173,19 @@ def fit(
                     losses.append(shared.detach())
                     if part.last:
                         # It travels with the gradients; from a GPU, after them.
-                        vote = inspection.vote(losses, stop=finish.wanted())
+                        vote = inspection.vote(losses, stop=stop_signal.reason())
 
                     heartbeat.at("backward", step)
                     update.backward(shared)
                 counts.append(count(loss, logits, y, class_axis))
-            verdict = vote.result()
-            stop = verdict.stop
+            decision = vote.result()
+            stop = decision.stop
 
             heartbeat.at("update", step)
             left = sampler.steps(position.offset + sampler.global_batch) if step < total_steps else 0
             often = cfg.trainer.log_every_steps, cfg.trainer.checkpoint_every_steps
             now = bool(stop) or not left or step in nonfinite.seen or any(due(step, every) for every in often)
-            trouble = inspection.judge(verdict, losses, now)
+            trouble = inspection.judge(decision, losses, now)
             if trouble is None:
                 update.apply()
                 meter.add(*counts)
@@ -209,7 +209,7 @@ def fit(
                 heartbeat.at("log", step)
                 counted = meter.take()  # waits for the device, whose work belongs to the lap
                 lap_s, speed = watch.lap(position.samples)
-                sums, reading, own = agreement.gather(counted, data_report.mine(lap_s), stragglers.mine())
+                sums, reading, own = consensus.gather(counted, data_report.mine(lap_s), stragglers.mine())
                 training = means("train", sums) | update.metrics() | {"samples_per_s": speed}
                 training |= data_report.lap(reading) | stragglers.lap(own)
                 metrics |= training
@@ -217,7 +217,7 @@ def fit(
             if save:
                 state.pending = boundary
                 heartbeat.at("save", step)
-                update.settle()
+                update.synchronise()
                 nonfinite.keep()
                 if rank == 0:
                     saver.save(state, metrics, best=False)
@@ -235,13 +235,13 @@ def fit(
             position.end_epoch()
             progress.move(scheduler)
         last = position.step >= total_steps
-        update.settle()
+        update.synchronise()
         judged = validation is None
         if validation is not None and (last or due(position.epoch, cfg.trainer.validate_every_epochs)):
             heartbeat.at("validate", position.step)
             with watch.paused():
-                found = validation.run(ema.model if ema else model.model, stop=finish.wanted)
-            stop = agreement.vote(stop=finish.wanted()).result().stop
+                found = validation.run(ema.model if ema else model.model, stop=stop_signal.reason)
+            stop = consensus.vote(stop=stop_signal.reason()).result().stop
             if not stop:
                 judged = True
                 metrics |= found
@@ -260,7 +260,7 @@ def fit(
                 saver.save(state, metrics, best)
         if unknown:
             saver.wait()
-            agreement.vote().result()  # no rank ends before it is saved
+            consensus.vote().result()  # no rank ends before it is saved
             raise objective.unknown(cfg.objective.metric, metrics)
     saver.wait()
     total = watch.total(position.samples)
@@ -338,7 +338,7 @@ def header(
     frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
     validation = f", {len(val_set):,} for validation" if val_set is not None else ""
     ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
-    parts = f"{cfg.trainer.accumulate} parts x " if cfg.trainer.accumulate > 1 else ""
+    parts = f"{cfg.trainer.gradient_accumulation_steps} parts x " if cfg.trainer.gradient_accumulation_steps > 1 else ""
     lines = [
         f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
         f"data      {counted(len(train_set), 'sample')}{validation}",

@@ -13,7 +13,7 @@ from ddp_hydra.training.finite import Gradients
 from ddp_hydra.training.parallel import Parallel
 
 
-class Update:
+class OptimizerStep:
     """One optimizer step, with all that belongs to it.
 
     Args:
@@ -86,9 +86,9 @@ class Update:
         """Leave the step out."""
         self.model.forget()
 
-    def settle(self) -> None:
+    def synchronise(self) -> None:
         """Make the weights, and their average, the same on all ranks; before they are judged or saved. A collective."""
-        self.model.settle(*([self.ema.model] if self.ema is not None else []))
+        self.model.synchronise(*([self.ema.model] if self.ema is not None else []))
 
     def metrics(self) -> dict[str, float]:
         """What is logged: the learning rate, and what else there is."""

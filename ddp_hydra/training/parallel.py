@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.gradient_buckets import has_sparse, settle_buckets
+from ddp_hydra.training.gradient_buckets import has_sparse, prebuild_buckets
 from ddp_hydra.training.shared_memory import SharedGradients
 
 HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
@@ -55,7 +55,7 @@ class Parallel:
         for layer in frozen:
             layer.eval()
 
-    def exchange(self, wanted: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, wanted: bool) -> AbstractContextManager[Any]:
         """The context of a forward and backward pass: whether its gradients are summed over the ranks."""
         return nullcontext()
 
@@ -65,7 +65,7 @@ class Parallel:
     def forget(self) -> None:
         """Called after a step whose gradients were refused: nothing of them may get into the next ones."""
 
-    def settle(self, *averages: nn.Module) -> None:
+    def synchronise(self, *averages: nn.Module) -> None:
         """Make the model, and averages of it, the same on all ranks; before they are judged or saved. A collective."""
 
 
@@ -78,7 +78,7 @@ class DDP(Parallel):
         self.compression: Any = None
         self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
 
-    def exchange(self, wanted: bool) -> AbstractContextManager[Any]:
+    def sync_gradients(self, wanted: bool) -> AbstractContextManager[Any]:
         """As the model; without, gradients are only added up."""
         return nullcontext() if wanted else self.wrapped.no_sync()  # type: ignore[operator]
 
@@ -94,7 +94,7 @@ class DDP(Parallel):
                 memory.clear()
 
     @torch.no_grad()
-    def settle(self, *averages: nn.Module) -> None:
+    def synchronise(self, *averages: nn.Module) -> None:
         """Average what the ranks have each for themselves."""
         for model in (self.model, *averages):
             if self.averager is not None:
@@ -173,7 +173,7 @@ def ddp(
     if batchnorm == "average":
         wrapped.broadcast_buffers = False  # only now: all begin with rank 0's
     if not static_graph and not find_unused_parameters:
-        settle_buckets(wrapped)
+        prebuild_buckets(wrapped)
     parallel = DDP(model, wrapped, batchnorm)
     if dist.get_world_size() > 1:
         _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)

@@ -73,7 +73,7 @@ def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iter
     return [group for group in groups if group["params"]]
 
 
-def recompute(model: nn.Module, classes: Iterable[str]) -> None:
+def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
     """Have parts of a model forget their activations and compute them again in the backward pass: less memory.
 
     Args:
@@ -87,7 +87,9 @@ def recompute(model: nn.Module, classes: Iterable[str]) -> None:
         parts = [module for module in model.modules() if type(module).__name__ == name]
         if not parts:
             known = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(f"trainer.recompute has {name!r}, and the model is made of {', '.join(known)}")
+            raise ConfigError(
+                f"trainer.activation_checkpointing has {name!r}, and the model is made of {', '.join(known)}"
+            )
         for part in parts:
             part.forward = partial(_twice, part.forward)
 

@@ -22,7 +22,7 @@ _ADVICE = {errno.ENOSPC: ": free some space there", errno.EDQUOT: ": free some o
 log = logging.getLogger(__name__)
 
 
-class Patience:
+class DiskRetry:
     """Has a record written again while what keeps it from the disk may pass.
 
     It waits in vain only once: after that, every error is raised at once.

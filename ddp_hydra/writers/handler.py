@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
-from ddp_hydra.writers.disk_retry import Patience
+from ddp_hydra.writers.disk_retry import DiskRetry
 from ddp_hydra.writers.validate import check_record, metric_values
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ResultsHandler:
     def __init__(self, writers: Iterable[Writer], retry_s: float = 0.0, give_up: threading.Event | None = None) -> None:
         self.writers = list(writers)
         self.give_up = give_up or threading.Event()
-        self._patience = Patience(retry_s, self.give_up)
+        self._retry = DiskRetry(retry_s, self.give_up)
         self.counts: Counter[str] = Counter()
         self.metrics: dict[str, float] = {}
         self.step: int | None = None
@@ -93,7 +93,7 @@ class ResultsHandler:
         for writer in self.writers:
             try:
                 if action == "write":
-                    self._patience.write(writer, *args)
+                    self._retry.write(writer, *args)
                 else:
                     getattr(writer, action)()
             except OSError as error:

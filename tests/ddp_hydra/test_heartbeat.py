@@ -11,30 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra import heartbeat
-from ddp_hydra.heartbeat import PHASES, REASONS, Board, Place
+from ddp_hydra.heartbeat import PHASES, REASONS, Place, SharedStatus
 
 places = st.tuples(st.sampled_from(PHASES), st.integers(0, 2**63 - 1))
 
 
 @pytest.fixture
-def page() -> Iterator[tuple[Board, int]]:
+def page() -> Iterator[tuple[SharedStatus, int]]:
     """A page as a relay has it, and its descriptor."""
-    board, fd = Board.create()
-    yield board, fd
-    board.close()
+    shared_status, fd = SharedStatus.create()
+    yield shared_status, fd
+    shared_status.close()
     os.close(fd)
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    """The board of this process."""
+def shared_status() -> Iterator[SharedStatus]:
+    """The shared_status of this process."""
     heartbeat.connect(None)
     yield heartbeat.here()
     heartbeat.connect(None)
 
 
-def plain() -> Board:
-    return Board(bytearray(128))
+def plain() -> SharedStatus:
+    return SharedStatus(bytearray(128))
 
 
 # -- between two processes ---------------------------------------------------------------------------------
@@ -42,9 +42,9 @@ def plain() -> Board:
 RANK = """
 import sys
 from ddp_hydra import heartbeat
-heartbeat.connect(heartbeat.Board.of(int(sys.argv[1])))
+heartbeat.connect(heartbeat.SharedStatus.of(int(sys.argv[1])))
 heartbeat.at("load", 2**40)
-heartbeat.tick()
+heartbeat.progress()
 print("there", flush=True)
 sys.stdin.readline()
 print(heartbeat.here().finish, heartbeat.here().die, flush=True)
@@ -53,7 +53,7 @@ heartbeat.at("save", 2**40)
 
 
 def test_a_page_is_shared_with_another_process_both_ways_and_outlives_it(page):
-    board, fd = page
+    shared_status, fd = page
     with subprocess.Popen(
         [sys.executable, "-S", "-c", RANK, str(fd)],
         pass_fds=[fd],
@@ -63,25 +63,25 @@ def test_a_page_is_shared_with_another_process_both_ways_and_outlives_it(page):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as rank:
         assert rank.stdout.readline() == "there\n"
-        assert board.read() == Place(ticks=2, step=2**40, phase="load", first=True)
-        board.ask_to_finish(REASONS.index("preemption"))
-        board.ask_to_die()
+        assert shared_status.read() == Place(ticks=2, step=2**40, phase="load", first=True)
+        shared_status.ask_to_finish(REASONS.index("preemption"))
+        shared_status.ask_to_die()
         rank.stdin.write("go on\n")
         rank.stdin.close()
         assert rank.stdout.readline() == "3 True\n"
     assert rank.returncode == 0
-    assert board.read() == Place(ticks=3, step=2**40, phase="save", first=True)
+    assert shared_status.read() == Place(ticks=3, step=2**40, phase="save", first=True)
 
 
 def test_taking_a_page_closes_its_descriptor_and_keeps_what_is_on_it(page):
-    board, fd = page
+    shared_status, fd = page
     other = os.dup(fd)
-    same = Board.of(other)
+    same = SharedStatus.of(other)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(other)
     same.enter("forward", 3)
-    board.ask_to_finish(1)
-    assert (board.read().step, same.finish) == (3, 1)
+    shared_status.ask_to_finish(1)
+    assert (shared_status.read().step, same.finish) == (3, 1)
     same.close()
 
 
@@ -98,7 +98,7 @@ def test_a_page_that_cannot_be_made_leaves_no_descriptor_behind(monkeypatch):
 
     monkeypatch.setattr(os, "ftruncate", fail)
     with pytest.raises(OSError, match=os.strerror(errno.ENOMEM)):
-        Board.create()
+        SharedStatus.create()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0])
 
@@ -106,7 +106,7 @@ def test_a_page_that_cannot_be_made_leaves_no_descriptor_behind(monkeypatch):
 @given(st.binary(min_size=128, max_size=128))
 def test_whatever_is_on_a_page_can_be_read(content):
     """A rank may write anything there, and be read in the middle of it."""
-    place = Board(bytearray(content)).read()
+    place = SharedStatus(bytearray(content)).read()
     assert place.phase in PHASES
     assert place.ticks >= 0
     assert isinstance(place.first, bool)
@@ -119,40 +119,40 @@ def test_whatever_is_on_a_page_can_be_read(content):
 
 @given(st.lists(places, min_size=1, max_size=20))
 def test_a_page_says_where_the_rank_was_last_and_counts_what_it_did(visits):
-    board = plain()
+    shared_status = plain()
     for n, (phase, step) in enumerate(visits, start=1):
-        board.enter(phase, step)
-        board.tick()
-        assert board.read() == Place(2 * n, step, phase, board.first)
+        shared_status.enter(phase, step)
+        shared_status.progress()
+        assert shared_status.read() == Place(2 * n, step, phase, shared_status.first)
 
 
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 5)), max_size=30))
 def test_a_phase_is_visited_for_the_first_time_until_the_rank_goes_elsewhere(visits):
-    board, before, seen, was_first = plain(), None, set(), False
+    shared_status, before, seen, was_first = plain(), None, set(), False
     for visit in visits:
-        board.enter(*visit)
+        shared_status.enter(*visit)
         was_first = visit[0] not in seen or (was_first and visit == before)
-        assert board.read().first == was_first
+        assert shared_status.read().first == was_first
         seen.add(visit[0])
         before = visit
 
 
 def test_each_phase_is_new_in_the_first_step_only():
-    board, first = plain(), []
+    shared_status, first = plain(), []
     for step in (1, 2):
         for phase in ("load", "forward", "forward", "backward"):
-            board.enter(phase, step)
-            first.append(board.read().first)
+            shared_status.enter(phase, step)
+            first.append(shared_status.read().first)
     assert first == [True] * 4 + [False] * 4
 
 
 def test_a_tick_of_another_thread_does_not_bring_back_an_old_place():
-    board = plain()
-    board.enter("load", 1)
-    other = Board(board.memory)  # knows no place, as a thread that was held up may know an old one
-    board.enter("forward", 2)
-    other.tick()
-    assert (board.read().phase, board.read().step) == ("forward", 2)
+    shared_status = plain()
+    shared_status.enter("load", 1)
+    other = SharedStatus(shared_status.memory)  # knows no place, as a thread that was held up may know an old one
+    shared_status.enter("forward", 2)
+    other.progress()
+    assert (shared_status.read().phase, shared_status.read().step) == ("forward", 2)
 
 
 @pytest.mark.parametrize(
@@ -176,38 +176,38 @@ def test_ranks_pass_the_places_of_a_step_in_order():
     assert sorted(passed, key=lambda place: place.order) == passed
 
 
-def test_a_phase_that_does_not_exist_is_refused(board):
+def test_a_phase_that_does_not_exist_is_refused(shared_status):
     with pytest.raises(ValueError, match="not in tuple"):
         heartbeat.at("lunch", 1)
-    assert board.read().ticks == 0
+    assert shared_status.read().ticks == 0
 
 
 # -- what is asked of it -----------------------------------------------------------------------------------
 
 
 def test_the_first_reason_to_finish_stays():
-    board = plain()
-    assert (board.finish, board.die) == (0, False)
-    board.ask_to_finish(REASONS.index("interrupt"))
-    board.ask_to_finish(REASONS.index("preemption"))
-    assert REASONS[board.finish] == "interrupt"
-    assert not board.die
-    board.ask_to_die()
-    assert board.die
+    shared_status = plain()
+    assert (shared_status.finish, shared_status.die) == (0, False)
+    shared_status.ask_to_finish(REASONS.index("interrupt"))
+    shared_status.ask_to_finish(REASONS.index("preemption"))
+    assert REASONS[shared_status.finish] == "interrupt"
+    assert not shared_status.die
+    shared_status.ask_to_die()
+    assert shared_status.die
 
 
 @given(st.lists(places, max_size=5))
 def test_what_is_asked_of_a_rank_survives_where_it_goes(visits):
-    board = plain()
-    board.ask_to_finish(2)
+    shared_status = plain()
+    shared_status.ask_to_finish(2)
     for phase, step in visits:
-        board.enter(phase, step)
-    assert (board.finish, board.die) == (2, False)
+        shared_status.enter(phase, step)
+    assert (shared_status.finish, shared_status.die) == (2, False)
 
 
 def test_a_checkpoint_under_way_is_on_the_page_and_waited_for(page, monkeypatch):
     assert not page[0].saving
-    other = Board.of(os.dup(page[1]))
+    other = SharedStatus.of(os.dup(page[1]))
     heartbeat.connect(other)
     other.saving = True
     assert page[0].saving
@@ -224,21 +224,21 @@ def test_a_checkpoint_under_way_is_on_the_page_and_waited_for(page, monkeypatch)
 # -- of this process ---------------------------------------------------------------------------------------
 
 
-def test_what_this_process_says_is_on_its_board_until_another_is_connected(board):
+def test_what_this_process_says_is_on_its_board_until_another_is_connected(shared_status):
     heartbeat.at("load", 1)
-    heartbeat.tick()
-    assert board.read().ticks == 2
+    heartbeat.progress()
+    assert shared_status.read().ticks == 2
     other = plain()
     heartbeat.connect(other)
     heartbeat.at("save", 9)
-    assert (board.read().step, other.read().step) == (1, 9)
+    assert (shared_status.read().step, other.read().step) == (1, 9)
 
 
-def test_hooks_hear_of_each_phase_after_it_was_written_and_are_forgotten_with_the_board(board):
+def test_hooks_hear_of_each_phase_after_it_was_written_and_are_forgotten_with_the_board(shared_status):
     heard = []
     heartbeat.on_phase(lambda phase, step: heard.append((phase, step, heartbeat.here().read().phase)))
     heartbeat.at("load", 1)
-    heartbeat.tick()
+    heartbeat.progress()
     heartbeat.at("forward", 1)
     heartbeat.connect(None)
     heartbeat.at("backward", 1)

@@ -446,7 +446,7 @@ def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients
     story = chaos.done(client, ranks=4, on_record=kill, overrides=(*settings, "model.dropout=0", *fewer, *SLOW))
     assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
     assert story.summary["world_size"] == 3
-    changed = "trainer.accumulate is 2 instead of 1 and data.batch_size is 4 instead of 6, so the global batch stays 24"
+    changed = "trainer.gradient_accumulation_steps is 2 instead of 1 and data.batch_size is 4 instead of 6, so"
     assert changed in caplog.text
     samples = story.samples(accumulate={1: 2})
     assert len(samples) == 12

@@ -105,8 +105,8 @@ def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, st
     "sampler",
     [
         ("distributed",),
-        ("chunked", "sampler.chunk_samples=7", "sampler.lanes=3"),
-        ("sharded", "sampler.lanes=4"),
+        ("chunked", "sampler.chunk_samples=7", "sampler.interleave=3"),
+        ("sharded", "sampler.interleave=4"),
         ("weighted", "sampler.balance=0.5"),
     ],
     ids=lambda sampler: sampler[0],
@@ -161,7 +161,8 @@ def shards(store, tmp_path) -> tuple[str, ...]:
             store.objects[f"shards/{part}/{file.name}"] = file.read_bytes()
     where = {"index": f"{store.url}/shards/train/index.json", "val_index": f"{store.url}/shards/val/index.json"}
     return (
-        "data=wids", "model=pixels", "optimizer.lr=0.1", "sampler=chunked", "sampler.lanes=3", "data.image_size=16",
+        "data=wids", "model=pixels", "optimizer.lr=0.1", "sampler=chunked", "sampler.interleave=3",
+        "data.image_size=16",
         "data.center_crop=1.0", f"data.index={where['index']}", f"data.val_index={where['val_index']}",
         f"data.cache_dir={tmp_path / 'cache'}", "trainer.log_every_steps=1", "trainer.epochs=2",
         "results.keep_checkpoints=null", "trainer.checkpoint_every_steps=1",

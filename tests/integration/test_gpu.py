@@ -119,7 +119,7 @@ def test_an_overflow_of_fp16_lowers_the_scale_and_a_loss_of_nan_is_skipped(clien
 
 @pytest.mark.parametrize("mode", ["default", "reduce_overhead"])
 def test_compiled_models_accumulate_beside_threads_that_pin_memory(client, train, mode):
-    settings = ("trainer.accumulate=2", "data.batch_size=4", "trainer.epochs=1")
+    settings = ("trainer.gradient_accumulation_steps=2", "data.batch_size=4", "trainer.epochs=1")
     plain = train(client, "plain", *settings, ranks=1)
     compiled = train(client, "compiled", *settings, f"trainer.compile={mode}", ranks=1)
     losses = [[line["train/loss"] for line in run.metrics() if "train/loss" in line] for run in (plain, compiled)]

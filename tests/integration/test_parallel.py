@@ -36,7 +36,7 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     losses = []
     for _ in range(steps):
         share = slice(rank * 64 // world_size, (rank + 1) * 64 // world_size)
-        with model.exchange(True):
+        with model.sync_gradients(True):
             loss = nn.functional.mse_loss(model(x[share]), y[share])
             optimizer.zero_grad()
             loss.backward()
@@ -48,7 +48,7 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     for kept in ("own", "settled"):
         for name, part in (("", model.model), ("_ema", ema.model)):
             found[f"{kept}{name}"] = {key: value.clone() for key, value in part.state_dict().items()}
-        model.settle(ema.model)
+        model.synchronise(ema.model)
     return found
 
 
@@ -167,7 +167,15 @@ def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
         train(client2, "none", *COMMON, "parallel=none", "data.batch_size=24", ranks=1),
         train(client2, "dp", *COMMON, "parallel=dp", "data.batch_size=24", ranks=1),
         train(client2, "ddp", *COMMON, "parallel=ddp", "data.batch_size=12", ranks=2),
-        train(client2, "parts", *COMMON, "parallel=ddp", "data.batch_size=4", "trainer.accumulate=3", ranks=2),
+        train(
+            client2,
+            "parts",
+            *COMMON,
+            "parallel=ddp",
+            "data.batch_size=4",
+            "trainer.gradient_accumulation_steps=3",
+            ranks=2,
+        ),
         train(client2, "hook", *COMMON, "parallel.comm_hook=fp16", "data.batch_size=12", ranks=2),
     ]
     reference = runs[0].metrics()
@@ -186,7 +194,7 @@ def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
         ("parallel.sync_batchnorm=true", r"sync_batchnorm=true works on GPUs only"),
         ("trainer.freeze=['nothing.*']", r"freeze has 'nothing\.\*'.*layers\.0\.weight"),
         ("trainer.freeze=['*']", r"leaves nothing to train"),
-        ("trainer.recompute=[Bottleneck]", r"'Bottleneck', and the model is made of .*Tiny"),
+        ("trainer.activation_checkpointing=[Bottleneck]", r"'Bottleneck', and the model is made of .*Tiny"),
     ],
 )
 def test_what_does_not_fit_is_said(client2, train, override, said):
@@ -197,6 +205,6 @@ def test_what_does_not_fit_is_said(client2, train, override, said):
 def test_recomputing_changes_nothing(client2, train):
     settings = ("model.norm=true", "model.dropout=0.5", "trainer.max_steps=4")
     plain = train(client2, "plain", *settings)
-    twice = train(client2, "twice", *settings, "trainer.recompute=[Sequential]")
+    twice = train(client2, "twice", *settings, "trainer.activation_checkpointing=[Sequential]")
     assert twice.metrics() == plain.metrics()
     assert_equal(twice.checkpoint("last.pt")["model"], plain.checkpoint("last.pt")["model"])

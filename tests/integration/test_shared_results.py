@@ -70,7 +70,7 @@ def dask(tmp_path_factory, access, warm_server) -> Iterator[Dask]:
 @pytest.fixture(scope="module")
 def remote(dask) -> tuple[str, ...]:
     address = json.loads(dask.file.read_text())["address"]
-    return "cluster=remote", f"cluster.address={address}", "cluster.n_workers=2", "results.handler=rank0"
+    return "cluster=remote", f"cluster.address={address}", "cluster.n_workers=2", "results.handler=cluster"
 
 
 @pytest.fixture(autouse=True)
@@ -433,7 +433,7 @@ def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
 @pytest.mark.parametrize("security", [(), ("+cluster.protocol=tls", SECURITY)], ids=["plain", "tls"])
 def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
     """Its workers start drivers, too; but it ends with the command."""
-    elsewhere = (*SHORT, "results.handler=rank0", f"results.root={tmp_path}/shared", *security)
+    elsewhere = (*SHORT, "results.handler=cluster", f"results.root={tmp_path}/shared", *security)
     done = cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
     assert "Scheduler at" not in done.stderr
     assert json.loads((tmp_path / "shared/a/b/summary.json").read_text())["steps"] == 12
@@ -449,7 +449,7 @@ def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
         *SHORT,
         "cluster.n_workers=1",
         "dispatch.ranks=1",
-        "results.handler=rank0",
+        "results.handler=cluster",
         "results.root=s3://bucket-0/runs",
     )
     (tmp_path / "path").mkdir()
@@ -492,7 +492,7 @@ def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
         where = (
             "cluster=remote",
             f"cluster.address={address}",
-            "results.handler=rank0",
+            "results.handler=cluster",
             f"results.root={tmp_path}/runs",
         )
         cli.done(*SLOW, *where, "dispatch.ranks=1", "detach=true", "hydra.run.dir=a")

@@ -104,7 +104,9 @@ def test_perplexity_is_that_of_all_characters_of_all_ranks(client2, project, tmp
 
 
 def test_all_ranks_stop_where_it_gets_no_better(client2, train):
-    run = train(client2, "run", "trainer.stop_after_validations=1", "trainer.stop_min_delta=9", "trainer.epochs=5")
+    run = train(
+        client2, "run", "trainer.early_stopping_patience=1", "trainer.early_stopping_min_delta=9", "trainer.epochs=5"
+    )
     assert (run.value["steps"], run.value["interrupted"]) == (12, "")
     assert run.checkpoint("last.pt")["early_stop"]["waited"] == 1
 
@@ -130,7 +132,7 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
 
         import torch.distributed as dist
 
-        from ddp_hydra.training.consensus import Agreement
+        from ddp_hydra.training.consensus import StepConsensus
         from ddp_hydra.training.monitoring.stragglers import Stragglers
 
         class Sleepy(torch.nn.Module):
@@ -143,7 +145,7 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
         for _ in range(3):
             model.train()(torch.ones(1))
             model.eval()(torch.ones(1))
-        (own,) = Agreement().gather(stragglers.mine())
+        (own,) = StepConsensus().gather(stragglers.mine())
         return stragglers.lap(own), stragglers.total()
 
     for lap, total in gang(client2, backend="gloo").run(measured):

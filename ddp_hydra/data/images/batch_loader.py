@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ddp_hydra.data.images.memory_budget import Room
+from ddp_hydra.data.images.memory_budget import MemoryBudget
 
 
 class ImageSource(Protocol):
-    """What a `BatchMaker` needs of a set of images.
+    """What a `BatchLoader` needs of a set of images.
 
     Args:
         seed: of the random changes.
@@ -112,8 +112,8 @@ class _Wanted:
     tried: int = 0
 
 
-class BatchMaker:
-    """Fetches and decodes the images of an `ImageSet`.
+class BatchLoader:
+    """Fetches and decodes the images of an `ImageDataset`.
 
     Nobody waits for another thread: who has fetched a file hands it on and fetches the next, and the few that decode
     find their memory in the caches of the cores.
@@ -131,7 +131,7 @@ class BatchMaker:
     def __init__(self, images: ImageSource, threads: int, decoders: int, memory: int) -> None:
         self.pid = os.getpid()
         self._images = images
-        self._room = Room(memory)
+        self._room = MemoryBudget(memory)
         self._fetching = ThreadPoolExecutor(threads, "images")
         self._decoding = ThreadPoolExecutor(decoders, "images-decode", initializer=_compute_alone)
         self._closing = False

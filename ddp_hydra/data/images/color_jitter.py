@@ -16,7 +16,7 @@ _RGB = torch.linalg.inv(_YIQ)
 
 
 @dataclass(frozen=True)
-class Shade:
+class ColorParams:
     """What changes in one image: first brightness, then contrast, saturation and hue.
 
     All four are linear in the colours but for contrast, which needs the image's mean; so they are one matrix and
@@ -76,7 +76,7 @@ class Jitter:
     def __bool__(self) -> bool:
         return any(self.factors) or bool(self.hue)
 
-    def draw(self, rng: random.Random) -> Shade:
+    def draw(self, rng: random.Random) -> ColorParams:
         """Draw what changes in one image."""
         brightness, contrast, saturation = (rng.uniform(1 - factor, 1 + factor) for factor in self.factors)
-        return Shade(brightness, contrast, saturation, rng.uniform(-self.hue, self.hue))
+        return ColorParams(brightness, contrast, saturation, rng.uniform(-self.hue, self.hue))

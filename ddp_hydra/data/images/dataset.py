@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
-from ddp_hydra.data.images.batch_loader import BatchMaker
+from ddp_hydra.data.images.batch_loader import BatchLoader
 from ddp_hydra.data.images.cache import Cache
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.storage import Traffic
-from ddp_hydra.storage.counters import Tally
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.retry import StaleCredentialsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -29,7 +29,7 @@ _SMALL_IMAGE = 16 * 1024
 """Up to so many bytes an image is cached decoded: it saves the decoding, and costs little more memory."""
 
 
-class Rows(list):
+class PreallocatedBatch(list):
     """Samples whose images are the rows of one tensor, so that there is nothing left to collate.
 
     Args:
@@ -42,7 +42,7 @@ class Rows(list):
         self.images = images
 
 
-class ImageSet(Dataset, ABC):
+class ImageDataset(Dataset, ABC):
     """Labelled images; a subclass knows where they are.
 
     A whole batch is read at a time in `__getitems__`: many threads wait for the store, as many as there are cores
@@ -109,10 +109,10 @@ class ImageSet(Dataset, ABC):
     def _reset(self) -> None:
         """Set what belongs to one process."""
         self._cache = Cache(int(self.cache_mb * 2**20))
-        self._maker: BatchMaker | None = None
+        self._maker: BatchLoader | None = None
         self._works = False
         self._lock = threading.Lock()
-        self._tally = Tally()
+        self._tally = TransferCounters()
         self._normalise: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -192,15 +192,15 @@ class ImageSet(Dataset, ABC):
         size = getattr(self.transform, "size", None) if hasattr(self.transform, "of_jpeg") else None  # else any size
         batch = self._open_maker().make(indices, self._epoch, size)
         samples = batch.wait()
-        return samples if batch.images is None else Rows(samples, batch.images)
+        return samples if batch.images is None else PreallocatedBatch(samples, batch.images)
 
     def collate(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Make a batch of what `__getitems__` returned, without another copy where it can."""
-        if isinstance(samples, Rows):
+        if isinstance(samples, PreallocatedBatch):
             return samples.images, torch.tensor([target for _, target in samples])
         return default_collate(samples)
 
-    # -- what a BatchMaker needs ---------------------------------------------------------------------------
+    # -- what a BatchLoader needs ---------------------------------------------------------------------------
 
     def good_from(self, index: int) -> int:
         """Return a sample's index, or that of the next one that is not known to be bad.
@@ -324,11 +324,11 @@ class ImageSet(Dataset, ABC):
             self._maker.close()
             self._maker = None
 
-    def _open_maker(self) -> BatchMaker:
+    def _open_maker(self) -> BatchLoader:
         with self._lock:
             if self._maker is None or self._maker.pid != os.getpid():  # a fork copies no threads
                 decoders = self.decoders or _cores_for_one()
-                self._maker = BatchMaker(self, self.threads, decoders, int(self.memory_mb * 2**20))
+                self._maker = BatchLoader(self, self.threads, decoders, int(self.memory_mb * 2**20))
             return self._maker
 
 

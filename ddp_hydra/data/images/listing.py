@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
-from ddp_hydra.data.images.string_array import Strings
+from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.storage import Store
 
 _LARGEST = 2**32 - 1
@@ -30,7 +30,7 @@ class Listing:
         others: how many objects there are besides, by extension.
     """
 
-    keys: Strings
+    keys: StringArray
     sizes: np.ndarray
     others: Counter[str] = field(default_factory=Counter)
 
@@ -60,7 +60,7 @@ def list_images(store: Store, prefix: str) -> Listing:
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
     found.sort()
     sizes = np.fromiter((min(size, _LARGEST) for _, size in found), np.uint32, len(found))
-    return Listing(Strings(key for key, _ in found), sizes, others)
+    return Listing(StringArray(key for key, _ in found), sizes, others)
 
 
 def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path) -> Listing:
@@ -88,7 +88,7 @@ def _read(path: Path) -> Listing:
     with np.load(path, allow_pickle=False) as file:
         keys = file["keys"].tobytes().decode().split("\n")
         others = Counter(dict(zip(file["kinds"].tolist(), file["counts"].tolist(), strict=True)))
-        return Listing(Strings(keys if keys != [""] else ()), file["sizes"], others)
+        return Listing(StringArray(keys if keys != [""] else ()), file["sizes"], others)
 
 
 def _write(path: Path, listing: Listing) -> None:

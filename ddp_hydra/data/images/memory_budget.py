@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-class Room:
+class MemoryBudget:
     """So many bytes, and no more. What is larger than all of it may come in when nothing else is there.
 
     Args:

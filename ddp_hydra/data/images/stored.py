@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from ddp_hydra.data.images.dataset import ImageSet
+from ddp_hydra.data.images.dataset import ImageDataset
 from ddp_hydra.storage import Access
 
 
-class StoredImages(ImageSet):
+class StoredImages(ImageDataset):
     """Labelled images that are read from stores; a subclass knows under which keys.
 
     Args:
@@ -17,8 +17,8 @@ class StoredImages(ImageSet):
         anon: read s3:// URLs without credentials, as public buckets allow.
         addressing: of s3:// URLs, "path" or "virtual", see `stores.Bucket`.
         timeout_s: how long a connection may stay silent.
-        patience_s: how long a read that fails is tried again.
-        images: arguments of `ImageSet`: transform, threads, cache_mb, max_bad_fraction and more.
+        retry_timeout_s: how long a read that fails is tried again.
+        images: arguments of `ImageDataset`: transform, threads, cache_mb, max_bad_fraction and more.
 
     Attributes:
         access: how URLs are read.
@@ -38,12 +38,12 @@ class StoredImages(ImageSet):
         anon: bool = False,
         addressing: str = "path",
         timeout_s: float = 10.0,
-        patience_s: float = 60.0,
+        retry_timeout_s: float = 60.0,
         **images: Any,
     ) -> None:
         super().__init__(**images)
         self.access = Access(
-            endpoint_url, region, anon, addressing, self.setting, timeout_s, patience_s, traffic=self.traffic
+            endpoint_url, region, anon, addressing, self.setting, timeout_s, retry_timeout_s, traffic=self.traffic
         )
 
     def close(self) -> None:

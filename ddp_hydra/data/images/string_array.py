@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 
-class Strings(Sequence[str]):
+class StringArray(Sequence[str]):
     """A list of strings in two blocks of memory: a million paths are 50 MB less than as a list, and pickle to a few MB.
 
     Args:

@@ -22,17 +22,19 @@ class Lanes(Sampler):
     itself depends on the number of lanes and not on that of ranks, so it goes on exactly with other ones.
 
     Args:
-        lanes: runs that are read side by side.
+        interleave: runs that are read side by side.
         shuffle: a new order each epoch.
     """
 
-    lanes: int = 8
+    interleave: int = 8
     shuffle: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lanes < 1:
-            raise ConfigError(f"sampler.lanes={self.lanes}, and must be at least 1: give sampler.lanes=8")
+        if self.interleave < 1:
+            raise ConfigError(
+                f"sampler.interleave={self.interleave}, and must be at least 1: give sampler.interleave=8"
+            )
         self._plan = lru_cache(maxsize=2)(self._interleave)
 
     @abstractmethod
@@ -67,7 +69,7 @@ class Chunked(Lanes):
     Args:
         shard_lengths: samples in each shard, as the data set has them; None: it has none.
         chunk_samples: length of the chunks into which a data set without shards is cut.
-        lanes: shards that are read side by side; more mix better, and take more room in the cache.
+        interleave: shards that are read side by side; more mix better, and take more room in the cache.
         shuffle: a new order of shards, and of samples within them, each epoch.
 
     Raises:
@@ -97,7 +99,7 @@ class Chunked(Lanes):
         random = self.random(epoch)
         starts = np.cumsum(self._lengths) - self._lengths
         shards = random.permutation(len(starts)) if self.shuffle else np.arange(len(starts))
-        n_lanes = min(self.lanes, len(starts))
+        n_lanes = min(self.interleave, len(starts))
         runs: list[list[np.ndarray]] = [[] for _ in range(n_lanes)]
         for turn, shard in enumerate(shards):
             length = self._lengths[shard]
@@ -111,12 +113,12 @@ class Sharded(Lanes):
     """Cuts the data set into contiguous parts that stay where they are: rank 0 reads the first, the last the last.
 
     Args:
-        lanes: the parts; as many as ranks, or a multiple, give each rank its own.
+        interleave: the parts; as many as ranks, or a multiple, give each rank its own.
         shuffle: a new order within each part each epoch; otherwise the data set's own.
     """
 
     def runs(self, epoch: int) -> list[np.ndarray]:
         """Return the indices of each part."""
         random = self.random(epoch)
-        parts = np.array_split(np.arange(self.n_samples), min(self.lanes, self.n_samples))
+        parts = np.array_split(np.arange(self.n_samples), min(self.interleave, self.n_samples))
         return [random.permutation(part) for part in parts] if self.shuffle else parts

@@ -21,7 +21,7 @@ from typing import Any
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
 from ddp_hydra.data.shards.download import download, is_packed
 from ddp_hydra.data.shards.index import Shard, shown
-from ddp_hydra.data.shards.prefetch import LookAhead
+from ddp_hydra.data.shards.prefetch import Prefetcher
 from ddp_hydra.data.shards.tar_index import TarMembers, checksum_of_some, load_members, read_members
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access
@@ -72,7 +72,7 @@ class ShardCache:
         shards: of the index.
         folder: of the cache; None: ddp_hydra/shards in the user's cache folder (XDG_CACHE_HOME) of each host.
         budget_bytes: what the folder may take, with the shards of other indexes.
-        look_ahead: shards downloaded before they are needed.
+        prefetch: shards downloaded before they are needed.
         connections: pieces of a shard that are fetched at a time.
         wait_s: how long to wait for room that others take.
         access: how URLs are read.
@@ -91,19 +91,19 @@ class ShardCache:
         folder: str | Path | None = None,
         budget_bytes: int = 50 * GIB,
         *,
-        look_ahead: int = 4,
+        prefetch: int = 4,
         connections: int = 4,
         wait_s: float = 60.0,
         access: Access | None = None,
     ) -> None:
         if budget_bytes <= 0:
             raise ValueError(f"cache_gb is {budget_bytes / GIB:g}, and must be above 0: type data.cache_gb=50")
-        if look_ahead < 0:
-            raise ValueError(f"look_ahead_shards is {look_ahead}, and must be 0 or more: type data.look_ahead_shards=4")
+        if prefetch < 0:
+            raise ValueError(f"prefetch_shards is {prefetch}, and must be 0 or more: type data.prefetch_shards=4")
         self.shards = tuple(shards)
         self.folder = folder
         self.budget_bytes = budget_bytes
-        self.look_ahead = look_ahead
+        self.prefetch = prefetch
         self.connections = connections
         self.wait_s = wait_s
         self.access = access or Access(setting="data.index")
@@ -132,13 +132,13 @@ class ShardCache:
         self._closed = False
         self._settling: ThreadPoolExecutor | None = None
         self._heard_ns = time.time_ns()
-        self._ahead = LookAhead(self._fetch_ahead, self.look_ahead, self._listen)
+        self._ahead = Prefetcher(self._fetch_ahead, self.prefetch, self._listen)
         self._most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         with _caches_lock:
             _caches.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("shards", "folder", "budget_bytes", "look_ahead", "connections", "wait_s", "access")
+        kept = ("shards", "folder", "budget_bytes", "prefetch", "connections", "wait_s", "access")
         also = ("_cached", "_names", "_ours")
         return {name: self.__dict__[name] for name in (*kept, *also)}
 
@@ -202,7 +202,7 @@ class ShardCache:
             self._reset()
         needed = [number for number in order if self._cached[number]]
         self._ahead.expect(needed)
-        if needed and self.look_ahead:
+        if needed and self.prefetch:
             self._ahead.start()
 
     def note_started(self, number: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 _TICK_S = 0.2
 
 
-class LookAhead:
+class Prefetcher:
     """Fetches the next things of a known order in the background, a few at a time.
 
     Args:
@@ -145,16 +145,16 @@ class LookAhead:
                 self._under_way.discard(number)
 
 
-def _work(me: weakref.ref[LookAhead], changed: threading.Condition) -> None:
-    while (look_ahead := me()) is not None:
-        look_ahead._tick()
+def _work(me: weakref.ref[Prefetcher], changed: threading.Condition) -> None:
+    while (prefetch := me()) is not None:
+        prefetch._tick()
         with changed:
-            if look_ahead._closing:
+            if prefetch._closing:
                 return
-            number = look_ahead._next()
+            number = prefetch._next()
             if number is None:
-                del look_ahead
+                del prefetch
                 changed.wait(_TICK_S)
                 continue
-            look_ahead._under_way.add(number)
-        look_ahead._step(number)
+            prefetch._under_way.add(number)
+        prefetch._step(number)

@@ -1,4 +1,4 @@
-"""Results on shared storage: `results.handler=rank0 results.root=s3://…`.
+"""Results on shared storage: `results.handler=cluster results.root=s3://…`.
 
 A job is run by a driver, a process on the host of a worker, which does there what the client does otherwise: it
 reserves workers, watches the gang, and writes the results, into a folder of its own. From there they go to the store.

@@ -25,9 +25,9 @@ from ddp_hydra.console.text import plain as harmless
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job import checks
-from ddp_hydra.job.remote import messages as voice
+from ddp_hydra.job.remote import messages as channel
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.job_spec import Order
+from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
@@ -126,7 +126,7 @@ def begun(
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
         worker = _some_worker(client)
-        order = Order(
+        order = JobSpec(
             name,
             url,
             plain,
@@ -157,7 +157,7 @@ def check(cfg: DictConfig) -> None:
     """Refuse what cannot be a run of a driver."""
     checks.check(cfg)
     if connect.is_inline(cfg.cluster):
-        raise ConfigError("results.handler=rank0 needs a cluster, and cluster=inline is none: leave one of them out")
+        raise ConfigError("results.handler=cluster needs a cluster, and cluster=inline is none: leave one of them out")
     stays = cfg.cluster.get("keep") or cfg.cluster.get("_target_") == f"{connect.Remote.__module__}.Remote"
     if cfg.detach and (connect.is_local(cfg.cluster) or not stays):
         raise ConfigError(
@@ -186,14 +186,14 @@ def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str
         raise ClusterError(f"worker {worker} could not be given the checkpoint {path}: {error}") from None
 
 
-def _begin(client: Any, worker: str, order: Order) -> Driver:
+def _begin(client: Any, worker: str, order: JobSpec) -> Driver:
     try:
         answer = client.sync(client._run, start_driver.start, order, workers=[worker], callback_timeout=START_S)[worker]
     except (OSError, TimeoutError, KeyError) as error:
         raise ClusterError(f"worker {worker} did not start the run: {str(error) or type(error).__name__}") from None
     except (ImportError, AttributeError) as error:
         raise ClusterError(
-            f"worker {worker} knows no results.handler=rank0 ({error}): install there the ddp-hydra that is here"
+            f"worker {worker} knows no results.handler=cluster ({error}): install there the ddp-hydra that is here"
         ) from None
     if "error" in answer:
         raise ConfigError(f"on worker {worker}: {harmless(str(answer['error']))}")
@@ -240,11 +240,11 @@ class Follower:
             ClusterError: the scheduler or the driver is gone.
             KeyboardInterrupt: the user did not want to wait for its end.
         """
-        watch = voice.Watch(self.client, self.driver.client, lambda: self.messages.put(None))
+        watch = channel.Watch(self.client, self.driver.client, lambda: self.messages.put(None))
         try:
             with self.interrupts.caught(), self.handler:
                 try:
-                    with self.interrupts.patience():
+                    with self.interrupts.deferred():
                         return self._listen()
                 except KeyboardInterrupt:  # a second one: at once
                     self._stop()
@@ -253,7 +253,7 @@ class Follower:
             watch.close()
 
     def _stop(self) -> None:
-        self.client.log_event(voice.stops(self.driver.name), b"stop")
+        self.client.log_event(channel.stops(self.driver.name), b"stop")
 
     def _listen(self, until: float | None = None) -> End:
         asked = until is not None

@@ -26,8 +26,8 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import Below, Fenced
-from ddp_hydra.job.remote.job_spec import Order, Place
-from ddp_hydra.job.remote.messages import Voice, Watch, stops
+from ddp_hydra.job.remote.job_spec import JobSpec, Place
+from ddp_hydra.job.remote.messages import EventChannel, Watch, stops
 from ddp_hydra.job.remote.scratch import Scratch
 from ddp_hydra.job.remote.status import LOST, SUMMARY, Status
 from ddp_hydra.job.remote.supervisor import is_over, keep, let_go
@@ -68,7 +68,7 @@ def tell(**answer: Any) -> None:
 
 
 @contextlib.contextmanager
-def begun(order: Order, place: Place) -> Iterator[Driver]:
+def begun(order: JobSpec, place: Place) -> Iterator[Driver]:
     """All that a run needs, and nothing of it is left at the end.
 
     Raises:
@@ -86,7 +86,7 @@ def begun(order: Order, place: Place) -> Iterator[Driver]:
     scratch = Scratch(place.scratch)
     try:
         with scheduler.client() as client:
-            connect.lend(scheduler)
+            connect.use_existing(scheduler)
             driver = Driver(order, scratch, there, status, client)
             if order.again:
                 driver.take_over()
@@ -106,12 +106,12 @@ class Driver:
         client: connected to the scheduler.
     """
 
-    def __init__(self, order: Order, scratch: Scratch, there: Fenced, status: Status, client: Any) -> None:
+    def __init__(self, order: JobSpec, scratch: Scratch, there: Fenced, status: Status, client: Any) -> None:
         self.order, self.scratch, self.there, self.status, self.client = order, scratch, there, status, client
         self.run_dir = scratch.path / "run"
         self.run_dir.mkdir()
         self.state = "running"
-        self.voice = Voice(client, order.name) if order.client else None
+        self.channel = EventChannel(client, order.name) if order.client else None
         self.uploader = Uploader(self.run_dir, there, status, lambda: self.end("it was asked for"), self.end)
 
     def take_over(self) -> None:
@@ -154,9 +154,9 @@ class Driver:
             self.state = "failed"
             said = f"{said}\nresults are not all in {self.order.url}: {missing}; they are in {kept}"
             log.error("%s", said)
-        if self.voice:
-            self.voice.say(state=self.state, said=said, summary=self.summary())
-            self.voice.forget()
+        if self.channel:
+            self.channel.say(state=self.state, said=said, summary=self.summary())
+            self.channel.forget()
 
     def job(self, cfg: DictConfig) -> tuple[str, str]:
         """Run the job; returns how it ended, and what is to be said of it."""
@@ -164,8 +164,8 @@ class Driver:
         from ddp_hydra.job import run as job
 
         order = self.order
-        writers: list[Writer] = [self.status, self.voice] if self.voice else [self.status]
-        guest = local.Guest(
+        writers: list[Writer] = [self.status, self.channel] if self.channel else [self.status]
+        remote = local.RemoteContext(
             order.project,
             order.plain,
             order.cwd,
@@ -177,7 +177,7 @@ class Driver:
             Below(self.there, FOLDER),
         )
         try:
-            job.run(cfg, self.run_dir, order.overrides, guest)
+            job.run(cfg, self.run_dir, order.overrides, remote)
             return "done", summary.closing_lines(self.summary(), order.url)
         except KeyboardInterrupt as error:
             return "interrupted", str(error) or "interrupted"
@@ -232,8 +232,8 @@ class Driver:
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
         logging.root.setLevel(logging.INFO)
         logging.root.addHandler(handler)
-        if self.voice:
-            logging.root.addHandler(self.voice)
+        if self.channel:
+            logging.root.addHandler(self.channel)
 
 
 def interrupt() -> None:

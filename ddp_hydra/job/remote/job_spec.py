@@ -9,7 +9,7 @@ from ddp_hydra.config.project import Project
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """A job for a driver. It travels through Dask and a pipe, and is never on a disk.
 
     Args:

@@ -24,7 +24,7 @@ def stops(name: str) -> str:
     return f"{name}-stop"
 
 
-class Voice(logging.Handler):
+class EventChannel(logging.Handler):
     """Says to the command what the driver does. It is a writer of records and a handler of log lines.
 
     Args:

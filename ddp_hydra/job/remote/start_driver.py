@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import ddp_hydra
-from ddp_hydra.job.remote.job_spec import Order, Place
+from ddp_hydra.job.remote.job_spec import JobSpec, Place
 from ddp_hydra.rank.fork_client import without_dasks_limits
 
 SAID_BYTES = 2000
 
 
-async def start(order: Order, dask_worker: Any = None) -> dict[str, Any]:
+async def start(order: JobSpec, dask_worker: Any = None) -> dict[str, Any]:
     """Start a driver, and wait until it has begun.
 
     The driver outlives this worker, which Dask may restart at any time, but not the scheduler.

@@ -13,7 +13,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.job_spec import Order
+from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.remote.status import BEAT_S, ENDED, LOST, read
 from ddp_hydra.storage.results_root import Store
 
@@ -33,7 +33,7 @@ class Keeper(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.orders: dict[str, Order] = {}
+        self.orders: dict[str, JobSpec] = {}
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Called by Dask."""
@@ -41,7 +41,7 @@ class Keeper(SchedulerPlugin):
         if order is not None and order.lives > 0:
             scheduler.loop.add_callback(self.again, replace(order, lives=order.lives - 1, again=True))
 
-    async def again(self, order: Order) -> None:
+    async def again(self, order: JobSpec) -> None:
         """Have some worker start another driver."""
         for _ in range(TRIES):
             workers = [address for address, worker in self.scheduler.workers.items() if worker.status.name == "running"]
@@ -60,7 +60,7 @@ class Keeper(SchedulerPlugin):
         log.warning("the driver of %s is lost, and no worker could start another", order.url)
 
 
-def keep(client: str, order: Order, dask_scheduler: Any = None) -> None:
+def keep(client: str, order: JobSpec, dask_scheduler: Any = None) -> None:
     """Start a driver again when it leaves without a word. Runs on the scheduler.
 
     Args:

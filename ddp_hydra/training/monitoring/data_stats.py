@@ -18,7 +18,7 @@ from ddp_hydra.errors import DataError
 COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses", "bad_samples")
 
 
-class DataReport:
+class DataStats:
     """Adds up what the loaders of all ranks waited and their data sets read.
 
     Args:

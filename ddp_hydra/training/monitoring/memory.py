@@ -79,11 +79,15 @@ def _say(cfg: DictConfig, said: str) -> str:
     device = weights[0].device if weights else torch.device("cpu")
     on_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    batch, halves = cfg.data.batch_size, 2 * cfg.trainer.accumulate
-    advice = [f"data.batch_size={batch // 2} trainer.accumulate={halves} (the same steps)"] if batch > 1 else []
+    batch, halves = cfg.data.batch_size, 2 * cfg.trainer.gradient_accumulation_steps
+    advice = (
+        [f"data.batch_size={batch // 2} trainer.gradient_accumulation_steps={halves} (the same steps)"]
+        if batch > 1
+        else []
+    )
     if cfg.trainer.precision in ("fp32", "tf32"):
         advice.append("trainer.precision=bf16")
-    advice += [f"trainer.recompute=[{name}]" for name in map(_repeated, found) if name]
+    advice += [f"trainer.activation_checkpointing=[{name}]" for name in map(_repeated, found) if name]
     taken, size = peak_bytes(device) / GIB, sum(part.nbytes for part in weights) / GIB
     return (
         f"no memory left on {device} in step {place.step}, phase {place.phase}: at most {taken:.2f} of "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Stopwatch:
+class Throughput:
     """Training speed, with the time of validation left out.
 
     Args:

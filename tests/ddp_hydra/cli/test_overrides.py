@@ -41,8 +41,8 @@ def test_a_checkpoint_file_brings_the_overrides_of_its_run(run):
 
 def test_a_run_whose_results_were_elsewhere_may_go_on_here(run):
     saved = run / ".hydra" / "overrides.yaml"
-    saved.write_text("- results.handler=rank0\n- results.root=s3://bucket/runs\n- detach=true\n- optimizer.lr=0.1\n")
-    there = ["results.handler=rank0", "results.root=s3://bucket/runs", "optimizer.lr=0.1"]
+    saved.write_text("- results.handler=cluster\n- results.root=s3://bucket/runs\n- detach=true\n- optimizer.lr=0.1\n")
+    there = ["results.handler=cluster", "results.root=s3://bucket/runs", "optimizer.lr=0.1"]
     again = [f"resume={run}"]
     assert typed.with_resumed_overrides(again) == there + again  # it does not detach, unless it is typed
     again.append("detach=true")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddp_hydra.cluster import reservation
 from ddp_hydra.cluster import scheduler_plugin as book
 from ddp_hydra.cluster.reservation import Reservation
-from ddp_hydra.cluster.scheduler_plugin import LATE_S, Guard, give_back, take
+from ddp_hydra.cluster.scheduler_plugin import LATE_S, ReservationPlugin, give_back, take
 from ddp_hydra.errors import ClusterError
 
 
@@ -27,7 +27,7 @@ class Scheduler:
         self.client_comms = {
             client: SimpleNamespace(abort=lambda client=client: self.aborted.append(client)) for client in clients
         }
-        self.plugins: dict[str, Guard] = {}
+        self.plugins: dict[str, ReservationPlugin] = {}
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.loop = SimpleNamespace(call_later=lambda s, act, *args: self.later.append((s, lambda: act(*args))))
         self._broker = SimpleNamespace(_topics={}, truncate=lambda topic: self._broker._topics[topic].clear())
@@ -47,7 +47,7 @@ class Scheduler:
             plugin.remove_client(self, client)
         del self.clients[client]
 
-    def add_plugin(self, plugin: Guard, name: str) -> None:
+    def add_plugin(self, plugin: ReservationPlugin, name: str) -> None:
         assert name not in self.plugins
         self.plugins[name] = plugin
 

@@ -34,10 +34,10 @@ def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
     [
         (["+data.bachsize=3"], ["data.bachsize: nothing reads it: did you mean data.batch_size?"]),
         (["+mix.alpha=3"], ["mix.alpha: nothing reads it"]),
-        (["+data.lanes=3", "sampler=chunked", "sampler.lanes=${data.lanes}"], []),
+        (["+data.interleave=3", "sampler=chunked", "sampler.interleave=${data.interleave}"], []),
         (["+width=3", "data.threads=${width}"], []),
         (["+data.train.colour=red", "+model.width=3"], []),  # their targets will say
-        (["++data.look_ahead=3", "data.val=null"], []),
+        (["++data.prefetch=3", "data.val=null"], []),
     ],
     ids=str,
 )
@@ -70,7 +70,10 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
     [
         (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
         (["optimizer=adamw", "optimizer.fused=x"], r"optimizer\.fused=x: give true or false; optimizer=adamw has true"),
-        (["data.patience_s=x"], r"data\.patience_s=x: give a number; data=s3_images has 60"),  # of a base of a base
+        (
+            ["data.retry_timeout_s=x"],
+            r"data\.retry_timeout_s=x: give a number; data=s3_images has 60",
+        ),  # of a base of a base
         (["data.bucket=photos", "scheduler.by=epoch", "cluster.memory_limit=4GB", "optimizer.lr=1e-3"], None),
         (["trainer.epochs=3", "model=resnet50", "+data.more=x", "~loss.label_smoothing"], None),
     ],

@@ -24,7 +24,7 @@ def strike(number=signal.SIGINT):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_asks_for_a_good_end_and_the_second_ends_at_once(number):
     interrupts = Interrupts()
-    with interrupts.caught(), interrupts.patience():
+    with interrupts.caught(), interrupts.deferred():
         strike(number)
         assert interrupts.wanted
         with pytest.raises(KeyboardInterrupt):
@@ -34,7 +34,7 @@ def test_the_first_signal_asks_for_a_good_end_and_the_second_ends_at_once(number
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "SIGHUP")])
 def test_the_first_signal_is_answered_in_a_sentence_at_once(number, name, capfd):
     interrupts = Interrupts(lambda: "a checkpoint is saved")
-    with interrupts.caught(), interrupts.patience():
+    with interrupts.caught(), interrupts.deferred():
         strike(number)
     assert capfd.readouterr().err == f"{name}: a checkpoint is saved\n"
 
@@ -88,7 +88,7 @@ def test_where_nothing_is_to_be_saved_the_first_signal_ends_at_once(number):
     with interrupts.caught():
         with pytest.raises(KeyboardInterrupt):
             strike(number)
-        with interrupts.patience():
+        with interrupts.deferred():
             pass
         with pytest.raises(KeyboardInterrupt):
             strike(number)
@@ -97,7 +97,7 @@ def test_where_nothing_is_to_be_saved_the_first_signal_ends_at_once(number):
 def test_a_first_signal_that_nobody_could_answer_any_more_is_followed_by_the_second():
     interrupts = Interrupts()
     with interrupts.caught():
-        with interrupts.patience():
+        with interrupts.deferred():
             strike()
         with pytest.raises(KeyboardInterrupt):
             strike()
@@ -109,7 +109,7 @@ def test_afterwards_signals_do_what_they_did_before():
     with interrupts.caught():
         assert handlers() != before
     assert handlers() == before
-    with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.patience():
+    with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.deferred():
         raise ZeroDivisionError
     assert handlers() == before
     assert not interrupts.patient
@@ -136,7 +136,7 @@ def test_outside_the_main_thread_signals_are_left_alone():
 
 def test_a_wish_of_the_run_before_is_forgotten():
     interrupts = Interrupts()
-    with interrupts.caught(), interrupts.patience():
+    with interrupts.caught(), interrupts.deferred():
         strike()
     assert interrupts.wanted
     with interrupts.caught():

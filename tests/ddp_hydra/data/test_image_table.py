@@ -81,7 +81,9 @@ def test_it_pickles_before_and_after_use(table):
 
 def test_the_sharded_sampler_splits_the_file(table):
     data = table("path,label\n" + "cat/1.png,a\n" * 4 + "dog/1.png,b\n" * 4)
-    halves = [[i for batch in Sharded(len(data), 2, rank, 2, lanes=2).batches(0) for i in batch] for rank in (0, 1)]
+    halves = [
+        [i for batch in Sharded(len(data), 2, rank, 2, interleave=2).batches(0) for i in batch] for rank in (0, 1)
+    ]
     assert [sorted(half) for half in halves] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

@@ -43,8 +43,8 @@ def pairs(batches):
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=6), st.integers(0, 4))
-def test_batches_come_in_the_order_asked_for(batches, look_ahead):
-    loaded = pairs(Loader(Squares(), CPU, look_ahead=look_ahead).load(batches))
+def test_batches_come_in_the_order_asked_for(batches, prefetch):
+    loaded = pairs(Loader(Squares(), CPU, prefetch=prefetch).load(batches))
     assert loaded == [(batch, [index * index for index in batch]) for batch in batches]
 
 
@@ -53,21 +53,21 @@ def test_a_slow_batch_is_not_overtaken():
     assert [x.item() for x, _ in loaded] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("look_ahead", [0, 1, 3])
-def test_so_many_batches_are_made_ahead_and_no_more(look_ahead):
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_so_many_batches_are_made_ahead_and_no_more(prefetch):
     data = Squares()
-    loaded = Loader(data, CPU, look_ahead=look_ahead).load([[index] for index in range(50)])
+    loaded = Loader(data, CPU, prefetch=prefetch).load([[index] for index in range(50)])
     next(loaded)
     next(loaded)  # from the first one on it is known how large they are
-    settle(data, look_ahead + 2)
-    assert sorted(data.read) == list(range(look_ahead + 2))
+    settle(data, prefetch + 2)
+    assert sorted(data.read) == list(range(prefetch + 2))
     loaded.close()
 
 
 def test_batches_made_ahead_stay_within_the_memory_given():
     data = Squares()
     batch = 2 * 8 * 1024  # bytes of x and y
-    loader = Loader(data, CPU, look_ahead=9, memory_mb=3.5 * batch / 2**20)
+    loader = Loader(data, CPU, prefetch=9, memory_mb=3.5 * batch / 2**20)
     loaded = loader.load([[index] * 1024 for index in range(50)])
     next(loaded)
     next(loaded)
@@ -78,7 +78,7 @@ def test_batches_made_ahead_stay_within_the_memory_given():
 
 def test_one_batch_is_made_ahead_however_large():
     data = Squares()
-    loaded = Loader(data, CPU, look_ahead=9, memory_mb=0).load([[index] for index in range(50)])
+    loaded = Loader(data, CPU, prefetch=9, memory_mb=0).load([[index] for index in range(50)])
     next(loaded)
     next(loaded)
     settle(data, 3)
@@ -104,31 +104,31 @@ def settle(data: Squares, n: int) -> None:
     time.sleep(0.02)
 
 
-@pytest.mark.parametrize("look_ahead", [0, 1])
-def test_the_time_waited_for_data_is_counted(look_ahead):
-    loader = Loader(Squares(delays=[0.05]), CPU, look_ahead=look_ahead)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_time_waited_for_data_is_counted(prefetch):
+    loader = Loader(Squares(delays=[0.05]), CPU, prefetch=prefetch)
     next(loaded := loader.load([[0], [1]]))
     assert loader.waited_s >= 0.04
     loaded.close()
 
 
-@pytest.mark.parametrize("look_ahead", [0, 2])
-def test_an_error_of_the_data_set_surfaces_where_its_batch_would_be(look_ahead):
-    loaded = Loader(Squares(bad=2), CPU, look_ahead=look_ahead).load([[0], [1], [2], [3]])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_data_set_surfaces_where_its_batch_would_be(prefetch):
+    loaded = Loader(Squares(bad=2), CPU, prefetch=prefetch).load([[0], [1], [2], [3]])
     assert [next(loaded)[0].item() for _ in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="sample 2 is bad"):
         next(loaded)
     assert threads() == []
 
 
-@pytest.mark.parametrize("look_ahead", [0, 2])
-def test_an_error_of_the_sampler_surfaces(look_ahead):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_of_the_sampler_surfaces(prefetch):
     def batches():
         yield [0]
         raise KeyError("no more")
 
     with pytest.raises(KeyError, match="no more"):
-        pairs(Loader(Squares(), CPU, look_ahead=look_ahead).load(batches()))
+        pairs(Loader(Squares(), CPU, prefetch=prefetch).load(batches()))
     assert threads() == []
 
 
@@ -181,7 +181,7 @@ def test_a_data_set_of_named_tuples_keeps_them():
 
 
 def test_batches_go_to_the_device():
-    x, y = next(Loader(Squares(), torch.device("meta"), look_ahead=0).load([[1, 2]]))
+    x, y = next(Loader(Squares(), torch.device("meta"), prefetch=0).load([[1, 2]]))
     assert (x.device.type, y.device.type) == ("meta", "meta")
 
 
@@ -191,7 +191,7 @@ def test_only_images_take_the_layout_of_images(channels_last):
         def __getitem__(self, index):
             return torch.zeros(3, 4, 5), torch.zeros(2, 3)
 
-    x, y = next(Loader(Images(), CPU, channels_last, look_ahead=0).load([[0, 1]]))
+    x, y = next(Loader(Images(), CPU, channels_last, prefetch=0).load([[0, 1]]))
     assert x.is_contiguous(memory_format=torch.channels_last) == channels_last
     assert x.is_contiguous() != channels_last
     assert y.is_contiguous()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_hydra.data.images.color_jitter import Shade
+from ddp_hydra.data.images.color_jitter import ColorParams
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 
@@ -143,10 +143,10 @@ def jpeg(image: torch.Tensor) -> bytes:
 @pytest.mark.parametrize(
     ("shade", "theirs"),
     [
-        (Shade(1.3, 1.0, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_brightness(image, 1.3)),
-        (Shade(1.0, 0.6, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_contrast(image, 0.6)),
-        (Shade(1.0, 1.0, 0.3, 0.0), lambda torchvision, image: torchvision.adjust_saturation(image, 0.3)),
-        (Shade(0.8, 1.2, 0.5, 0.0), lambda torchvision, image: torchvision.adjust_saturation(
+        (ColorParams(1.3, 1.0, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_brightness(image, 1.3)),
+        (ColorParams(1.0, 0.6, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_contrast(image, 0.6)),
+        (ColorParams(1.0, 1.0, 0.3, 0.0), lambda torchvision, image: torchvision.adjust_saturation(image, 0.3)),
+        (ColorParams(0.8, 1.2, 0.5, 0.0), lambda torchvision, image: torchvision.adjust_saturation(
             torchvision.adjust_contrast(torchvision.adjust_brightness(image, 0.8), 1.2), 0.5)),
     ],
 )  # fmt: skip
@@ -160,17 +160,17 @@ def test_colours_change_as_torchvision_changes_them(shade, theirs):
 def test_hue_turns_red_to_green_to_blue_and_leaves_grey_alone():
     red = torch.zeros(3, 4, 4, dtype=torch.uint8)
     red[0] = 150
-    assert Shade(1, 1, 1, 1 / 3).of(red)[:, 0, 0].argmax() == 2
-    assert Shade(1, 1, 1, -1 / 3).of(red)[:, 0, 0].argmax() == 1
+    assert ColorParams(1, 1, 1, 1 / 3).of(red)[:, 0, 0].argmax() == 2
+    assert ColorParams(1, 1, 1, -1 / 3).of(red)[:, 0, 0].argmax() == 1
     grey = torch.full((3, 4, 4), 77, dtype=torch.uint8)
     for hue in (-0.5, -0.2, 0.1, 0.5):
-        assert torch.equal(Shade(1, 1, 1, hue).of(grey), grey)
-        assert torch.allclose(Shade(1, 1, 1, hue).matrix().sum(1), torch.ones(3), atol=1e-5)
+        assert torch.equal(ColorParams(1, 1, 1, hue).of(grey), grey)
+        assert torch.allclose(ColorParams(1, 1, 1, hue).matrix().sum(1), torch.ones(3), atol=1e-5)
 
 
 def test_no_shade_changes_nothing():
     image = picture(20, 30)
-    assert torch.equal(Shade(1, 1, 1, 0).of(image), image)
+    assert torch.equal(ColorParams(1, 1, 1, 0).of(image), image)
 
 
 def test_erasing_makes_a_rectangle_mean_grey_within_the_share_of_the_area():

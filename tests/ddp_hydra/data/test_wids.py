@@ -414,7 +414,7 @@ def test_a_fork_of_a_process_that_read_from_the_network_is_told_to_spawn(remote)
 
 @pytest.mark.integration
 def test_expected_shards_are_fetched_in_the_order_of_the_samples(remote, server):
-    data = remote(look_ahead_shards=1)
+    data = remote(prefetch_shards=1)
     data.expect([*range(60, 80), *range(20, 40), *range(20)])
     for index in (*range(60, 80), *range(20, 40), *range(20)):
         assert data[index][".cls"] == index
@@ -424,7 +424,7 @@ def test_expected_shards_are_fetched_in_the_order_of_the_samples(remote, server)
 
 @pytest.mark.integration
 def test_while_a_shard_is_read_the_next_one_comes(remote):
-    data = remote(look_ahead_shards=1)
+    data = remote(prefetch_shards=1)
     data.expect(range(80))
     for index in range(80):
         data.fields(index)
@@ -438,7 +438,7 @@ def test_while_a_shard_is_read_the_next_one_comes(remote):
 @pytest.mark.integration
 def test_shards_that_are_done_with_make_room(remote, server, tmp_path):
     size = len(server.files["/a.tar"])
-    data = remote(cache_gb=2.5 * size / 2**30, look_ahead_shards=1)
+    data = remote(cache_gb=2.5 * size / 2**30, prefetch_shards=1)
     for _ in range(2):
         data.expect(range(80))
         assert [int(bytes(data.fields(index)[".cls"])) for index in range(80)] == list(range(80))
@@ -448,7 +448,7 @@ def test_shards_that_are_done_with_make_room(remote, server, tmp_path):
 
 @pytest.mark.integration
 def test_a_shard_is_done_with_when_all_that_was_expected_of_it_was_read(remote, server):
-    data = remote(cache_gb=2.5 * with_index(len(server.files["/a.tar"])) / 2**30, look_ahead_shards=0)
+    data = remote(cache_gb=2.5 * with_index(len(server.files["/a.tar"])) / 2**30, prefetch_shards=0)
     data.expect([*range(10), *range(20, 30)])
     for index in range(9):
         for _ in range(2):  # as for the image and for its class

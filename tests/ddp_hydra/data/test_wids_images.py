@@ -60,7 +60,7 @@ def test_a_sample_is_an_image_and_its_class(shards, images):
 
 def test_the_chunked_sampler_goes_by_its_shards(shards, images):
     data = images(shards)
-    order = Chunked(40, 4, shard_lengths=data.shard_lengths, lanes=1).order(0)
+    order = Chunked(40, 4, shard_lengths=data.shard_lengths, interleave=1).order(0)
     ends = torch.tensor(data.shard_lengths).cumsum(0)
     visited = torch.bucketize(torch.from_numpy(order), ends, right=True).unique_consecutive()
     assert len(visited) == len(data.shard_lengths)

@@ -151,7 +151,7 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
     monkeypatch.setattr(module, "END_S", 0.0)
 
     def finish_saving(rank, message):
-        assert message == {"stop": True, "patiently": True}
+        assert message == {"stop": True, "finish_checkpoint": True}
         one.client.say(Record("file", {"path": "checkpoints/step-000020.pt"}, rank))
         one.client.say(end(rank, "stopped"))
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
 def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_meanwhile(make, caplog):
     stuck = {"step": 3, "phase": "save", "age_s": 1000.0, "first": False}
     one = make(Record("text", {"n": 1}, 0), Record("beat", stuck, 0), Record("beat", stuck, 1))
-    one.vitals.hang_timeout_s = one.settings.hang_timeout_s = 0.1
+    one.health.hang_timeout_s = one.settings.hang_timeout_s = 0.1
     said = "busy with one record of rank 0 (text) for 0 s, in on_record"
 
     def take_time(attempt, record):
@@ -211,7 +211,7 @@ def beat(rank: int, phase: str) -> Record:
 def in_loop(one: Attempt) -> Attempt:
     """The user wants to end when both ranks are known to be in their loop."""
     for rank in range(2):
-        one.vitals.beat(rank, beat(rank, "load").data, time.monotonic())
+        one.health.beat(rank, beat(rank, "load").data, time.monotonic())
     one.interrupts.wanted = True
     return one
 
@@ -348,9 +348,9 @@ def test_whatever_a_rank_says_ends_in_an_error_of_ours_or_in_none(kind, data):
         one.on_record(Record.decode(Record(kind, data, 1).encode()), 1)
     except RecordError:
         return
-    assert one.vitals.hang(one.roster.running, 1e9) is None or kind == "beat"
-    if one.roster.failures:
-        assert str(one.roster.error()).startswith("rank 1 on h: ")
+    assert one.health.hang(one.rank_states.running, 1e9) is None or kind == "beat"
+    if one.rank_states.failures:
+        assert str(one.rank_states.error()).startswith("rank 1 on h: ")
 
 
 # -- what no record tells ----------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, 
 
 def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
     one = make(beat(0, "load"))
-    one.settings.lost_timeout_s = one.vitals.lost_timeout_s = 0.05
+    one.settings.lost_timeout_s = one.health.lost_timeout_s = 0.05
     with pytest.raises(RankFailed, match="nothing was heard from its worker") as caught:
         one.run(b"")
     assert caught.value.failure.kind == "lost"
@@ -379,7 +379,7 @@ def test_a_scheduler_that_is_silent_too_is_named_instead(make):
         raise TimeoutError
 
     one = make()
-    one.vitals.lost_timeout_s = 0.05
+    one.health.lost_timeout_s = 0.05
     one.client.scheduler.identity = fail
     with pytest.raises(ClusterError, match="the scheduler tcp://s:1 was not heard"):
         one.run(b"")

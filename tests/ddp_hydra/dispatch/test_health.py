@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.dispatch.health import DOING, GAP_S, Beat, Vitals
+from ddp_hydra.dispatch.health import DOING, GAP_S, Beat, HealthMonitor
 from ddp_hydra.heartbeat import PHASES
 
 LOST_S, HANG_S, FIRST_S, JOIN_S = 15.0, 60.0, 600.0, 300.0
 
 
-def vitals(hang_s=HANG_S, first_s=FIRST_S) -> Vitals:
-    return Vitals(LOST_S, hang_s, first_s, JOIN_S)
+def health(hang_s=HANG_S, first_s=FIRST_S) -> HealthMonitor:
+    return HealthMonitor(LOST_S, hang_s, first_s, JOIN_S)
 
 
 def at(phase, step=5, age_s=0.0, **more):
     return {"phase": phase, "step": step, "age_s": age_s, "first": False, "stopped": False, **more}
 
 
-def gang(*beats, now=0.0) -> Vitals:
+def gang(*beats, now=0.0) -> HealthMonitor:
     """Ranks 0, 1 … where they said they are."""
-    seen = vitals()
+    seen = health()
     for rank, beat in enumerate(beats):
         seen.beat(rank, beat, now)
     return seen
@@ -92,7 +92,7 @@ def test_a_suspended_process_gets_no_time_for_its_first_visit():
 
 
 def test_a_first_visit_never_gets_less_time_than_later_ones():
-    seen = vitals(hang_s=60, first_s=5)
+    seen = health(hang_s=60, first_s=5)
     seen.beat(0, at("load", age_s=30, first=True), 0.0)
     assert seen.hang([0], 0.0) is None
 
@@ -142,7 +142,7 @@ def test_before_the_first_step_no_step_is_named():
 
 
 def test_a_rank_is_silent_when_nothing_was_heard_for_too_long():
-    seen = vitals()
+    seen = health()
     seen.hear(0, 0.0)
     seen.hear(1, 10.0)
     assert seen.silent([0, 1], 15.0) == []
@@ -152,20 +152,20 @@ def test_a_rank_is_silent_when_nothing_was_heard_for_too_long():
 
 
 def test_a_rank_that_was_never_heard_is_not_silent_but_late():
-    assert vitals().silent([0], 1e9) == []
+    assert health().silent([0], 1e9) == []
 
 
 # -- the watcher itself ------------------------------------------------------------------------------------
 
 
-def looking(seen: Vitals, begin: float, end: float, every_s: float = 1.0) -> None:
+def looking(seen: HealthMonitor, begin: float, end: float, every_s: float = 1.0) -> None:
     for n in range(int((end - begin) / every_s) + 1):
         seen.look(begin + n * every_s)
 
 
 @given(st.floats(GAP_S + 0.01, 1e6), st.floats(0, 10))
 def test_time_in_which_the_watcher_slept_is_nobodys_fault(slept_s, silent_s):
-    seen = vitals()
+    seen = health()
     seen.hear(0, 0.0)
     seen.beat(0, at("load", age_s=0), 0.0)
     looking(seen, 0.0, silent_s)
@@ -178,7 +178,7 @@ def test_time_in_which_the_watcher_slept_is_nobodys_fault(slept_s, silent_s):
 
 
 def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others():
-    seen = vitals()
+    seen = health()
     seen.look(0.0)
     seen.hear(0, 1000.0)
     seen.beat(0, at("load"), 1000.0)
@@ -188,7 +188,7 @@ def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others()
 
 
 def test_a_watcher_that_looks_on_time_gives_nobody_any():
-    seen = vitals()
+    seen = health()
     seen.hear(0, 0.0)
     seen.beat(0, at("load"), 0.0)
     looking(seen, 0.0, HANG_S + 1)
@@ -211,7 +211,7 @@ beats = st.fixed_dictionaries(
 @settings(max_examples=40)
 @given(st.lists(beats, min_size=1, max_size=4), st.floats(0, 1e6))
 def test_malformed_beats_are_harmless(said, now):
-    seen = vitals()
+    seen = health()
     for rank, beat in enumerate(said):
         seen.beat(rank, json.loads(json.dumps(beat)), 0.0)
     hang = seen.hang(range(len(said)), now)
@@ -240,7 +240,7 @@ def test_odd_values_become_harmless_ones(beat, step, phase, age_s):
 
 
 def test_the_gang_has_done_what_its_furthest_rank_has():
-    assert vitals().steps_done == 0
+    assert health().steps_done == 0
     assert gang(at("load", 5), at("log", 5), at("forward", 5)).steps_done == 5
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_hydra.dispatch import Gang, call
-from ddp_hydra.dispatch.unread_records import Unread
+from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.results import Record
 
 FILE = Record("file", {"path": "a.bin", "source": "/spool/1", "size": 3 * 2**20}, 1)
@@ -23,8 +23,8 @@ SENT = [
 def attempt() -> SimpleNamespace:
     """Of which only is seen which files were dropped and fetched."""
     dropped, fetched = [], []
-    crew = SimpleNamespace(drop=dropped.append, fetch=lambda record, target: fetched.append(record))
-    return SimpleNamespace(crew=crew, dropped=dropped, fetched=fetched)
+    workers = SimpleNamespace(drop=dropped.append, fetch=lambda record, target: fetched.append(record))
+    return SimpleNamespace(workers=workers, dropped=dropped, fetched=fetched)
 
 
 def hear(attempt, on_record) -> Gang:
@@ -61,4 +61,4 @@ def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(a
 def test_where_nothing_was_dropped_nothing_is_said(caplog):
     with Gang(None).dropped_said():
         pass
-    assert (Unread().sentence(), caplog.text) == ("", "")
+    assert (UnreadRecords().sentence(), caplog.text) == ("", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.job.fault_writer import RehearsalWriter, damage
+from ddp_hydra.job.fault_writer import FaultWriter, damage
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
 
@@ -21,8 +21,8 @@ def metrics(step: int, attempt: int = 0, rank: int = 0) -> Record:
 def rehearse(tmp_path):
     ended = []
 
-    def make(*texts: str) -> RehearsalWriter:
-        writer = RehearsalWriter(fault_injection.parse(texts), tmp_path, lambda: ended.append("scheduler"))
+    def make(*texts: str) -> FaultWriter:
+        writer = FaultWriter(fault_injection.parse(texts), tmp_path, lambda: ended.append("scheduler"))
         writer.ended = ended
         return writer
 

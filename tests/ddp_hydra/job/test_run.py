@@ -124,7 +124,7 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
     call = made.call(1, 2)
     assert call.files["resume"].is_absolute()
     assert call.files["resume"].read_bytes() == b"content 20"
-    assert (call.args[0]["data"]["batch_size"], call.args[0]["trainer"]["accumulate"]) == (8, 2)
+    assert (call.args[0]["data"]["batch_size"], call.args[0]["trainer"]["gradient_accumulation_steps"]) == (8, 2)
     assert json.dumps(made.call(0, 4).args) == before
 
 

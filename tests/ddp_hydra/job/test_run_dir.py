@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.run_dir import Guard, locked, next_attempt, refuse_another
+from ddp_hydra.job.run_dir import RunDirCallback, locked, next_attempt, refuse_another
 
 HOLD = """
 import sys, pathlib
@@ -95,13 +95,13 @@ def test_a_new_run_has_no_earlier_attempt(tmp_path):
 def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_path):
     hydra = {"run": {"dir": str(tmp_path / "run")}, "output_subdir": ".hydra"}
     cfg = OmegaConf.create({"resume": None, "dry_run": False, "hydra": hydra})
-    Guard().on_run_start(cfg)
+    RunDirCallback().on_run_start(cfg)
     assert not (tmp_path / "run").exists()
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/last.pt").touch()
     with pytest.raises(SystemExit, match=r"ddp_hydra: .*run holds another run"):
-        Guard().on_run_start(cfg)
+        RunDirCallback().on_run_start(cfg)
     cfg.resume = str(tmp_path / "run")
-    Guard().on_run_start(cfg)
+    RunDirCallback().on_run_start(cfg)
     cfg.resume, cfg.hydra.output_subdir = None, None
-    Guard().on_run_start(cfg)
+    RunDirCallback().on_run_start(cfg)

@@ -56,7 +56,7 @@ def fail(*_: object, **__: object) -> None:
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "the page": lambda patch: patch.setattr(task.Board, "create", fail),
+    "the page": lambda patch: patch.setattr(task.SharedStatus, "create", fail),
     "the pipe": lambda patch: patch.setattr(task.os, "pipe", fail),
     "the rendezvous": lambda patch: patch.setattr(rendezvous, "bind", fail),
     "the warm server": lambda patch: patch.setattr(fork_client, "connect", fail),
@@ -72,7 +72,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(what, worker, monkeypatch):
     BREAKS[what](monkeypatch)
     before = descriptors()
-    task.run_rank(launch_spec.Order("gang", 0, SPEC, b""))
+    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
     assert descriptors() == before
     end = worker.said[-1]
     assert (end.kind, end.data["status"]) == ("end", "start")
@@ -97,7 +97,7 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
 
 def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_path):
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
-    task.run_rank(launch_spec.Order("gang", 0, SPEC, b"", retry_s=3.0))
+    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b"", retry_s=3.0))
     assert sum(full_disk) == 3.0
     (warning,) = (record.data["text"] for record in worker.said if record.kind == "warning")
     assert f"the worker's temporary folder {tmp_path} on host " in warning
@@ -118,7 +118,7 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_letter(worker, f
 
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     monkeypatch.setattr(task.time, "sleep", send)
-    task.run_rank(launch_spec.Order("gang", 0, SPEC, b""))
+    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
     assert len(full_disk) == 3
     assert worker.said[-1].data["status"] == "stopped"
     inbox._ended.clear()
@@ -126,13 +126,13 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_letter(worker, f
 
 def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
     worker.address = "tcp://127.0.0.1:2"
-    task.run_rank(launch_spec.Order("gang", 0, SPEC, b""))
+    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
     assert [(record.kind, record.data["status"]) for record in worker.said] == [("end", "lost")]
 
 
 def test_the_order_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b"the call"), stack)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b"the call"), stack)
         with one.write_order(device_leases.Share(None, 0, 0)) as order:
             order.seek(0)
             header, _, call = order.read().partition(b"\n")
@@ -152,7 +152,7 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
             if job == "beside":
                 stack.enter_context(device_leases.take("other", 4, range(12), [], 0))
             stack.enter_context(device_leases.take("mine", 2, range(12), [], 0))  # of the attempt before
-            one = task.Relay(worker, launch_spec.Order("mine-1", 1, spec, b"", owner="mine"), stack)
+            one = task.RankTask(worker, launch_spec.LaunchSpec("mine-1", 1, spec, b"", owner="mine"), stack)
             with one.write_order(one.lease()) as order:
                 order.seek(0)
                 threads.append(json.loads(order.readline())["threads"])
@@ -164,7 +164,7 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, which only root can")
 def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, tmp_path):
     os.chown(tmp_path, 65534, 65534)
-    task.run_rank(launch_spec.Order("gang", 0, SPEC, b""))
+    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
     inbox._ended.clear()
     end = worker.said[-1].data
     assert end["mistake"]
@@ -173,8 +173,8 @@ def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, 
 
 def test_a_relay_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b""), stack)
-        one.board.enter("save", 20)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one.shared_status.enter("save", 20)
         one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0}, 1.0
         assert one.judge() == {"status": "stopped", "step": 20, "phase": "save"}
         one.stopping_since = None
@@ -189,22 +189,22 @@ def test_a_rank_that_is_writing_a_checkpoint_is_stopped_when_it_is_complete_or_a
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     signals: list[int] = []
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         worker.state.tasks["task"] = SimpleNamespace(state="executing")
         one.signal = lambda number, alone=False: signals.append(number)
-        one.board.saving = True
-        one.stop(patiently=True)
+        one.shared_status.saving = True
+        one.stop(finish_checkpoint=True)
         one.check_stop()
-        assert (one.board.die, signals, one.pause_s) == (False, [], task.TICK_S)
-        one.board.saving = False
+        assert (one.shared_status.die, signals, one.pause_s) == (False, [], task.TICK_S)
+        one.shared_status.saving = False
         one.check_stop()
-        assert (one.board.die, signals) == (True, [signal.SIGTERM])
+        assert (one.shared_status.die, signals) == (True, [signal.SIGTERM])
 
         for end_it in (one.stop, lambda: None):  # somebody has lost patience, or it takes too long
             one.stopping_since = one.save_until = None
             signals.clear()
-            one.board.saving = True
-            one.stop(patiently=True)
+            one.shared_status.saving = True
+            one.stop(finish_checkpoint=True)
             end_it()
             now += task.SAVE_S + 1
             one.check_stop()
@@ -219,7 +219,7 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
     now = 1000.0
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         assert not one.is_drained(is_quiet=False)
         now += task.DRAIN_S + 0.1
         assert one.is_drained(is_quiet=True)
@@ -241,11 +241,11 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
 )
 def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         one.exit = {"exit": 0}  # it hears no signal any more
         one.box.put(message)
         one.on_mail()
-        assert (one.board.finish, one.board.die) == page
+        assert (one.shared_status.finish, one.shared_status.die) == page
     inbox.remove("gang", 0)
     inbox._ended.clear()
     assert [record.kind for record in worker.said] == ["preempted"] * ("preempted" in message)
@@ -255,7 +255,7 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         for waiting in (0, task.WINDOW_BYTES, 0):
             now += 10.0
             one.unacknowledged = waiting
@@ -271,7 +271,7 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
 
 def test_a_relay_looks_up_seldom_while_its_rank_trains_and_often_otherwise(worker):
     with ExitStack() as stack:
-        one = task.Relay(worker, launch_spec.Order("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         assert one.pause_s == task.TICK_S  # it starts
         one.ready = True
         assert one.pause_s == task.CALM_S

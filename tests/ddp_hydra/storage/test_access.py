@@ -46,7 +46,7 @@ def test_https_is_believed_with_a_certificate_and_only_then(monkeypatch, tmp_pat
     authority, server = certificate(tmp_path)
     with serving(OBJECTS, tls=server) as store:
         with pytest.raises(ConnectionError, match=r"certificate is not trusted.*SSL_CERT_FILE"):
-            Bucket("photos", store.url, patience_s=0).get("a/1.bin")
+            Bucket("photos", store.url, retry_timeout_s=0).get("a/1.bin")
         monkeypatch.setenv("SSL_CERT_FILE", str(authority))
         assert bytes(Bucket("photos", store.url).get("a/1.bin")) == b"one"
 

@@ -25,7 +25,7 @@ def store():
 
 
 def bucket(store, **arguments) -> Bucket:
-    return Bucket("photos", store.url, **{"timeout_s": 0.5, "patience_s": 20, **arguments})
+    return Bucket("photos", store.url, **{"timeout_s": 0.5, "retry_timeout_s": 20, **arguments})
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "reset", "half", "stall"])
@@ -61,22 +61,22 @@ def test_patience_ends(store):
     store.fault = lambda number, path: "503"
     begin = time.monotonic()
     with pytest.raises(TemporaryError, match=r"SlowDown.*try again later"):
-        bucket(store, patience_s=0.5).get("a.bin")
+        bucket(store, retry_timeout_s=0.5).get("a.bin")
     assert time.monotonic() - begin < 5
     assert len(store.requests) >= 2
 
 
 def test_the_first_contact_is_less_patient(store):
     store.fault = lambda number, path: "503"
-    data = bucket(store, patience_s=600)
-    data.FIRST_PATIENCE_S = 0.3
+    data = bucket(store, retry_timeout_s=600)
+    data.FIRST_RETRY_TIMEOUT_S = 0.3
     with pytest.raises(ConnectionError):
         data.folders()
 
 
 def test_closing_ends_the_waiting(store):
     store.fault = lambda number, path: "503"
-    data = bucket(store, patience_s=600)
+    data = bucket(store, retry_timeout_s=600)
     threading.Timer(0.5, data.close).start()
     with pytest.raises(TemporaryError):
         data.get("a.bin")
@@ -108,7 +108,7 @@ def test_a_listing_that_never_comes_to_its_end_is_an_error(store, fault):
     store.page = 4
     store.fault = lambda number, path: fault if number > 2 else None
     with pytest.raises(ConnectionError, match=r"(broke off at 'many/011\.png'|what is no listing).*try again later"):
-        list(bucket(store, patience_s=0.3).objects("many"))
+        list(bucket(store, retry_timeout_s=0.3).objects("many"))
 
 
 def test_a_store_that_sorts_by_time_and_knows_only_whole_keys_is_listed_once(store, monkeypatch):
@@ -151,7 +151,7 @@ def test_what_came_with_another_size_than_was_listed_is_read_again(store, fault)
     assert bytes(data.get("a.bin", len(CONTENT))) == CONTENT
     assert data.traffic.retries == 1
     store.fault = lambda number, path: fault if store.requests[-1][0] == "GET" else None
-    data.patience_s = 0.2
+    data.retry_timeout_s = 0.2
     with pytest.raises(ValueError, match=r"s3://photos/a\.bin came with [\d,]+ bytes in place of 102,400"):
         data.get("a.bin", len(CONTENT))
     with pytest.raises((ValueError, OSError), match=r"bytes in place of|gives whole objects only"):
@@ -175,7 +175,7 @@ def test_a_store_without_ranges_is_read_in_one_go_and_a_break_costs_no_byte_twic
 
 
 def test_a_redirect_is_waited_for_where_the_bucket_was_read_before(store):
-    data = bucket(store, patience_s=0.2)
+    data = bucket(store, retry_timeout_s=0.2)
     data.get("a.bin")
     store.fault = lambda number, path: "301" if number == 1 else None
     assert bytes(data.get("a.bin")) == CONTENT
@@ -202,7 +202,7 @@ def test_credentials_that_expire_are_read_anew(store, monkeypatch, tmp_path):
 
 
 def test_a_token_that_stays_expired_is_told(store):
-    data = bucket(store, patience_s=0.5)
+    data = bucket(store, retry_timeout_s=0.5)
     data.get("a.bin")
     store.fault = lambda number, path: "expired"
     with pytest.raises(StaleCredentialsError, match=r"ExpiredToken.*AWS_SESSION_TOKEN"):

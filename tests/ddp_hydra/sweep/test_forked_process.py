@@ -77,7 +77,7 @@ def test_it_ends_with_all_that_it_has_started_also_when_it_does_not_listen(start
         listen([child], 1.0)
         child.hear()
     begin = time.monotonic()
-    child.end(patience_s=0.5)
+    child.end(timeout_s=0.5)
     assert time.monotonic() - begin < 5
     assert not child.process.is_alive()
     assert not alive_pid(child.values[0])

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf, open_dict
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.sweep import other_apps
 from ddp_hydra.sweep.job_process import Ended, coordinate
-from ddp_hydra.sweep.planned_job import Planned
+from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
 
@@ -29,7 +29,7 @@ def end(tmp_path, hydra_restore_singletons, logging_restored):
         with open_dict(config):
             config.hydra.sweep.subdir, config.hydra.job.id, config.hydra.job.num = "0", "0", 0
             config.hydra.job.env_set = env or {}
-        return coordinate(Planned(Row(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None)
+        return coordinate(PlannedJob(Row(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None)
 
     return run
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import planned_job
-from ddp_hydra.sweep.planned_job import Need, Numbers, Planned
+from ddp_hydra.sweep.planned_job import Need, Numbers, PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
 
@@ -19,9 +19,9 @@ def row(number: int, override: str, state: State = State.done) -> Row:
     return Row(number, [override], str(number), state)
 
 
-def planned(folder: Path, earlier: Row | None = None, is_ours: bool = True) -> Planned:
+def planned(folder: Path, earlier: Row | None = None, is_ours: bool = True) -> PlannedJob:
     config = OmegaConf.create({"resume": None, "hydra": {}})
-    return Planned(Row(0, [], "0"), (), earlier, config, Need(), folder, is_ours)
+    return PlannedJob(Row(0, [], "0"), (), earlier, config, Need(), folder, is_ours)
 
 
 def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
@@ -68,7 +68,7 @@ def test_what_was_composed_to_be_checked_is_not_composed_again():
             self.calls += 1
             return OmegaConf.create({"n": self.calls})
 
-    loader = planned_job.Remembering(real := Loader())
+    loader = planned_job.CachingConfigLoader(real := Loader())
     checked = [loader.load_sweep_config({}, [f"a={n}"]) for n in (1, 2, 1)]
     assert real.calls == 3
     assert loader.take({}, ["a=2"]) is checked[1]

@@ -247,7 +247,7 @@ def test_a_saver_writes_what_the_run_was_when_asked(sent):
 
 
 @pytest.fixture
-def board() -> Iterator[heartbeat.Board]:
+def board() -> Iterator[heartbeat.SharedStatus]:
     """The board of this process, without faults that strike it."""
     heartbeat.connect(None)
     fault_injection.arm(0, 0, {})

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.training import consensus
-from ddp_hydra.training.consensus import Agreement, Finish, Verdict, Vote
+from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal, Vote
 
 
 @pytest.fixture(autouse=True)
-def board() -> Iterator[heartbeat.Board]:
+def board() -> Iterator[heartbeat.SharedStatus]:
     """The board of this process."""
     heartbeat.connect(None)
     yield heartbeat.here()
@@ -31,20 +31,20 @@ def board() -> Iterator[heartbeat.Board]:
 @pytest.mark.parametrize("stop", range(len(REASONS)))
 @pytest.mark.parametrize("good", [True, False])
 def test_alone_a_rank_agrees_with_itself(good, stop):
-    agreed = Agreement().vote(good=good, stop=stop).result()
-    assert agreed == Verdict(stop, None if good else 0)
+    agreed = StepConsensus().vote(good=good, stop=stop).result()
+    assert agreed == Decision(stop, None if good else 0)
 
 
 def test_a_vote_may_be_asked_twice():
-    vote = Agreement().vote(good=False, stop=2)
-    assert vote.result() == vote.result() == Verdict(2, 0)
+    vote = StepConsensus().vote(good=False, stop=2)
+    assert vote.result() == vote.result() == Decision(2, 0)
 
 
 def test_what_has_to_be_waited_for_is_looked_at_with_the_result_and_once():
     looked = []
-    vote = Agreement().vote(good=lambda: bool(looked.append("now")), stop=1)
+    vote = StepConsensus().vote(good=lambda: bool(looked.append("now")), stop=1)
     assert not looked
-    assert vote.result() == vote.result() == Verdict(1, 0)
+    assert vote.result() == vote.result() == Decision(1, 0)
     assert looked == ["now"]
 
 
@@ -56,16 +56,16 @@ def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
     """What gloo does with the ballots is a maximum."""
     ballots = []
     for rank, (good, stop) in enumerate(votes):
-        voter = Agreement()
+        voter = StepConsensus()
         voter.rank, voter.world_size = rank, len(votes)
         ballots.append(voter.vote(good=good, stop=stop).ballot)
     agreed = Vote(torch.stack(ballots).amax(0), None, len(votes)).result()
     bad = [rank for rank, (good, _) in enumerate(votes) if not good]
-    assert agreed == Verdict(max(stop for _, stop in votes), bad[0] if bad else None)
+    assert agreed == Decision(max(stop for _, stop in votes), bad[0] if bad else None)
 
 
 def test_alone_a_rank_tells_itself():
-    assert Agreement().gather([1.0, 0.1], [], [3.0]) == [[[1.0, 0.1]], [[]], [[3.0]]]
+    assert StepConsensus().gather([1.0, 0.1], [], [3.0]) == [[[1.0, 0.1]], [[]], [[3.0]]]
 
 
 # -- a gang ------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
     def run(rank: int) -> None:
         name = threading.current_thread().name
         groups[name] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        voter = Agreement()
+        voter = StepConsensus()
         voter.alone, voter.rank, voter.world_size = False, rank, 2
         first = voter.vote(good=rank == 0, stop=rank)
         second = voter.vote()
@@ -97,7 +97,7 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
     for rank in ranks:
         rank.join()
     groups.clear()
-    assert verdicts[0] == verdicts[1] == [Verdict(1, 1), Verdict(), Verdict(2, 0)]
+    assert verdicts[0] == verdicts[1] == [Decision(1, 1), Decision(), Decision(2, 0)]
 
 
 @pytest.fixture
@@ -108,33 +108,33 @@ def group_of_one() -> Iterator[None]:
 
 
 def test_a_group_of_one_needs_no_collective_and_has_gloo(group_of_one):
-    voter = Agreement()
+    voter = StepConsensus()
     assert (voter.alone, voter.group) == (True, None)
     assert consensus.has_gloo()
-    assert voter.vote(good=False, stop=1).result() == Verdict(1, 0)
+    assert voter.vote(good=False, stop=1).result() == Decision(1, 0)
 
 
 # -- whether to stop ---------------------------------------------------------------------------------------
 
 
 def test_a_rank_stops_when_it_was_asked_to(board):
-    finish = Finish()
-    assert finish.wanted() == 0
+    stop_signal = StopSignal()
+    assert stop_signal.reason() == 0
     board.ask_to_finish(REASONS.index("preemption"))
-    assert REASONS[finish.wanted()] == "preemption"
+    assert REASONS[stop_signal.reason()] == "preemption"
 
 
 @pytest.mark.parametrize("limit_s", [0.0, -1.0])
 def test_a_rank_stops_when_its_time_is_up_whatever_else_it_was_asked(board, limit_s):
     board.ask_to_finish(REASONS.index("interrupt"))
-    assert REASONS[Finish(limit_s).wanted()] == "time_limit"
+    assert REASONS[StopSignal(limit_s).reason()] == "time_limit"
 
 
 def test_a_rank_goes_on_while_it_has_time(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(consensus.time, "monotonic", lambda: now)
-    finish = Finish(60.0)
+    stop_signal = StopSignal(60.0)
     now = 1059.9
-    assert finish.wanted() == 0
+    assert stop_signal.reason() == 0
     now = 1060.0
-    assert REASONS[finish.wanted()] == "time_limit"
+    assert REASONS[stop_signal.reason()] == "time_limit"

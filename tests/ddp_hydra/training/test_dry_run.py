@@ -38,7 +38,7 @@ def dry(train_set: Any = None, val_set: Any = None, **parts: Any) -> list[str]:
 
 
 def test_it_makes_a_whole_step_and_names_the_metrics():
-    lines = dry(trainer={"accumulate": 2, "clip_norm": 1.0})
+    lines = dry(trainer={"gradient_accumulation_steps": 2, "clip_norm": 1.0})
     assert lines[0] == "data      9 samples, 5 for validation"
     assert "metrics   train/loss, train/accuracy, val/loss, val/accuracy; best.pt goes by val/accuracy" in lines
     assert lines[-1] == "dry run: all of it works"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.training.early_stopping import EarlyStop
+from ddp_hydra.training.early_stopping import EarlyStopping
 
 NAN = float("nan")
 
@@ -20,14 +20,14 @@ NAN = float("nan")
     ],
 )
 def test_it_ends_after_validations_without_progress(values, maximize, patience, min_delta, ends_after):
-    stop = EarlyStop("val/x", maximize, patience, min_delta)
+    stop = EarlyStopping("val/x", maximize, patience, min_delta)
     ended = [number for number, value in enumerate(values, start=1) if stop.note({"val/x": value})]
     assert (ended[0] if ended else None) == ends_after
     assert stop.wanted is (ends_after is not None)
 
 
 def test_what_it_knows_is_kept():
-    first, second = EarlyStop("val/x", True, 2), EarlyStop("val/x", True, 2)
+    first, second = EarlyStopping("val/x", True, 2), EarlyStopping("val/x", True, 2)
     first.note({"val/x": 5.0})
     first.note({"val/x": 4.0})
     second.load_state_dict(first.state_dict())
@@ -35,5 +35,5 @@ def test_what_it_knows_is_kept():
 
 
 def test_other_metrics_do_not_count():
-    stop = EarlyStop("val/x", True, 1)
+    stop = EarlyStopping("val/x", True, 1)
     assert [stop.note({"val/y": 1.0}) for _ in range(3)] == [False] * 3

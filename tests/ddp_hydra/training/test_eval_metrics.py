@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.training.eval_metrics import Scores
+from ddp_hydra.training.eval_metrics import EvalMetrics
 
 text = pytest.importorskip("torchmetrics.text")
 
@@ -11,7 +11,7 @@ text = pytest.importorskip("torchmetrics.text")
 def test_perplexity_is_that_of_all_places_whatever_the_batches():
     torch.manual_seed(0)
     logits, target = torch.randn(7, 5, 4), torch.randint(4, (7, 5))
-    scores = Scores({"perplexity": text.Perplexity()})
+    scores = EvalMetrics({"perplexity": text.Perplexity()})
     for part, goal in zip(logits.split(3), target.split(3), strict=True):
         scores.add(part, goal)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())

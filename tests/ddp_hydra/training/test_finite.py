@@ -8,11 +8,11 @@ from torch import nn
 
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import Position, State
-from ddp_hydra.training.consensus import Agreement, Verdict
+from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.finite import Gradients, are_finite, not_finite
 from ddp_hydra.training.inspection import Inspection
-from ddp_hydra.training.optimizer_step import Update
+from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
 
 NAN, INF = math.nan, math.inf
@@ -78,7 +78,7 @@ def inspection(late=False, precision=None, alike=True):
     wrapped = Parallel(model, model)
     wrapped.alike = alike
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    made = Inspection(Update(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), Agreement(), late)
+    made = Inspection(OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), StepConsensus(), late)
     model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
     return made, model
 
@@ -91,30 +91,30 @@ def vote(made, loss):
 def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(alike):
     made, model = inspection(alike=alike)
     losses = [torch.tensor(0.25), torch.tensor(0.5)]
-    assert made.judge(Verdict(), losses) is None
+    assert made.judge(Decision(), losses) is None
     model.weight.grad = torch.full((1, 1), NAN)
-    trouble = made.judge(Verdict(), losses)
+    trouble = made.judge(Decision(), losses)
     assert (trouble.bad_rank, trouble.loss, trouble.gradients, trouble.ago) == (0, 0.75, ["weight"], 0)
-    trouble = made.judge(Verdict(bad_rank=3), losses)
+    trouble = made.judge(Decision(bad_rank=3), losses)
     assert (trouble.bad_rank, trouble.gradients) == (3, ())
 
 
 def test_what_overflows_in_fp16_is_the_scalers():
     made, model = inspection(precision="fp16")
     model.weight.grad = torch.full((1, 1), INF)
-    assert made.judge(Verdict(), [torch.tensor(0.5)]) is None
+    assert made.judge(Decision(), [torch.tensor(0.5)]) is None
 
 
 def test_on_a_gpu_a_gradient_is_looked_at_with_the_next_loss_unless_it_is_wanted_now():
     made, model = inspection(late=True)
     model.weight.grad = torch.full((1, 1), NAN)
-    assert made.judge(Verdict(), [torch.tensor(0.5)]) is None
-    verdict = vote(made, NAN)  # as it is with weights that took it up
-    assert verdict.bad_rank == 0
-    trouble = made.judge(verdict, [torch.tensor(NAN)])
+    assert made.judge(Decision(), [torch.tensor(0.5)]) is None
+    decision = vote(made, NAN)  # as it is with weights that took it up
+    assert decision.bad_rank == 0
+    trouble = made.judge(decision, [torch.tensor(NAN)])
     assert (trouble.loss, trouble.gradients, trouble.ago) == (0.5, ["weight"], 1)
     assert vote(made, 0.25).bad_rank is None
-    assert made.judge(Verdict(), [torch.tensor(0.25)], now=True).ago == 0
+    assert made.judge(Decision(), [torch.tensor(0.25)], now=True).ago == 0
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import Finish
+from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.inspection import Inspection
 from ddp_hydra.training.loop import fit, seed_step
 from ddp_hydra.training.parallel import Parallel
@@ -123,9 +123,9 @@ def train(group, tmp_path):
         fault_injection.arm(0, 0, {})
         armed = fault_injection.wait(fault)
         cfg = OmegaConf.merge(config(**trainer), parts or {})
-        finish = Finish(cfg.trainer.time_limit_s)
+        stop_signal = StopSignal(cfg.trainer.time_limit_s)
         given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}
-        made.value = fit(cfg, data(9), data(val) if val else None, given, armed, finish)
+        made.value = fit(cfg, data(9), data(val) if val else None, given, armed, stop_signal)
         return made
 
     return run
@@ -208,7 +208,7 @@ BY_LOSS = {"objective": {"metric": "train/loss", "direction": "minimize"}}
 
 @pytest.mark.parametrize(("metric", "val"), [("val/acc", 5), ("train/acc", 0)])
 def test_an_unknown_objective_is_said_at_the_first_validation_and_nothing_is_lost(metric, val, train):
-    options = {"val": val, "checkpoint_every_epochs": 0, "stop_after_validations": 9}
+    options = {"val": val, "checkpoint_every_epochs": 0, "early_stopping_patience": 9}
     found = []
     said = rf"objective.metric={metric}: .*there are train/accuracy, train/loss.*The run is saved.*={metric}uracy"
     with pytest.raises(ConfigError, match=said):
@@ -232,7 +232,7 @@ def test_a_regression_has_no_accuracy_and_its_best_is_that_of_the_least_loss(tra
         "model": {"out_features": 1}, "loss": {"_target_": "torch.nn.MSELoss"},
         "objective": {"metric": "val/loss", "direction": "minimize"},
     }  # fmt: skip
-    run = train(data=Line, parts=parts, epochs=4, stop_after_validations=2)
+    run = train(data=Line, parts=parts, epochs=4, early_stopping_patience=2)
     assert not [name for name in run.value["metrics"] if "accuracy" in name]
     losses = [loss for _, loss in run.metrics("val/loss")]
     assert losses == sorted(losses, reverse=True)
@@ -505,7 +505,7 @@ def weights(run: Run) -> torch.Tensor:
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_step_of_several_parts_is_one_of_a_larger_batch(parts, train):
     whole = train(epochs=1, parts={"data": {"batch_size": 2 * parts}})
-    cut = train(epochs=1, accumulate=parts)
+    cut = train(epochs=1, gradient_accumulation_steps=parts)
     assert torch.allclose(weights(cut), weights(whole), atol=1e-6)
     losses = [dict(run.metrics("train/loss")) for run in (cut, whole)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
@@ -513,7 +513,9 @@ def test_a_step_of_several_parts_is_one_of_a_larger_batch(parts, train):
 
 
 def test_a_bad_part_spoils_the_whole_step(train):
-    run = train(fault=["nan,rank=0,step=2"], accumulate=2, on_nonfinite="skip", log_every_steps=1, epochs=1)
+    run = train(
+        fault=["nan,rank=0,step=2"], gradient_accumulation_steps=2, on_nonfinite="skip", log_every_steps=1, epochs=1
+    )
     assert [step for step, _ in run.metrics("train/loss")] == [1]
     assert weights(run).isfinite().all()
 
@@ -521,7 +523,7 @@ def test_a_bad_part_spoils_the_whole_step(train):
 OPTIONS = {
     "ema": {"ema_decay": 0.9},
     "clip": {"clip_norm": 0.05},
-    "parts": {"accumulate": 2},
+    "parts": {"gradient_accumulation_steps": 2},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "clip_norm": 1.0},
     "fused": {"parts": {"optimizer": {"fused": True}}},
@@ -532,7 +534,7 @@ OPTIONS = {
     "step": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.step", "milestones": [0.25, 0.5]}}},
     "warm-up": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant", "warmup_steps": 5}}},
     "torch's one cycle": {"parts": {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.2}}},
-    "all": {"ema_decay": 0.9, "clip_norm": 0.05, "accumulate": 2, "precision": "bf16"},
+    "all": {"ema_decay": 0.9, "clip_norm": 0.05, "gradient_accumulation_steps": 2, "precision": "bf16"},
     "groups": {"decay_all": False, "parts": {"optimizer": {"weight_decay": 0.1}}},
     "alone": {"parts": {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}},
     "smooth": {"parts": {"loss": {"label_smoothing": 0.1}}},
@@ -617,7 +619,7 @@ def test_the_rate_of_each_step_is_logged(train):
 
 
 def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train):
-    options = {"stop_after_validations": 2, "stop_min_delta": 5.0, "epochs": 9}
+    options = {"early_stopping_patience": 2, "early_stopping_min_delta": 5.0, "epochs": 9}
     run = train(**options)
     assert run.value["steps"] == 3 * STEPS  # the first is the best, and two more are no better
     assert run.steps_saved[-1] == 3 * STEPS
@@ -625,18 +627,18 @@ def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train)
 
 
 def test_only_what_was_validated_counts(train):
-    options = {"stop_after_validations": 1, "stop_min_delta": 5.0, "epochs": 9, "validate_every_epochs": 3}
+    options = {"early_stopping_patience": 1, "early_stopping_min_delta": 5.0, "epochs": 9, "validate_every_epochs": 3}
     assert train(**options).value["steps"] == 6 * STEPS
 
 
 def test_a_run_without_validation_goes_by_its_training(train):
-    run = train(val=0, stop_after_validations=1, stop_min_delta=5.0, epochs=9, parts=BY_LOSS)
+    run = train(val=0, early_stopping_patience=1, early_stopping_min_delta=5.0, epochs=9, parts=BY_LOSS)
     assert run.value["steps"] == 2 * STEPS
 
 
 def test_a_run_that_gets_better_goes_on(train):
     loss = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # which such a small set does
-    run = train(stop_after_validations=1, epochs=3, parts=loss)
+    run = train(early_stopping_patience=1, epochs=3, parts=loss)
     values = [value for _, value in run.metrics("val/loss")]
     assert values == sorted(values)
     assert run.value["steps"] == 3 * STEPS

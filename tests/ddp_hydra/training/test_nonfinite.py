@@ -24,7 +24,7 @@ def state(optimizer=torch.optim.Adam, **options) -> State:
 
 
 def step(run: State, bad: bool = False) -> torch.Tensor:
-    """Forward and backward, as the loop does before it hears the verdict."""
+    """Forward and backward, as the loop does before it hears the decision."""
     x = torch.randn(4, 2, generator=torch.Generator().manual_seed(run.position.step))
     loss = run.model(x * NAN if bad else x).pow(2).sum()
     run.optimizer.zero_grad()

@@ -73,7 +73,7 @@ def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
         model = nn.Sequential()
         model.body = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
         model.head = nn.Linear(4, 2)
-        parameter_groups.recompute(model, classes)
+        parameter_groups.activation_checkpointing(model, classes)
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t):
             loss = model(x).square().mean()
@@ -92,7 +92,7 @@ def test_batchnorm_counts_once_what_is_computed_twice(compiled):
         model = nn.Sequential()
         model.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
         model.frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-        parameter_groups.recompute(model, classes)
+        parameter_groups.activation_checkpointing(model, classes)
         model.frozen[1].eval()
         call = torch.compile(model, backend="aot_eager") if compiled else model
         call(x).square().mean().backward()
@@ -107,7 +107,7 @@ def test_batchnorm_counts_once_what_is_computed_twice(compiled):
 
 def test_a_copy_of_what_is_recomputed_computes_with_its_own_weights():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    parameter_groups.recompute(model, ["Linear"])
+    parameter_groups.activation_checkpointing(model, ["Linear"])
     copied, x = deepcopy(model), torch.randn(2, 4)
     before = copied(x)
     with torch.no_grad():

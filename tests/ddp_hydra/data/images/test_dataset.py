@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from ddp_hydra.data.images.dataset import ImageSet, Rows
+from ddp_hydra.data.images.dataset import ImageDataset, PreallocatedBatch
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.storage.retry import StaleCredentialsError, TemporaryError
 
@@ -28,7 +28,7 @@ def jpeg(number: int, size: int = 100) -> bytes:
 FILES = [jpeg(number) for number in range(24)]
 
 
-class Stored(ImageSet):
+class Stored(ImageDataset):
     """Images in memory; what goes wrong with some is given."""
 
     def __init__(self, wrong: dict[int, Exception | bytes] | None = None, delay_s: float = 0.0, **images) -> None:
@@ -74,7 +74,7 @@ def stored():
 def test_a_batch_is_made_in_place_and_needs_no_collating(stored):
     data = stored(transform=EvalTransform(32))
     samples = data.__getitems__([3, 1, 4])
-    assert isinstance(samples, Rows)
+    assert isinstance(samples, PreallocatedBatch)
     images, targets = data.collate(samples)
     assert images.data_ptr() == samples[0][0].data_ptr()
     assert images.shape == (3, 3, 32, 32)

@@ -34,13 +34,13 @@ def kinds(draw, n: int) -> Kind:
     shuffle = draw(st.booleans())
     lanes = draw(st.integers(1, 9))
     if which == "chunked":
-        return Kind(Chunked, {"chunk_samples": draw(st.integers(1, 20)), "lanes": lanes, "shuffle": shuffle})
+        return Kind(Chunked, {"chunk_samples": draw(st.integers(1, 20)), "interleave": lanes, "shuffle": shuffle})
     if which == "shards":
         cuts = sorted(draw(st.lists(st.integers(0, n), max_size=6)))
         lengths = np.diff([0, *cuts, n]).tolist()
-        return Kind(Chunked, {"shard_lengths": lengths, "lanes": lanes, "shuffle": shuffle})
+        return Kind(Chunked, {"shard_lengths": lengths, "interleave": lanes, "shuffle": shuffle})
     if which == "sharded":
-        return Kind(Sharded, {"lanes": lanes, "shuffle": shuffle})
+        return Kind(Sharded, {"interleave": lanes, "shuffle": shuffle})
     if which == "weighted":
         targets = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
         return Kind(Weighted, {"targets": targets, "balance": draw(st.sampled_from([0, 0.5, 1]))})
@@ -128,8 +128,8 @@ def test_the_order_is_a_function_of_seed_and_epoch(case, epoch):
     "sampler",
     [
         Distributed(64, 4, seed=1),
-        Chunked(64, 4, seed=1, shard_lengths=[16] * 4, lanes=2),
-        Sharded(64, 4, seed=1, lanes=4),
+        Chunked(64, 4, seed=1, shard_lengths=[16] * 4, interleave=2),
+        Sharded(64, 4, seed=1, interleave=4),
         Weighted(64, 4, seed=1, targets=[0, 1] * 32),
     ],
 )

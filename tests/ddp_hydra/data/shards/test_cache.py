@@ -48,7 +48,7 @@ def cache_of(tmp_path):
     made = []
 
     def make(shards, budget_bytes=2**30, folder=None, **options) -> ShardCache:
-        cache = ShardCache(shards, folder or tmp_path / "cache", budget_bytes, **{"look_ahead": 0, **options})
+        cache = ShardCache(shards, folder or tmp_path / "cache", budget_bytes, **{"prefetch": 0, **options})
         made.append(cache)
         return cache
 
@@ -343,7 +343,7 @@ import multiprocessing, pickle, sys
 from ddp_hydra.data.shards.cache import ShardCache
 
 def work():
-    cache = ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], look_ahead=0)
+    cache = ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], prefetch=0)
     barrier.wait()
     labels = [int(bytes(cache.open(number).fields(0)[".cls"])) for number in range(2)]
     told.put((labels, cache.counts["downloads"]))
@@ -377,7 +377,7 @@ def test_what_a_killed_process_left_is_never_taken_for_a_shard(server, cache_of,
     server.gate.clear()  # half of it is sent
     code = (
         "import pickle, sys\nfrom ddp_hydra.data.shards.cache import ShardCache\n"
-        "ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], look_ahead=0).open(0)"
+        "ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], prefetch=0).open(0)"
     )
     command = [sys.executable, "-c", code, pickle.dumps(shards).hex(), str(tmp_path / "cache")]
     process = subprocess.Popen(command, cwd=ROOT)
@@ -542,7 +542,7 @@ def test_the_leftovers_of_killed_processes_go_when_room_is_needed(server, cache_
 
 
 def evict_in_a_process(shards, folder) -> None:
-    cache = ShardCache(shards, folder, 2 * SIZE, look_ahead=1)
+    cache = ShardCache(shards, folder, 2 * SIZE, prefetch=1)
     for number in range(len(shards)):
         assert label(cache, number) == number * COUNT
 
@@ -573,7 +573,7 @@ def test_the_order_of_eviction():
     assert sorted(shuffled, key=lambda file: eviction_rank(file, ours, awaited)) == expected
 
 
-def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, look_ahead: int) -> tuple[float, float]:
+def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, prefetch: int) -> tuple[float, float]:
     """Hit rates of `eviction_rank` and of the usual least recently used, after the first epoch."""
     chance, clock = random.Random(0), 0
     ours = {str(number) for number in range(n_shards)}
@@ -586,7 +586,7 @@ def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, look_a
             chance.shuffle(order)
         for place, name in enumerate(order):
             awaited = {later: distance for distance, later in enumerate(order[place:])}
-            for wanted in order[place : place + 1 + look_ahead]:
+            for wanted in order[place : place + 1 + prefetch]:
                 if wanted not in cache:
                     while len(cache) >= room:
                         del cache[min(cache.values(), key=lambda file: eviction_rank(file, ours, awaited)).name]
@@ -604,18 +604,18 @@ def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, look_a
     return hits / reads, usual_hits / reads
 
 
-@pytest.mark.parametrize("look_ahead", [0, 2])
-def test_a_cache_of_half_the_data_saves_half_of_the_downloads(look_ahead):
-    hits, _ = simulated_hits(100, 50, 10, shuffled=True, look_ahead=look_ahead)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_cache_of_half_the_data_saves_half_of_the_downloads(prefetch):
+    hits, _ = simulated_hits(100, 50, 10, shuffled=True, prefetch=prefetch)
     assert hits > 0.46
-    hits, usual = simulated_hits(100, 50, 10, shuffled=False, look_ahead=look_ahead)
+    hits, usual = simulated_hits(100, 50, 10, shuffled=False, prefetch=prefetch)
     assert hits > 0.46
     assert usual == 0
 
 
 def test_so_it_is_with_real_shards(server, cache_of):
     shards = serve(server, "abcdefghijkl")
-    cache = cache_of(shards, 6 * SIZE, look_ahead=1)
+    cache = cache_of(shards, 6 * SIZE, prefetch=1)
     chance = random.Random(0)
     for epoch in range(4):
         order = chance.sample(range(12), 12)
@@ -634,7 +634,7 @@ def test_so_it_is_with_real_shards(server, cache_of):
 
 def test_expected_shards_are_there_before_they_are_needed(server, cache_of, tmp_path):
     shards = serve(server, "abcdefgh")
-    cache = cache_of(shards, look_ahead=2)
+    cache = cache_of(shards, prefetch=2)
     cache.expect([5, 3, 1, 0])
     wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) == 2)
     time.sleep(0.1)
@@ -648,7 +648,7 @@ def test_expected_shards_are_there_before_they_are_needed(server, cache_of, tmp_
 
 def test_nothing_is_fetched_ahead_beyond_what_the_cache_may_take(server, cache_of, tmp_path):
     shards = serve(server, "abcdef")
-    cache = cache_of(shards, 2 * SIZE, look_ahead=4)
+    cache = cache_of(shards, 2 * SIZE, prefetch=4)
     cache.expect(range(6))
     wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) == 2)
     time.sleep(0.3)
@@ -662,7 +662,7 @@ def test_nothing_is_fetched_ahead_beyond_what_the_cache_may_take(server, cache_o
 
 def test_what_fails_ahead_of_time_is_said_when_it_is_needed(server, cache_of):
     shards = [*serve(server, "a"), shard_of(server, "/none.tar")]
-    cache = cache_of(shards, look_ahead=2)
+    cache = cache_of(shards, prefetch=2)
     cache.expect([0, 1])
     wait_until(lambda: server.requests["HEAD", "/none.tar"] == 1)
     assert label(cache, 0) == 0
@@ -671,7 +671,7 @@ def test_what_fails_ahead_of_time_is_said_when_it_is_needed(server, cache_of):
 
 
 def test_close_ends_downloads_that_are_under_way(server, cache_of, tmp_path):
-    cache = cache_of(serve(server, "ab"), look_ahead=2)
+    cache = cache_of(serve(server, "ab"), prefetch=2)
     server.gate.clear()
     cache.expect([0, 1])
     wait_until(lambda: server.gets("/a.tar") and server.gets("/b.tar"))
@@ -683,7 +683,7 @@ def test_close_ends_downloads_that_are_under_way(server, cache_of, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"budget_bytes": 0}, r"data\.cache_gb="), ({"look_ahead": -1}, r"data\.look_ahead_shards=")],
+    [({"budget_bytes": 0}, r"data\.cache_gb="), ({"prefetch": -1}, r"data\.prefetch_shards=")],
 )
 def test_arguments_out_of_their_range_are_refused(tmp_path, options, said):
     with pytest.raises(ValueError, match=said):
@@ -698,7 +698,7 @@ def test_a_folder_that_cannot_be_made_is_named(server, cache_of, tmp_path):
 
 def test_the_default_folder_is_in_the_users_cache(server, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    cache = ShardCache(serve(server, "a"), look_ahead=0)
+    cache = ShardCache(serve(server, "a"), prefetch=0)
     label(cache, 0)
     cache.close()
     assert files(tmp_path / "xdg" / "ddp_hydra" / "shards") == ["a.tar", "lock"]

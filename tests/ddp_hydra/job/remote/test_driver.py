@@ -15,7 +15,7 @@ from ddp_hydra.errors import ClusterError, SchedulerLost
 from ddp_hydra.job.local import Job
 from ddp_hydra.job.remote.driver import Driver, _of_client
 from ddp_hydra.job.remote.fence import Fenced
-from ddp_hydra.job.remote.job_spec import Order
+from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.remote.scratch import Scratch
 from ddp_hydra.job.remote.status import Status, encoded
 from ddp_hydra.job.remote.supervisor import is_over
@@ -23,7 +23,7 @@ from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 
-PLAIN = {"results": {"handler": "rank0", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
+PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
 
 
 def owned(url: str) -> Fenced:
@@ -33,9 +33,9 @@ def owned(url: str) -> Fenced:
 
 
 @pytest.fixture
-def order(tmp_path) -> Order:
+def order(tmp_path) -> JobSpec:
     url = f"{tmp_path}/store/a"
-    return Order("driver-abc", url, PLAIN, {}, (), Project("abc", b""), {}, "/", None, "", resume="")
+    return JobSpec("driver-abc", url, PLAIN, {}, (), Project("abc", b""), {}, "/", None, "", resume="")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
 from ddp_hydra.job.bottleneck import describe, describe_slowest
-from ddp_hydra.training.monitoring.data_stats import Bad, DataReport, bad_of_all_ranks, count_bad, skipped_by
+from ddp_hydra.training.monitoring.data_stats import Bad, DataStats, bad_of_all_ranks, count_bad, skipped_by
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Images:
 def test_a_lap_is_what_came_since_the_last_one():
     data = Images(samples=10, bytes=1000, retries=1, cache_hits=0, bad_samples=0)
     loader = Loader(data, CPU)
-    report = DataReport(loader)
+    report = DataStats(loader)
     loader.waited_s = 1.0
     first = {"data_wait": 0.25, "data/bytes_per_s": 250, "data/retries": 1, "data/cache_hits": 0, "data/bad_samples": 0}
     assert report.lap([report.mine(4.0)]) == first
@@ -55,7 +55,7 @@ def test_files_that_were_left_out_are_said_by_extension():
 
 def test_of_a_data_set_that_says_nothing_the_waiting_is_told():
     loader = Loader([1, 2], CPU)
-    report = DataReport(loader)
+    report = DataStats(loader)
     loader.waited_s = 0.5
     assert report.lap([report.mine(2.0)]) == {"data_wait": 0.25}
     assert report.total() == {"wait_s": 0.5, "wait": 0.25}
@@ -65,7 +65,7 @@ def test_too_many_bad_samples_fail_and_some_are_named():
     data = Images(bad_samples=2)
     data.bad = {"b.png": "damaged", "a.png": "empty"}
     words = r"2 bad samples of 100.*allows 1: a\.png \(empty\); b\.png \(damaged\).*data\.max_bad_fraction="
-    report = DataReport(Loader(data, CPU))
+    report = DataStats(Loader(data, CPU))
     with pytest.raises(DataError, match=words):
         report.lap([report.mine(1.0)])
 

@@ -9,7 +9,7 @@ from torch import nn
 from ddp_hydra.errors import OutOfMemory
 from ddp_hydra.training.monitoring import memory
 
-CFG = OmegaConf.create({"data": {"batch_size": 64}, "trainer": {"precision": "fp32", "accumulate": 1}})
+CFG = OmegaConf.create({"data": {"batch_size": 64}, "trainer": {"precision": "fp32", "gradient_accumulation_steps": 1}})
 
 
 class Block(nn.Module):
@@ -26,9 +26,9 @@ def test_a_full_memory_says_what_took_it_and_what_to_type():
     said = str(caught.value)
     for part in (
         "no memory left on cpu in step 0",
-        "data.batch_size=32 trainer.accumulate=2",
+        "data.batch_size=32 trainer.gradient_accumulation_steps=2",
         "trainer.precision=bf16",
-        "trainer.recompute=[Block]",
+        "trainer.activation_checkpointing=[Block]",
         "torch said: ",
     ):
         assert part in said
