@@ -56,9 +56,6 @@ class FaultWriter:
         elif fault.kind == "damage":
             damage(self.run_dir / FOLDER / "last.pt")
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """Nothing is open."""
 

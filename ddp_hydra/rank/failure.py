@@ -42,7 +42,7 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
     return "killed", f"killed by {name}"
 
 
-def explain(failure: Failure, symptoms: Sequence[Failure] = (), log: str | None = None) -> str:
+def explain(failure: Failure, symptoms: Sequence[Failure] = ()) -> str:
     """Say what happened, for a person."""
     told = bool(re.search(rf"step {failure.step}\b", failure.message))
     where = [f"in step {failure.step}"] if failure.step and not told else []
@@ -55,6 +55,4 @@ def explain(failure: Failure, symptoms: Sequence[Failure] = (), log: str | None 
     if symptoms:
         lines += ["", "the other ranks followed:"]
         lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in symptoms]
-    if log:
-        lines += ["", f"full logs: {log}"]
     return "\n".join(lines)

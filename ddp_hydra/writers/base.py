@@ -18,8 +18,5 @@ class Writer(Protocol):
     def write(self, record: Record) -> None:
         """Take one record, already checked by the handler."""
 
-    def flush(self) -> None:
-        """Make what was written so far visible to other programs."""
-
     def close(self) -> None:
         """End well; called once, also after a failure."""

@@ -102,9 +102,6 @@ class MirrorWriter:
             self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
             self._thread.start()
 
-    def flush(self) -> None:
-        """It comes when it comes."""
-
     def close(self) -> None:
         """Wait for what is on its way, as long as it moves on, and say so if the newest checkpoint did not arrive."""
         with self._changed:

@@ -78,9 +78,6 @@ class CheckpointWriter:
         self._outdated.update(outdated)
         self._remove_outdated()
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """Leave no half of a file."""
         self._incoming.drop()

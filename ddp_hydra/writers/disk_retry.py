@@ -6,14 +6,11 @@ import errno
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write, passing
-
-if TYPE_CHECKING:
-    from ddp_hydra.writers.base import Writer
+from ddp_hydra.writers.base import Writer
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _CANNOT = "cannot write "

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
+from ddp_hydra.writers.base import Writer
 from ddp_hydra.writers.disk_retry import DiskRetry
 from ddp_hydra.writers.validate import check_record, metric_values
-
-if TYPE_CHECKING:
-    from ddp_hydra.writers.base import Writer
 
 
 class ResultsHandler:
@@ -29,7 +26,6 @@ class ResultsHandler:
 
     Attributes:
         give_up: as given, or its own.
-        counts: how many records came, by kind.
         metrics: the last value of each metric that rank 0 logged.
         step: optimizer steps done, by the last metrics of rank 0; None before the first.
         epoch: its epoch, where it said one.
@@ -40,7 +36,6 @@ class ResultsHandler:
         self.writers = list(writers)
         self.give_up = give_up or threading.Event()
         self._retry = DiskRetry(retry_s, self.give_up)
-        self.counts: Counter[str] = Counter()
         self.metrics: dict[str, float] = {}
         self.step: int | None = None
         self.epoch: float | None = None
@@ -53,14 +48,9 @@ class ResultsHandler:
             RecordError: the record is malformed, points out of the run directory, or cannot be written.
         """
         check_record(record)
-        self.counts[record.kind] += 1
         if record.kind == "metrics" and record.rank == 0:
             self._remember(record)
         self._each("write", record)
-
-    def flush(self) -> None:
-        """Make what came so far visible to other programs."""
-        self._each("flush")
 
     def close(self) -> None:
         """Close every writer, then raise the first error, if any. A second call does nothing."""

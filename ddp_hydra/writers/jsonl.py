@@ -62,9 +62,6 @@ class JsonLinesWriter:
             self._file.close()
             write_atomic(self._path, b"".join(kept))
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -67,9 +67,6 @@ class ProgressWriter:
         except OSError:
             self._gone = True
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """Show the last epoch's line if it is missing, and leave a clean terminal."""
         try:

@@ -48,9 +48,6 @@ class StatusWriter:
             self._written = self._clock()
             self._save()
 
-    def flush(self) -> None:
-        """Nothing is held back for long."""
-
     def close(self) -> None:
         """Take the file away: the job has ended."""
         with contextlib.suppress(OSError):

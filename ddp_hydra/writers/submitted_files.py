@@ -41,9 +41,6 @@ class FileWriter:
             )
         self._incoming.receive(record, place(self._run_dir, path))
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """Leave no half of a file."""
         self._incoming.drop()

@@ -65,9 +65,6 @@ class TensorBoardWriter:
             value = {"metrics": self._scalars, "text": _text, "image": _image}[record.kind](record)
             self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -50,9 +50,6 @@ class EventChannel(logging.Handler):
         """Pass on a line of the log."""
         self.say(line=record.getMessage(), level=record.levelno)
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def forget(self) -> None:
         """Have the scheduler forget what was said, soon."""
         if self._client.status == "running":

@@ -78,9 +78,6 @@ class Status:
         with self._lock:
             self.attempts = attempts
 
-    def flush(self) -> None:
-        """Nothing is held back."""
-
     def close(self) -> None:
         """The job writes no more; what is still on its way is the uploader's."""
         self.state = "ending"

@@ -112,16 +112,11 @@ def test_each_rank_has_its_own_log(tmp_path):
         writer.write(Record("log", {"text": text}, rank=rank))
     assert (tmp_path / "logs/rank-0.log").read_text() == "one\ntwo\n\\ud800é\n"
     assert (tmp_path / "logs/rank-1.log").read_text() == "other\n"
-    assert writer.tail(0) == ["one", "two", "é"]
-    assert writer.tail(7) == []
 
 
-def test_tail_is_short_harmless_and_of_the_newest_attempt(tmp_path):
-    writer = LogWriter(tmp_path, tail_lines=3)
-    writer.write(Record("log", {"text": "".join(f"line {n}\n" for n in range(9)) + "Traceback"}))
-    assert writer.tail(0) == ["line 6", "line 7", "line 8", "Traceback"]
-    writer.write(Record("log", {"text": "10%\r20%\r\n\x1b[31mred\x1b[0m\x1b]0;title\x07\x1bc!\n"}, attempt=1))
-    assert writer.tail(0) == ["20%", "red!"]
-    assert "Traceback\n--- attempt 1 ---\n10%" in (tmp_path / "logs/rank-0.log").read_text()
-    writer.write(Record("log", {"text": "x" * 10**6}, attempt=1))
-    assert len(writer.tail(0)[-1]) == 2000
+def test_a_line_of_its_own_marks_each_new_attempt(tmp_path):
+    writer = LogWriter(tmp_path)
+    for attempt, text in [(0, "one\ntw"), (0, ""), (1, "o\n"), (1, "three\n"), (2, "four"), (3, ""), (4, "five")]:
+        writer.write(Record("log", {"text": text}, attempt=attempt))
+    marked = "one\ntw\n--- attempt 1 ---\no\nthree\n--- attempt 2 ---\nfour\n--- attempt 3 ---\n--- attempt 4 ---\nfive"
+    assert (tmp_path / "logs/rank-0.log").read_text() == marked
