@@ -1,6 +1,6 @@
-"""A job without TensorBoard or progress, to price them: `... some_writers FILE tensorboard -- <overrides>`.
+"""Run a job without TensorBoard or progress, to measure their cost: `... some_writers FILE tensorboard -- <overrides>`.
 
-FILE gets the CPU time of the command, which is client, writers and scheduler, in seconds.
+FILE gets the CPU time of the command in seconds: client, writers and scheduler.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from unittest import mock
 
 from rich.console import Console
 
-from ddp_hydra.cli import main as cli
-from ddp_hydra.job import run
+from ddp_hydra.cli.main import entry
+from ddp_hydra.job import local
 from ddp_hydra.writers.default import default_writers
 
 
 def main() -> None:
-    """Run the command after `--`; before it are the file, and what to leave out."""
+    """Run the command after `--`; before it are the file, and the writers to leave out."""
     at = sys.argv.index("--")
     file, *without = sys.argv[1:at]
     sys.argv[1:] = sys.argv[at + 1 :]
-    display = Console(force_terminal=True)  # as a person has it, though nobody looks
+    display = Console(force_terminal=True)  # as on a terminal
     chosen = partial(default_writers, **dict.fromkeys(without, False), console=display)
     try:
-        with mock.patch.object(run, "default_writers", chosen):
-            cli.entry()
+        with mock.patch.object(local, "default_writers", chosen):
+            entry()
     finally:
         Path(file).write_text(repr(time.process_time()))
 

@@ -36,12 +36,12 @@ COMMANDS = ("attach", "evaluate", "generate")
 def main(cfg: DictConfig) -> float | None:
     """Run one job: the whole task function, for plain runs and for any launcher."""
     signals.leave_tidily()
-    from ddp_hydra.job import local
-    from ddp_hydra.job import run as job
+    from ddp_hydra.job.local import run_other_rank
+    from ddp_hydra.job.run import run_job
 
     spec = torchrun.place(cfg.cluster)
     if spec is not None and spec.rank:
-        local.follow(cfg, spec)
+        run_other_rank(cfg, spec)
         return None
     hydra_cfg = HydraConfig.get()
     if hydra_cfg.output_subdir:
@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> float | None:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
     if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
         raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
-    return job.run(cfg, Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task)
+    return run_job(cfg, Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task)
 
 
 def entry() -> None:

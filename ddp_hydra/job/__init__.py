@@ -1,1 +1,1 @@
-"""Runs one composed config and fills one run directory."""
+"""Run one composed config and fill one run directory."""

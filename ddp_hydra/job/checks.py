@@ -1,4 +1,4 @@
-"""Refuses a config that is no job, and packs the project space."""
+"""Refuse a config that no job can run, and pack the project space."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import project, targets, unknown_keys
-from ddp_hydra.config import schema as configs
+from ddp_hydra.config import project, schema, targets, unknown_keys
 from ddp_hydra.rank import fault_injection
 
 
-def packed_project(cfg: DictConfig, plain: dict[str, Any]) -> project.Project:
-    """Pack the project space, once the ranks are known to find in it what the config names."""
+def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
+    """Check that the project space holds what the config names, and pack it.
+
+    Args:
+        cfg: the composed config.
+        config: the same as plain values.
+    """
     root = project.find()
-    targets.check(plain, root, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
+    targets.check(config, root, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
     return project.pack(root)
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what no job can mean."""
+    """Refuse a config that no job can run.
+
+    Raises:
+        ConfigError: the message says what is allowed.
+    """
     unknown_keys.check(cfg)
-    configs.check(cfg)
+    schema.check(cfg)
     fault_injection.parse(cfg.faults)

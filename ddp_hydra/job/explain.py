@@ -1,4 +1,4 @@
-"""Turns an error into the sentence that a person reads."""
+"""Turn an error into the message that a user reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ddp_hydra.errors import DdpHydraError
 
 
 def explain(error: Exception) -> str:
-    """Return an error's own words with its notes, or its traceback where it has no words for people."""
+    """Return the message of our errors and of Hydra's with their notes; the traceback of any other error."""
     if isinstance(error, DdpHydraError):
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
-        # Hydra would have an unknown key appended, which is no help for a misspelt one.
+        # Hydra advises to append an unknown key, which does not help with a misspelt one.
         return unknown_keys.explain(error.__cause__) or "\n".join(
             str(part) for part in (error, error.__cause__) if part
         )

@@ -1,4 +1,4 @@
-"""Faults on purpose that strike the client: a writer that listens for its time, and then breaks something."""
+"""A writer that injects faults into the client process, where results are written."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ddp_hydra.storage.manifest import FOLDER
 
 
 class FaultWriter:
-    """Strikes once the metrics of a fault's step have come.
+    """Trigger each fault when the metrics of its step arrive.
 
     Args:
-        faults: of the job; those of ranks are left to them.
-        run_dir: of the job.
+        faults: all faults of the job; those of ranks are ignored here.
+        run_dir: the job's run directory.
         end_scheduler: ends the Dask scheduler.
     """
 
     def __init__(self, faults: Iterable[Fault], run_dir: Path, end_scheduler: Callable[[], None]) -> None:
-        self.waiting = [fault for fault in faults if fault.kind in ON_CLIENT]
+        self.pending = [fault for fault in faults if fault.kind in ON_CLIENT]
         self.run_dir, self.end_scheduler = run_dir, end_scheduler
         self.full_until = 0.0
 
     def write(self, record: Record) -> None:
-        """Strike where it is time to.
+        """Trigger the faults that are due.
 
         Raises:
-            OSError: the disk is full, on purpose.
+            OSError: a "disk" fault is active.
         """
         if record.kind == "metrics" and record.rank == 0:
-            due = [f for f in self.waiting if f.attempt in (record.attempt, -1) and (record.step or 0) >= f.step]
-            self.waiting = [fault for fault in self.waiting if fault not in due]
+            due = [f for f in self.pending if f.attempt in (record.attempt, -1) and (record.step or 0) >= f.step]
+            self.pending = [fault for fault in self.pending if fault not in due]
             for fault in due:
                 print(f"fault on purpose: {fault}", flush=True)  # noqa: T201
-                self.strike(fault)
+                self.trigger(fault)
         if time.monotonic() < self.full_until:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.run_dir))
 
-    def strike(self, fault: Fault) -> None:
-        """Do it."""
+    def trigger(self, fault: Fault) -> None:
+        """Cause one fault."""
         if fault.kind == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         elif fault.kind == "client":
@@ -54,14 +54,14 @@ class FaultWriter:
         elif fault.kind == "disk":
             self.full_until = time.monotonic() + fault.seconds
         elif fault.kind == "damage":
-            damage(self.run_dir / FOLDER / "last.pt")
+            corrupt(self.run_dir / FOLDER / "last.pt")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
-def damage(path: Path) -> None:
-    """Change a byte in the middle of a file, and of all its other names."""
+def corrupt(path: Path) -> None:
+    """Invert the middle byte of a file; hard links to it change, too."""
     if path.exists() and path.stat().st_size:
         with path.open("r+b") as file:
             file.seek(path.stat().st_size // 2)
@@ -71,5 +71,5 @@ def damage(path: Path) -> None:
 
 
 def end_scheduler(client: object) -> None:
-    """Have the scheduler end without a word."""
+    """End the scheduler's process without a goodbye to its clients."""
     client.run_on_scheduler(os._exit, 1)  # type: ignore[attr-defined]

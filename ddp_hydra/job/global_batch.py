@@ -1,4 +1,4 @@
-"""The same global batch on another number of ranks: pure arithmetic."""
+"""Keep the global batch when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -6,66 +6,65 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What each rank computes in a step.
+class RankBatch:
+    """Count the samples that one rank takes in a step.
 
     Args:
-        size: samples at once, data.batch_size.
-        parts: how many times, trainer.gradient_accumulation_steps.
+        size: samples of a micro-batch, data.batch_size.
+        micro_batches: micro-batches of a step, trainer.gradient_accumulation_steps.
     """
 
     size: int
-    parts: int
+    micro_batches: int
 
-    def on(self, ranks: int) -> int:
-        """Return the global batch of so many ranks."""
-        return self.size * self.parts * ranks
+    def global_size(self, ranks: int) -> int:
+        """Return the global batch in samples."""
+        return self.size * self.micro_batches * ranks
 
 
-def share_out(batch: Batch, before: int, now: int) -> Batch:
-    """Share a global batch out among another number of ranks.
+def redistribute(batch: RankBatch, old_ranks: int, new_ranks: int) -> RankBatch:
+    """Divide a global batch among another number of ranks.
+
+    Memory may be full already, so more micro-batches are preferred to larger ones. Micro-batches of less than half the
+    size would be slow, so one larger micro-batch is preferred to those.
 
     Args:
-        batch: of each rank, of as many as there were before.
-        before: number of ranks.
-        now: number of ranks.
+        batch: of each of the old ranks.
+        old_ranks: number of ranks before.
+        new_ranks: number of ranks now.
 
     Returns:
-        With more parts and no larger ones where that can be, for memory may be full; parts of less than half the size
-        would be slow, and then one part is larger. Where the global batch does not divide among the ranks, all stays.
+        The batch of each of the new ranks; the same as before if the global batch is not divisible among them.
     """
-    each, rest = divmod(batch.on(before), now)
+    per_rank, rest = divmod(batch.global_size(old_ranks), new_ranks)
     if rest:
         return batch
-    least = -(-each // batch.size)
-    parts = next((parts for parts in range(least, 2 * least + 1) if each % parts == 0), 0)
-    return Batch(each // parts, parts) if parts else Batch(each, 1)
+    least = -(-per_rank // batch.size)
+    count = next((count for count in range(least, 2 * least + 1) if per_rank % count == 0), 0)
+    return RankBatch(per_rank // count, count) if count else RankBatch(per_rank, 1)
 
 
-def describe(batch: Batch, before: int, now: int, shared: Batch) -> str:
-    """Say what another number of ranks changes.
+def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:
+    """Return a message about the settings that change with the number of ranks.
 
     Args:
-        batch: of each rank, before.
-        before: number of ranks.
-        now: number of ranks.
-        shared: of each rank, now.
+        old: the batch of each rank before.
+        old_ranks: number of ranks before.
+        new: the batch of each rank now.
+        new_ranks: number of ranks now.
     """
-    said, total = f"{now} ranks instead of {before}: ", batch.on(before)
-    if shared.on(now) != total:
+    ranks, total = f"{new_ranks} ranks instead of {old_ranks}: ", old.global_size(old_ranks)
+    if new.global_size(new_ranks) != total:
+        accumulation = f" trainer.gradient_accumulation_steps={new.micro_batches}" if new.micro_batches > 1 else ""
         return (
-            f"{said}a global batch of {total} does not divide among them, so it is {shared.on(now)} now: "
-            f"data.batch_size={shared.size}{_of(shared)} as before. The samples go on in their order, and the learning "
+            f"{ranks}a global batch of {total} does not divide among them, so it is {new.global_size(new_ranks)} now: "
+            f"data.batch_size={new.size}{accumulation} as before. The samples go on in their order, and the learning "
             "rate along its curve"
         )
     changes = []
-    if shared.parts != batch.parts:
-        changes.append(f"trainer.gradient_accumulation_steps is {shared.parts} instead of {batch.parts}")
-    if shared.size != batch.size:
-        changes.append(f"data.batch_size is {shared.size} instead of {batch.size}")
-    more = ", which takes more memory" if shared.size > batch.size else ""
-    return f"{said}{' and '.join(changes)}{more}, so the global batch stays {total}"
-
-
-def _of(batch: Batch) -> str:
-    return f" trainer.gradient_accumulation_steps={batch.parts}" if batch.parts > 1 else ""
+    if new.micro_batches != old.micro_batches:
+        changes.append(f"trainer.gradient_accumulation_steps is {new.micro_batches} instead of {old.micro_batches}")
+    if new.size != old.size:
+        changes.append(f"data.batch_size is {new.size} instead of {old.size}")
+    memory = ", which takes more memory" if new.size > old.size else ""
+    return f"{ranks}{' and '.join(changes)}{memory}, so the global batch stays {total}"

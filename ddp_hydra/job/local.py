@@ -1,4 +1,4 @@
-"""A job whose results this process writes: on Dask, or here."""
+"""Run a job whose results this process writes: on a Dask cluster, or in this process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import project
-from ddp_hydra.config import schema as configs
+from ddp_hydra.config import project, schema
 from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import CheckpointError, Interrupted
-from ddp_hydra.job import global_batch
-from ddp_hydra.job import run_dir as run_dirs
 from ddp_hydra.job.checks import check
 from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
-from ddp_hydra.job.global_batch import Batch, share_out
+from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
 from ddp_hydra.job.resume import weights_path
+from ddp_hydra.job.run_dir import next_attempt, read_summary, saved_step
 from ddp_hydra.job.summary import read_value, shown_path, why_stopped
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.spec import RankSpec
@@ -39,104 +37,111 @@ from ddp_hydra.writers.handler import ResultsHandler
 
 log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.training.loop:train"
-"""By name: importing it here would import torch."""
+"""The function that ranks run; a name, because importing it here would import torch."""
 
 
 @dataclass(frozen=True)
 class RemoteContext:
-    """What a job brings along that is run elsewhere than where it was typed.
+    """Carry what a job needs from the command, which was typed on another host.
 
     Args:
-        project: its packed project space.
-        plain: its config as plain values, as it was composed.
-        cwd: the folder where it was typed.
-        url: what its run directory is called to its user.
-        kept: what its checkpoints keep of the config.
-        writers: to get its records, too.
-        before_mirror: called before checkpoints are brought to its bucket.
-        note_attempts: called with those that have failed, when another begins.
-        checkpoints: the store to copy them to.
+        project: the packed project space.
+        config: the config as plain values, as it was composed.
+        cwd: the folder where the command was typed.
+        url: the URL of the results, shown to the user.
+        saved_config: the config as checkpoints contain it.
+        writers: further writers that get the job's records.
+        before_mirror: called before a checkpoint is uploaded.
+        note_attempts: called with the failed attempts when another attempt starts.
+        checkpoints: the store that checkpoints are uploaded to.
     """
 
     project: project.Project
-    plain: dict[str, Any]
+    config: dict[str, Any]
     cwd: str
     url: str
-    kept: dict[str, Any]
+    saved_config: dict[str, Any]
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[dict[str, Any]]], None]
     checkpoints: results_root.Store
 
 
-def follow(cfg: DictConfig, spec: RankSpec) -> None:
-    """Be a rank other than 0 that a launcher has started: rank 0 runs the job.
+def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
+    """Run in this process a rank other than 0, started by torchrun or the like; rank 0's process runs the job.
 
     Raises:
-        DdpHydraError: this rank has failed.
+        DdpHydraError: this rank failed.
         Interrupted: the job was asked to end.
     """
     if not cfg.dry_run:
         check(cfg)
-        plain = configs.plain(cfg)
+        config = schema.plain(cfg)
         if weights_path(cfg) is not None:  # rank 0 reads them
-            plain["model"]["weights"] = None
-        value = read_value(inline.run(TRAIN, plain, on_record=inline.ignore, spec=spec, **how_here(cfg))[0])
+            config["model"]["weights"] = None
+        results = inline.run(TRAIN, config, on_record=inline.ignore, spec=spec, **_inline_settings(cfg))
+        value = read_value(results[0])
         if value["interrupted"]:
             raise Interrupted(f"rank {spec.rank}: {why_stopped(value['interrupted'], value['steps'])}")
 
 
-def how_here(cfg: DictConfig) -> dict[str, Any]:
-    """Settings of a rank in this process."""
+def _inline_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the arguments of `inline.run` that come from the config."""
     timeouts = {"timeout_s": cfg.dispatch.timeout_s, "wait_timeout_s": cfg.cluster.get("wait_timeout_s")}
-    how = {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts}
-    return {**how, "retry_s": cfg.results.retry_s}
+    return {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts, "retry_s": cfg.results.retry_s}
 
 
 def backend(cfg: DictConfig) -> str:
-    """Return the ranks' backend: gloo where they compute on the CPU, so that they leave the GPUs alone."""
-    # A driver's config has plain values, others have enums.
+    """Return the backend of the process group: gloo for ranks that compute on the CPU, so that they use no GPU."""
+    # A remote job's config has texts instead of enums.
     given, device = (getattr(one, "value", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
     return "gloo" if given == "auto" and device == "cpu" else str(given)
 
 
 class Job:
-    """A job on its way: its writers, and the two ways to run it.
+    """Run one job and write its results.
 
     Args:
-        run_dir: where its results go.
+        run_dir: where its results are written.
         cfg: the composed config.
-        plain: the same as plain values, for the ranks.
-        files: files of the client that rank 0 needs: "resume", a checkpoint; "weights", to begin with.
-        summary: filled while it runs.
-        remote: where it was typed elsewhere.
-        kept: what checkpoints keep of the config; None: all but the cluster.
+        config: the same as plain values, for the ranks.
+        files: files of the client that rank 0 needs, by name: "resume", a checkpoint; "weights", to start with.
+        summary: filled in while the job runs.
+        remote: what the command has sent along, if it was typed on another host.
+        saved_config: the config as checkpoints contain it; None for all of it but the cluster.
     """
 
     def __init__(
         self,
         run_dir: Path,
         cfg: DictConfig,
-        plain: dict[str, Any],
+        config: dict[str, Any],
         files: dict[str, Path],
         summary: dict[str, Any],
         remote: RemoteContext | None = None,
-        kept: dict[str, Any] | None = None,
+        saved_config: dict[str, Any] | None = None,
     ) -> None:
-        self.run_dir, self.cfg, self.plain, self.files, self.summary = run_dir, cfg, plain, files, summary
-        self.remote, self.kept = remote, kept
-        self.where = remote.url if remote else shown_path(run_dir)
+        self.run_dir, self.cfg, self.config, self.files, self.summary = run_dir, cfg, config, files, summary
+        self.remote, self.saved_config = remote, saved_config
+        self.shown_dir = remote.url if remote else shown_path(run_dir)
         self.give_up = threading.Event()
         self.begun = time.monotonic()
-        self.first_attempt = run_dirs.next_attempt(run_dir)
-        self.earlier_attempts = run_dirs.read_summary(run_dir).get("attempts") or []
+        self.first_attempt = next_attempt(run_dir)
+        self.earlier_attempts = read_summary(run_dir).get("attempts") or []
         self.first_world_size = 0
         self.first_step = 0
         self.saved = False
 
     @contextmanager
     def handler(self, fetch: Any, client: Any = None) -> Iterator[ResultsHandler]:
-        """The consumer of this job's records. An interrupt ends its waiting for a full disk or a failing bucket."""
+        """Open the writers of this job.
+
+        An interrupt inside the block also ends their waiting for a full disk or a bucket that does not answer.
+
+        Args:
+            fetch: fetches a file that a rank has written.
+            client: of the cluster, if there is one.
+        """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
         more: dict[str, Any] = {}
@@ -146,9 +151,8 @@ class Job:
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
         writers += self.remote.writers if self.remote else ()
-        wanted = fault_injection.parse(self.cfg.faults)
-        if wanted:
-            writers.insert(0, FaultWriter(wanted, self.run_dir, lambda: end_scheduler(client)))
+        if faults := fault_injection.parse(self.cfg.faults):
+            writers.insert(0, FaultWriter(faults, self.run_dir, lambda: end_scheduler(client)))
         with ResultsHandler(writers, **settings) as handler:
             try:
                 yield handler
@@ -156,19 +160,26 @@ class Job:
                 self.give_up.set()
                 raise
             finally:
-                self.note(handler)
+                self.summarise(handler)
 
     def run_here(self, spec: RankSpec) -> dict[str, Any]:
-        """Run as rank 0 in this process."""
+        """Run rank 0 in this process, and return what `train` returns."""
         self.summary["world_size"] = spec.world_size
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
-            paths = {name: str(path) for name, path in self.files.items()}
-            more = {"files": paths, "kept": self.kept, "attempt": self.first_attempt, **how_here(self.cfg)}
-            notice = partial(self.notice, trains=True)
-            return inline.run(TRAIN, self.plain, on_record=handler.handle, spec=spec, notice=notice, **more)[0]
+            return inline.run(
+                TRAIN,
+                self.config,
+                on_record=handler.handle,
+                spec=spec,
+                notice=partial(self.interrupt_notice, trains=True),
+                files={name: str(path) for name, path in self.files.items()},
+                kept=self.saved_config,
+                attempt=self.first_attempt,
+                **_inline_settings(self.cfg),
+            )[0]
 
     def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
-        """Run as a gang on a Dask cluster."""
+        """Run a gang on a Dask cluster, and return what `train` returns on rank 0."""
         from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
@@ -188,7 +199,7 @@ class Job:
                 sweep=connect.sweep(),
                 on_give_up=self.give_up.set,
                 first_attempt=self.first_attempt,
-                goes_on=self.goes_on,
+                goes_on=self.describe_restart,
                 retry_s=self.cfg.results.retry_s,
                 port_range=(ports[0], ports[1]) if ports else None,
                 cwd=self.remote.cwd if self.remote else "",
@@ -196,7 +207,7 @@ class Job:
             )
             with self.handler(gang.fetch, client) as handler:
                 gang.on_record = lambda record: self.on_record(record, handler, gang)
-                gang.interrupts.notice = lambda: self.notice(gang.trains)
+                gang.interrupts.notice = lambda: self.interrupt_notice(gang.trains)
                 try:
                     return gang.run_attempts(self.call)[0]
                 finally:
@@ -206,55 +217,61 @@ class Job:
                         "attempts": self.attempts(gang),
                     }
 
-    def notice(self, trains: bool) -> str:
-        """What is said when the user wants to end.
+    def interrupt_notice(self, trains: bool) -> str:
+        """Return the message for a user who has pressed Ctrl-C.
 
         Args:
-            trains: whether the ranks are in their loop.
+            trains: whether the ranks are in their training loop.
         """
         doing = (
             "a checkpoint is saved at the next step" if trains else "no step is being done, so nothing is to be saved"
         )
-        return f"{doing}, then the job ends. {SECOND}. Run directory: {self.where}"
+        return f"{doing}, then the job ends. {SECOND}. Run directory: {self.shown_dir}"
 
     def call(self, number: int, world_size: int) -> Any:
-        """What attempt `number` runs on `world_size` ranks: the same job, from its last complete checkpoint."""
+        """Return the call that each rank of an attempt makes: the same job, resumed from its last whole checkpoint.
+
+        Args:
+            number: of the attempt.
+            world_size: its number of ranks.
+        """
         from ddp_hydra.dispatch.call import Call
 
-        plain, kept = copy.deepcopy(self.plain), {"kept": self.kept}
-        if plain["trainer"]["time_limit_s"] is not None:
-            plain["trainer"]["time_limit_s"] = max(0.0, plain["trainer"]["time_limit_s"] - self.spent_s())
+        config, settings = copy.deepcopy(self.config), {"kept": self.saved_config}
+        if config["trainer"]["time_limit_s"] is not None:
+            config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
         if number == self.first_attempt:
             self.first_world_size = world_size
-            return Call(TRAIN, (plain,), kept, files=self.files)
-        batch = self.batch(world_size)
-        plain["data"]["batch_size"], plain["trainer"]["gradient_accumulation_steps"] = batch.size, batch.parts
-        return Call(TRAIN, (plain,), kept, files=self.last_files())
+            return Call(TRAIN, (config,), settings, files=self.files)
+        batch = self.rank_batch(world_size)
+        config["data"]["batch_size"] = batch.size
+        config["trainer"]["gradient_accumulation_steps"] = batch.micro_batches
+        return Call(TRAIN, (config,), settings, files=self.resume_files())
 
-    def last_files(self) -> dict[str, Path]:
-        """What to go on from: this job's last whole checkpoint, or else what it began with."""
-        if self.saved:  # in a run directory that is used again, others' may lie, too
+    def resume_files(self) -> dict[str, Path]:
+        """Return the last whole checkpoint of this job; if it has none, the files that it started with."""
+        if self.saved:  # otherwise the checkpoints in the run directory are those of an earlier run
             try:
                 return {"resume": find_checkpoint(self.run_dir).absolute()}
             except CheckpointError as error:
                 log.warning("from the beginning again: %s", error)
         return self.files
 
-    def spent_s(self) -> float:
-        """Time since the job began."""
+    def elapsed_s(self) -> float:
+        """Return the time since the job began, in seconds."""
         return time.monotonic() - self.begun
 
-    def batch(self, world_size: int) -> Batch:
-        """Return what each rank computes in a step, so that the global batch stays what it was, where that can be."""
-        first = Batch(self.plain["data"]["batch_size"], self.plain["trainer"]["gradient_accumulation_steps"])
+    def rank_batch(self, world_size: int) -> RankBatch:
+        """Return the batch of each rank that keeps the global batch of the first attempt, if it is divisible."""
+        first = RankBatch(self.config["data"]["batch_size"], self.config["trainer"]["gradient_accumulation_steps"])
         if world_size == self.first_world_size:
             return first
-        shared = share_out(first, self.first_world_size, world_size)
-        log.warning("%s", global_batch.describe(first, self.first_world_size, world_size, shared))
-        return shared
+        new = redistribute(first, self.first_world_size, world_size)
+        log.warning("%s", describe_change(first, self.first_world_size, new, world_size))
+        return new
 
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
-        """Write a record; where an attempt goes on, count what it has to do again."""
+        """Write a record; at the start of a further attempt, count the steps that it repeats."""
         handler.handle(record)
         self.saved |= record.data.get("checkpoint") is not None
         if record.kind != "start":
@@ -271,19 +288,19 @@ class Job:
         """Return the attempts that have failed, also those of an earlier process."""
         return [*self.earlier_attempts, *(attempt.as_dict() for attempt in gang.restarts.ended)]
 
-    def goes_on(self, steps_done: int) -> str:
-        """Return where the next attempt begins, in words.
+    def describe_restart(self, steps_done: int) -> str:
+        """Return where the next attempt starts, as the end of a sentence.
 
         Args:
-            steps_done: by the last one.
+            steps_done: steps that the last attempt completed.
         """
-        saved = run_dirs.saved_step(self.run_dir) if self.saved else None
+        saved = saved_step(self.run_dir) if self.saved else None
         begin = self.first_step if saved is None else saved
         again = max(0, steps_done - begin)
         return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")
 
-    def note(self, handler: ResultsHandler) -> None:
-        """Keep what is known so far, for the summary of a job that fails."""
+    def summarise(self, handler: ResultsHandler) -> None:
+        """Add the progress so far to the summary, for a job that fails."""
         self.summary |= {
             "steps": handler.step,
             "samples": handler.samples,

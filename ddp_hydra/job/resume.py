@@ -1,4 +1,4 @@
-"""The checkpoint that a job goes on from, and the weights that it begins with."""
+"""Find the checkpoint that a job resumes from, and the weights that it starts with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hydra.storage.manifest import find_checkpoint
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
-    """The checkpoint that `resume` means, brought here where it is in a bucket."""
+    """Return the checkpoint file that `resume` names, downloaded into the run directory if it is in a bucket."""
     run = results_root.find(cfg.resume)
     if results_root.is_url(run):
         folder = run_dir / ".resume"
@@ -23,10 +23,13 @@ def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
 
 
 def find_weights(cfg: DictConfig) -> Path | None:
-    """The file that `model.weights` means, or the best checkpoint of a run directory; None where it is only a name.
+    """Return the file that `model.weights` names; of a run directory, its best checkpoint.
+
+    Returns:
+        None if `model.weights` is the name of pretrained weights, not a path.
 
     Raises:
-        CheckpointError: it looks like a path, and there is nothing.
+        CheckpointError: it is a path, and nothing is there.
     """
     if (given := weights_path(cfg)) is None:
         return None
@@ -39,7 +42,7 @@ def find_weights(cfg: DictConfig) -> Path | None:
 
 
 def weights_path(cfg: DictConfig) -> str | None:
-    """Return `model.weights` where it looks like a path."""
+    """Return `model.weights` if it looks like a path, else None."""
     given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
     is_path = isinstance(given, str) and ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth")))
     return given if is_path else None

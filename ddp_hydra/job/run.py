@@ -1,4 +1,4 @@
-"""One config -> one finished run directory."""
+"""Run one config as a job, which fills one run directory."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import checkpoint_config
-from ddp_hydra.config import schema as configs
+from ddp_hydra.config import checkpoint_config, schema
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import Interrupted
-from ddp_hydra.job import run_dir as run_dirs
 from ddp_hydra.job.checks import check, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
+from ddp_hydra.job.run_dir import locked, refuse_other_run
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
 
 
-def run(
+def run_job(
     cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), remote: RemoteContext | None = None
 ) -> float | None:
     """Train one job.
 
     Args:
         cfg: the composed config.
-        run_dir: where its results go.
-        overrides: what it was composed with, for TensorBoard's HParams tab.
-        remote: where it was typed elsewhere.
+        run_dir: where its results are written.
+        overrides: the overrides it was composed with, for TensorBoard's HParams tab.
+        remote: what the command has sent along, if it was typed on another host.
 
     Returns:
         The objective's last value, for sweepers.
@@ -43,57 +42,57 @@ def run(
     """
     if cfg.dry_run:
         check(cfg)
-        plain = configs.plain(cfg)
-        packed_project(cfg, plain)
-        _dry_run(plain)
+        config = schema.plain(cfg)
+        packed_project(cfg, config)
+        _dry_run(config)
         return None
-    with run_dirs.locked(run_dir):
+    with locked(run_dir):
         if remote is None:
-            run_dirs.refuse_another(run_dir, cfg.resume)
+            refuse_other_run(run_dir, cfg.resume)
         print(f"ddp_hydra  ->  {remote.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
-        if cfg.results.handler is configs.Handler.cluster:
+        if cfg.results.handler is schema.Handler.cluster:
             connect.load()
-            from ddp_hydra.job.remote import client
+            from ddp_hydra.job.remote.client import run_remote_job
 
-            return client.run(cfg, run_dir, overrides)
+            return run_remote_job(cfg, run_dir, overrides)
         return train(cfg, run_dir, overrides, remote)
 
 
 def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: RemoteContext | None) -> float | None:
-    """Train a job whose results are written by this process; see `run`."""
-    where = remote.url if remote else shown_path(run_dir)
-    with summarised(run_dir, cfg, where) as summary, ExitStack() as stack:
+    """Train a job whose results this process writes; arguments and errors as for `run_job`."""
+    shown_dir = remote.url if remote else shown_path(run_dir)
+    with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         check(cfg)
         with held_back():
-            from ddp_hydra.writers import hparams  # a config that is refused need not wait for TensorBoard
+            from ddp_hydra.writers import hparams  # imports TensorBoard: not before the config is known to be right
 
         stack.enter_context(hparams.session(run_dir, overrides))
-        plain = remote.plain if remote else configs.plain(cfg)
-        kept = remote.kept if remote else checkpoint_config.of(cfg)
+        config = remote.config if remote else schema.plain(cfg)
+        saved_config = remote.saved_config if remote else checkpoint_config.of(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
-            files["weights"], plain["model"]["weights"], kept["model"]["weights"] = weights, None, None
-        packed = remote.project if remote else packed_project(cfg, plain)
+            files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None
+        packed = remote.project if remote else packed_project(cfg, config)
         summary["project"] = packed.sha256
         if cfg.trainer.profile_steps:
             summary["profile"] = "profile/table.md"
-        job = Job(run_dir, cfg, plain, files, summary, remote, kept)
+        job = Job(run_dir, cfg, config, files, summary, remote, saved_config)
         spec = torchrun.place(cfg.cluster)
-        here = spec is not None or connect.is_inline(cfg.cluster)
-        value = read_value(job.run_here(spec or inline.ALONE) if here else job.run_on_dask(packed))
+        is_here = spec is not None or connect.is_inline(cfg.cluster)
+        value = read_value(job.run_here(spec or inline.ALONE) if is_here else job.run_on_dask(packed))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
-            raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={where}")
+            raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={shown_dir}")
         summary["status"] = "done"
-    print(closing_lines(summary, where))  # noqa: T201
-    return value["metrics"].get(plain["objective"]["metric"])
+    print(closing_lines(summary, shown_dir))  # noqa: T201
+    return value["metrics"].get(config["objective"]["metric"])
 
 
-def _dry_run(plain: dict[str, Any]) -> None:
-    """Build model and data and make one step, in this process."""
+def _dry_run(config: dict[str, Any]) -> None:
+    """Build the model and the data in this process and do one step."""
 
     def show(record: Record) -> None:
         for line in record.data.get("lines", ()):
             print(line)  # noqa: T201
 
-    inline.run("ddp_hydra.training.dry_run:dry_run", plain, on_record=show)
+    inline.run("ddp_hydra.training.dry_run:dry_run", config, on_record=show)

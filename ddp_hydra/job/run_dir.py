@@ -1,4 +1,4 @@
-"""A run directory belongs to one run, and one process at a time writes it."""
+"""Keep a run directory for one run, written by one process at a time."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _TAIL_BYTES = 2**16
 
 
 class RunDirCallback(Callback):
-    """Refuses a run directory before Hydra writes its `.hydra` there."""
+    """Refuse a run directory that holds another run, before Hydra writes its `.hydra` there."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Look whether a job may have its run directory."""
+        """Check that the job may use its run directory."""
         run_dir = Path(str(config.hydra.run.dir))
-        # Hydra writes nothing for torchrun's other ranks, whose folder is the one that all were typed in.
+        # torchrun's other ranks write no `.hydra`; their run directory is the one of rank 0.
         if config.get("dry_run") or config.hydra.output_subdir is None or not run_dir.is_dir():
             return
         try:
             with locked(run_dir):
-                refuse_another(run_dir, config.get("resume"))
-        except ConfigError as error:  # Hydra makes a warning of any exception, and goes on
+                refuse_other_run(run_dir, config.get("resume"))
+        except ConfigError as error:  # Hydra turns exceptions of callbacks into warnings
             raise SystemExit(f"ddp_hydra: {error}") from None
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Keep other processes from writing a run directory inside the block; one that dies lets go of it.
+    """Keep other processes from writing a run directory inside the block.
 
-    A disk that knows no locks is used without.
+    The lock ends with the process that holds it. A file system without locks is used without one.
 
     Args:
         run_dir: made if it is missing.
 
     Raises:
-        ConfigError: somebody writes it, or nobody can.
+        ConfigError: another process writes it, or it cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise cannot_be_written(run_dir, error) from error
     try:
-        with contextlib.suppress(OSError):  # a full disk; it is for a message only
+        with contextlib.suppress(OSError):  # the text is for a message only, so a full disk does not matter
             os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
@@ -75,7 +75,10 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def _open_locked(path: Path) -> int:
-    """Return a descriptor that holds the lock. Whoever had it takes the file away, perhaps after we opened it."""
+    """Return a descriptor that holds the lock.
+
+    A process that releases the lock removes the file, possibly after we opened it: then open the new one.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -107,19 +110,21 @@ def _holder(path: Path) -> str:
         return "another process"
 
 
-def refuse_another(run_dir: Path, resume: str | None) -> None:
-    """Keep two runs from getting into one folder. One that has saved nothing may begin again in its own.
+def refuse_other_run(run_dir: Path, resume: str | None) -> None:
+    """Refuse a run directory that holds the results of another run.
+
+    A run that ended before it saved a checkpoint may start again in its folder.
 
     Args:
-        run_dir: of the run that is to begin.
-        resume: what it goes on from.
+        run_dir: of the run that starts.
+        resume: the run or checkpoint that it resumes, if any.
 
     Raises:
-        ConfigError: another run lies there.
+        ConfigError: there is another run.
     """
-    there = sorted((run_dir / FOLDER).glob("*.pt"))
-    done = read_summary(run_dir).get("status") == "done"
-    if (there or done) and not is_resumed(run_dir, resume):
+    checkpoints = sorted((run_dir / FOLDER).glob("*.pt"))
+    is_done = read_summary(run_dir).get("status") == "done"
+    if (checkpoints or is_done) and not is_resumed(run_dir, resume):
         raise ConfigError(
             f"{run_dir} holds another run, and its results would be mixed with this one's: give another folder with "
             f"hydra.run.dir=<folder>, or go on with that run by resume={run_dir}"
@@ -127,7 +132,7 @@ def refuse_another(run_dir: Path, resume: str | None) -> None:
 
 
 def is_resumed(run_dir: Path, resume: str | None) -> bool:
-    """Whether a run goes on with what lies in its own run directory."""
+    """Return whether a run resumes from its own run directory."""
     if not resume or "://" in resume:
         return False
     given, own = Path(resume).resolve(), run_dir.resolve()
@@ -135,7 +140,7 @@ def is_resumed(run_dir: Path, resume: str | None) -> bool:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Return the number of the first attempt to come: they go on where those of an earlier process ended."""
+    """Return the number of the next attempt, counted on from those of earlier processes in this run directory."""
     known = [entry.get("attempt") for entry in read_summary(run_dir).get("attempts") or () if isinstance(entry, dict)]
     with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -146,7 +151,7 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Return what summary.json says; nothing where there is none."""
+    """Return the content of summary.json; {} if there is none or it is no JSON object."""
     try:
         found = json.loads((run_dir / SUMMARY).read_text())
     except (OSError, ValueError, RecursionError):
@@ -155,7 +160,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json, whole or not at all.
+    """Write summary.json atomically.
 
     Raises:
         ConfigError: it cannot be written.
@@ -172,19 +177,19 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
-    """Return a sentence with what to type."""
+    """Return the error for a run directory that cannot be written, with what to type."""
     advice = "free some space there" if is_full(error) else "give another with hydra.run.dir=<folder>"
     return ConfigError(f"the run directory {run_dir} can't be written ({error.strerror}): {advice}")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether it was a full disk that kept a file from being written."""
+    """Return whether a full disk is the cause of an error."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Return the step of the newest checkpoint, None where there is none."""
+    """Return the step of the newest checkpoint, None if there is none."""
     try:
         entries = read_manifest(run_dir / FOLDER)
     except CheckpointError:
@@ -192,15 +197,15 @@ def saved_step(run_dir: Path) -> int | None:
     return next((int(entries[name].get("step") or 0) for name in newest_first(entries)), None)
 
 
-def once_there_is_room(run_dir: Path, where: str) -> str:
-    """Say what is safe, how full the disk is, and what to type.
+def full_disk_advice(run_dir: Path, shown_dir: str) -> str:
+    """Return which step is saved, how much space is free, and what to type.
 
     Args:
         run_dir: on the full disk.
-        where: the run's results are, as its user would type it.
+        shown_dir: the run directory or its URL, as the user would type it.
     """
     step = saved_step(run_dir)
     saved = "nothing was saved before" if step is None else f"step {step} is saved"
-    again = "start it again" if step is None else f"go on with resume={where}"
+    again = "start it again" if step is None else f"go on with resume={shown_dir}"
     free = shutil.disk_usage(run_dir).free
     return f"{saved}; {free:,} bytes are free in {run_dir}: free some space there, then {again}"

@@ -1,10 +1,10 @@
-"""summary.json, and what is said of a job that is done."""
+"""Write summary.json, and describe a job that has ended."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,22 @@ from ddp_hydra.console.plural import counted
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, JobFailed, RecordError, RunFailed
 from ddp_hydra.heartbeat import REASONS
-from ddp_hydra.job import bottleneck
-from ddp_hydra.job import run_dir as run_dirs
+from ddp_hydra.job.run_dir import full_disk_advice, is_full, saved_step, write_summary
 from ddp_hydra.results import finite
+
+ENOUGH_STEPS = 20
+"""Bottlenecks of shorter runs are not described: the first steps wait for connections, caches and compilation."""
+DATA_BOUND_SHARE = 0.1
+"""A run is bound by data if its loop waits for batches for this share of the time or more."""
+SLOW_RATIO = 1.15
+"""A rank is called slow if it takes this many times as long as the median rank or more."""
 
 
 def read_value(value: Any) -> dict[str, Any]:
-    """Read what `train` returned; it comes from a rank, so nothing in it is trusted.
+    """Return the result of `train`, checked, because it comes from a rank.
 
     Raises:
-        RecordError: it is something else.
+        RecordError: a part is missing or has the wrong type.
     """
     try:
         counts = {name: int(value[name]) for name in ("steps", "samples", "bad_samples")}
@@ -46,63 +52,67 @@ def read_value(value: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def summarised(run_dir: Path, cfg: DictConfig, where: str = "") -> Iterator[dict[str, Any]]:
-    """Write summary.json at the end, however it comes.
+def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[dict[str, Any]]:
+    """Write summary.json at the end of the block, also when the job fails.
 
     Args:
         run_dir: of the job.
         cfg: of the job.
-        where: the results are, as their user would type it.
+        shown_dir: the run directory or its URL, as the user would type it.
+
+    Yields:
+        The summary, to be filled in.
     """
-    begin, where = time.time(), where or shown_path(run_dir)
+    begin, shown_dir = time.time(), shown_dir or shown_path(run_dir)
     summary: dict[str, Any] = {
         "status": "failed", "tags": list(cfg.tags), "restarts": 0, "steps_lost": 0, "failure": None
     }  # fmt: skip
     try:
         yield summary
     except BaseException as error:
-        _note_end(summary, error)
+        _add_error(summary, error)
         _finish(run_dir, summary, begin, error)
-        if isinstance(error, KeyboardInterrupt) and not error.args:  # at once, without another checkpoint
-            step = run_dirs.saved_step(run_dir)
-            error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={where}",)
-        if run_dirs.is_full(error):
-            error.add_note(run_dirs.once_there_is_room(run_dir, where))
+        if isinstance(error, KeyboardInterrupt) and not error.args:  # ended at once, without another checkpoint
+            step = saved_step(run_dir)
+            error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={shown_dir}",)
+        if is_full(error):
+            error.add_note(full_disk_advice(run_dir, shown_dir))
         raise
     _finish(run_dir, summary, begin)
 
 
-def _note_end(summary: dict[str, Any], error: BaseException) -> None:
+def _add_error(summary: dict[str, Any], error: BaseException) -> None:
+    """Fill in the status and the failure of a job that an error has ended."""
     if isinstance(error, KeyboardInterrupt):
         summary["status"] = "interrupted"
-    elif isinstance(error, RunFailed):  # elsewhere, whose summary says how
+    elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
         pass
     elif isinstance(error, JobFailed):
         summary["failure"] = error.failure.as_dict()
     elif isinstance(error, Exception):
-        nobody = dict.fromkeys(("rank", "host", "attempt", "step"))
+        origin = dict.fromkeys(("rank", "host", "attempt", "step"))
         trace = "" if isinstance(error, DdpHydraError) else traceback_of(error)
-        told = {"message": message_of(error), "place": "", "traceback": trace}
-        summary["failure"] = {"kind": type(error).__name__, **nobody, **told}
+        texts = {"message": message_of(error), "place": "", "traceback": trace}
+        summary["failure"] = {"kind": type(error).__name__, **origin, **texts}
 
 
 def _finish(run_dir: Path, summary: dict[str, Any], begin: float, error: BaseException | None = None) -> None:
     summary |= {"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
     try:
-        run_dirs.write_summary(run_dir, summary)
+        write_summary(run_dir, summary)
     except ConfigError as unwritten:
         if error is None:
             raise
-        if not run_dirs.is_full(error):  # why it failed is more important
+        if not is_full(error):  # then the advice about the full disk is added instead
             error.add_note(str(unwritten))
 
 
-def closing_lines(summary: dict[str, Any], where: str) -> str:
-    """What is said of a job that is done.
+def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
+    """Return the lines that are printed when a job is done.
 
     Args:
         summary: of the job.
-        where: its results are.
+        shown_dir: its run directory or URL.
     """
     metrics = summary["metrics"]
     names = ("train/loss", "val/loss", "val/accuracy")
@@ -110,27 +120,72 @@ def closing_lines(summary: dict[str, Any], where: str) -> str:
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
     steps = summary["steps"]
     lines = [
-        f"done: {counted(steps, 'step')} in {summary['train_s']:.1f} s, {', '.join([speed, *shown])}  ->  {where}",
-        bottleneck.describe(summary["data"], summary["train_s"], steps),
-        bottleneck.describe_slowest(summary["slowest"], steps),
-        f"profile: {where}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
+        f"done: {counted(steps, 'step')} in {summary['train_s']:.1f} s, {', '.join([speed, *shown])}  ->  {shown_dir}",
+        describe_data(summary["data"], summary["train_s"], steps),
+        describe_straggler(summary["slowest"], steps),
+        f"profile: {shown_dir}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
         if summary.get("profile")
         else None,
     ]
     return "\n".join(filter(None, lines))
 
 
+def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str | None:
+    """Return a line with the bottleneck of a run, data or compute, and with what reading took.
+
+    Args:
+        total: the totals of `data_stats.DataStats`.
+        train_s: how long the run trained, in seconds.
+        steps: of the run.
+
+    Returns:
+        None if the run was too short and its data set counts nothing.
+    """
+    share = total["wait"]
+    parts = []
+    if steps >= ENOUGH_STEPS:
+        parts.append(
+            f"bound by {'data' if share >= DATA_BOUND_SHARE else 'compute'}: a rank waited {total['wait_s']:.1f} of "
+            f"{train_s:.1f} s ({share:.0%}) for batches"
+        )
+    if "bytes" in total:
+        parts.append(f"{total['bytes'] / 1e6:,.1f} MB read, {total['bytes'] / 1e6 / max(train_s, 1e-9):,.1f} MB/s")
+        requests = total["cache_hits"] + total["cache_misses"]
+        parts.append(f"{total['cache_hits'] / max(requests, 1):.0%} from the cache")
+        parts += [counted(total["retries"], "retry"), counted(total["bad_samples"], "bad sample")]
+    return f"data: {', '.join(parts)}" if parts else None
+
+
+def describe_straggler(slowest: Mapping[str, float | None], steps: int) -> str | None:
+    """Return a line about the rank that the others waited for.
+
+    Args:
+        slowest: the totals of `stragglers.Stragglers`.
+        steps: of the run.
+
+    Returns:
+        None if no rank was slow, or the run was too short.
+    """
+    times = slowest.get("times")
+    if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS:
+        return None
+    return (
+        f"slow: rank {slowest['rank']:.0f} took {times:.2f} times as long as the median rank for its own part of a "
+        "step (waiting for data, and the forward pass); the others waited for it"
+    )
+
+
 def why_stopped(reason: str, steps: int) -> str:
-    """Say why a job stopped before its end, and which step is saved."""
-    said = {
+    """Return a message with the reason why a job stopped early, and the step that is saved."""
+    reasons = {
         "interrupt": "interrupted",
         "time_limit": "the time of trainer.time_limit_s is up",
         "preemption": "a worker is being shut down (SIGTERM)",
     }
-    return f"{said[reason]}; saved at step {steps}"
+    return f"{reasons[reason]}; saved at step {steps}"
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as its user would type it: relative to where the command was typed, if it is below."""
+    """Return a path as the user would type it: relative if it is below the folder where the command was typed."""
     relative = os.path.relpath(path, project.typed_in())
     return str(path) if relative.startswith("..") else relative

@@ -45,6 +45,15 @@ PAINT_S = 30.0
 """How long a picture may take."""
 STOP_S = 10.0
 """How long a job that took too long may take to end."""
+PRELOAD = (
+    "ddp_hydra.job.run",
+    "ddp_hydra.dispatch.gang",
+    *(
+        f"ddp_hydra.writers.{name}"
+        for name in ("checkpoints", "handler", "hparams", "progress", "status", "tensorboard")
+    ),
+)
+"""Modules that every job imports; imported once, before the processes of the jobs are forked."""
 
 
 @dataclass
@@ -358,9 +367,8 @@ class Sweep:
 def preload(ours: bool) -> None:
     """Import, once for all the processes to come, what each job needs."""
     connect.load()
-    writers = ("handler", "hparams", "tensorboard", "progress", "checkpoints", "status")
-    for name in ("job", "dispatch", *(f"writers.{writer}" for writer in writers)) if ours else ():
-        importlib.import_module(f"ddp_hydra.{name}")
+    for name in PRELOAD if ours else ():
+        importlib.import_module(name)
 
 
 def lock(folder: Path) -> int:

@@ -1,26 +1,81 @@
-"""status.json: where a job is while it runs, for others to look at."""
+"""Keep status.json up to date: where a job is while it runs, for other processes to read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage.files import part_of
 from ddp_hydra.writers.progress_state import Pace
 
+NAME = "status.json"
 INTERVAL_S = 0.5
 
 
-class StatusWriter:
-    """Keep `status.json` up to date: time, pid, attempt, world_size, step, epoch and metrics of rank 0.
+class JobStatus:
+    """Collect the content of status.json from the records of rank 0.
 
-    It is gone when the job has ended; `summary.json` says how. What cannot be written is left out: nothing depends
-    on it.
+    Args:
+        clock: seconds, growing.
+
+    Attributes:
+        state: starting, then running; a remote job's driver sets further ones.
+        start: the start record of the newest attempt.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = "starting"
+        self.start: Record | None = None
+        self._pace = Pace(clock)
+        self._eta_s: float | None = None
+
+    def update(self, record: Record) -> bool:
+        """Take over a start or metrics record of rank 0; return whether it was one."""
+        if record.rank != 0 or record.kind not in ("start", "metrics"):
+            return False
+        self.state = "running"
+        if record.kind == "start":
+            self.start = record
+            self._pace.start(record)
+        else:
+            self._pace.update(record)
+        self._eta_s = self._pace.eta_s()
+        return True
+
+    def content(self) -> dict[str, Any]:
+        """Return all fields but the time."""
+        pace, start = self._pace, self.start
+        return {
+            "state": self.state,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "attempt": start.attempt if start else 0,
+            "world_size": start.data.get("world_size") or 0 if start else 0,
+            "step": pace.step,
+            "total_steps": pace.total_steps,
+            "epoch": pace.epoch,
+            "epochs": pace.epochs,
+            "eta_s": self._eta_s,
+            "metrics": finite(pace.metrics),
+        }
+
+
+def encode(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of status.json, with the present time."""
+    return (json.dumps({**content, "time": time.time()}, allow_nan=False) + "\n").encode()
+
+
+class StatusWriter:
+    """Write status.json into the run directory while the job runs, and remove it at the end.
+
+    `summary.json` then says how the job ended. A write that fails is left out, because no job depends on it.
 
     Args:
         run_dir: the job's run directory.
@@ -28,49 +83,29 @@ class StatusWriter:
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = run_dir / "status.json"
+        self._path = run_dir / NAME
         self._clock = clock
-        self._pace = Pace(clock)
+        self._status = JobStatus(clock)
         self._written = -INTERVAL_S
-        self._attempt = self._world_size = 0
 
     def write(self, record: Record) -> None:
-        """Take a start or metrics record of rank 0; writes at most twice a second."""
-        if record.rank != 0 or record.kind not in ("start", "metrics"):
+        """Take over a record; write at once if an attempt starts, else at most twice a second."""
+        if not self._status.update(record):
             return
-        if record.kind == "start":
-            self._attempt, self._world_size = record.attempt, record.data.get("world_size") or 0
-            self._pace.start(record)
-            self._written = -INTERVAL_S
-        else:
-            self._pace.update(record)
-        if self._clock() - self._written >= INTERVAL_S:
+        if record.kind == "start" or self._clock() - self._written >= INTERVAL_S:
             self._written = self._clock()
             self._save()
 
     def close(self) -> None:
-        """Take the file away: the job has ended."""
+        """Remove the file."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def _save(self) -> None:
-        pace = self._pace
-        status = {
-            "time": time.time(),
-            "pid": os.getpid(),
-            "attempt": self._attempt,
-            "world_size": self._world_size,
-            "step": pace.step,
-            "total_steps": pace.total_steps,
-            "epoch": pace.epoch,
-            "epochs": pace.epochs,
-            "eta_s": pace.eta_s(),
-            "metrics": finite(pace.metrics),
-        }
         part = part_of(self._path)
         with contextlib.suppress(OSError):
             try:
-                part.write_text(json.dumps(status, allow_nan=False) + "\n")
+                part.write_bytes(encode(self._status.content()))
                 part.replace(self._path)
             finally:
                 part.unlink(missing_ok=True)

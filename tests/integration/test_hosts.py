@@ -27,7 +27,7 @@ from ddp_hydra import dispatch, results
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
-from ddp_hydra.job import run as job
+from ddp_hydra.job.run import run_job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
@@ -245,7 +245,7 @@ def train(client, project, monkeypatch) -> Callable[..., None]:
             cfg = compose("config", [*TINY, *overrides])
         with ThreadPoolExecutor(1) as pool:
             accident = pool.submit(meanwhile)
-            job.run(cfg, run.folder)
+            run_job(cfg, run.folder)
             accident.result(timeout=0)
 
     return run

@@ -17,7 +17,7 @@ from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import pack
 from ddp_hydra.errors import ConfigError, RankFailed
-from ddp_hydra.job import run as job
+from ddp_hydra.job.run import run_job
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.epochs=1", "dispatch.max_restarts=0")
@@ -40,7 +40,7 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
         schema.register()
         with initialize_config_dir(str(own_project / "conf"), **VERSION_BASE):
             cfg = compose("config", list(TINY))
-        job.run(cfg, tmp_path / name)
+        run_job(cfg, tmp_path / name)
         project = json.loads((tmp_path / name / "summary.json").read_text())["project"]
         log = (tmp_path / name / "logs" / "rank-1.log").read_text()
         assert f"project {project[:16]}\n" in log
@@ -67,7 +67,7 @@ def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp
     model.write_text(source.replace("return self.layers(x)", "return self.layers(x[:, 1:])"))
     line = model.read_text().splitlines().index("        return self.layers(x[:, 1:])") + 1
     with pytest.raises(RankFailed) as caught:
-        job.run(cfg, tmp_path / "run")
+        run_job(cfg, tmp_path / "run")
     where = f"models/tiny.py, line {line}, in forward"
     assert re.match(rf"rank \d on \S+: RuntimeError: .*mat1 and mat2.* \(in step 1; {where}\)\n", str(caught.value))
     told = str(caught.value)
@@ -84,7 +84,7 @@ def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp
     with pytest.raises(
         ConfigError, match=r"^model\._target_=models\.tiny\.Tiny: models/tiny\.py, line \d+: SyntaxError"
     ):
-        job.run(cfg, tmp_path / "other")
+        run_job(cfg, tmp_path / "other")
 
 
 def test_two_jobs_with_different_code_run_at_once_on_one_cluster(client4, gang, tmp_path, wait_for):

@@ -203,7 +203,7 @@ def test_the_summary_is_complete_and_the_status_says_the_end(both, access):
     assert status["project"] == summary["project"]
     closing = said.stdout[said.stdout.index("done: 12 steps") :].splitlines()
     assert closing[0].endswith(f"->  {url}")
-    assert status["said"].splitlines() == closing
+    assert status["message"].splitlines() == closing
 
 
 def test_the_command_shows_progress_and_keeps_a_pointer(both, module_cli):
@@ -377,7 +377,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
 
     def kept(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith(("driver-", "job-"))]
-        orders = dask_scheduler.plugins["ddp_hydra-keeper"].orders
+        orders = dask_scheduler.plugins["ddp_hydra-supervisor"].specs
         return [*topics, *orders, *dask_scheduler._ddp_hydra_book, *dask_scheduler.tasks]
 
     with dask.client() as client:

@@ -1,16 +1,19 @@
-"""Results on shared storage: `results.handler=cluster results.root=s3://…`.
+"""Run a job whose results go to shared storage: `results.handler=cluster results.root=s3://…`.
 
-A job is run by a driver, a process on the host of a worker, which does there what the client does otherwise: it
-reserves workers, watches the gang, and writes the results, into a folder of its own. From there they go to the store.
+The job runs in a driver, a process on the host of a worker. It does what the command does otherwise: it reserves
+workers, watches the gang and writes the results into a temporary folder, which is uploaded to the store.
 
-    order      what a driver is told to do
-    start      starts a driver; runs on a worker
-    client     the command's part: has a driver started, and shows what it says; or leaves it alone
-    voice      what a driver says to the command: records, lines of its log, the end
-    status     status.json in the store: where a run is, for those who have nothing but the store
-    uploader   brings the files of a folder to the store, and hears from there that the run shall end
-    keeper     on the scheduler: has a driver that was lost followed by another
-    scratch    the driver's folder, which does not stay behind
+    job_spec      what the command sends to the driver
+    client        the command's part: start a driver and show its progress, or leave it alone (detach=true)
+    start_driver  start the driver's process; runs on a worker
+    driver        the driver's process: run the job
+    messages      what the driver sends to the command: records, log lines, the end
+    status        status.json in the store: where a run is, for commands that can reach only the store
+    attached      show a run from its store alone
+    uploader      upload the driver's folder, and look in the store for a request to stop
+    fence         let only one driver at a time write to a run's folder in the store
+    supervisor    on the scheduler: start another driver when one is lost
+    scratch       the driver's temporary folder
 
-`driver.py` is the process itself, `attach.py` shows a run from the store alone. No torch here.
+Nothing here imports torch.
 """

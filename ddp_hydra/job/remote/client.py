@@ -1,4 +1,4 @@
-"""The command's part of a run whose results go to shared storage: it has a driver started, and shows what it says."""
+"""The command's part of a remote run: start a driver, and show its messages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import checkpoint_config, objective, redact
-from ddp_hydra.config import schema as configs
+from ddp_hydra.config import checkpoint_config, objective, redact, schema
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.console.text import plain as harmless
+from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job import checks
-from ddp_hydra.job.remote import messages as channel
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.job_spec import JobSpec
+from ddp_hydra.job.remote.messages import LivenessWatch, stop_topic
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
@@ -36,7 +35,7 @@ from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler
 
 START_S = 120.0
-"""How long a driver may take to begin."""
+"""How long a driver may take to start."""
 END_S = 10.0
 """How long a driver may take to end after a second Ctrl-C."""
 
@@ -45,13 +44,13 @@ Messages = queue.SimpleQueue[Any]
 
 
 @dataclass(frozen=True)
-class Driver:
-    """A driver that has begun.
+class StartedDriver:
+    """Identify a driver that has started.
 
     Args:
-        name: also the topic of what it says.
-        url: of the results.
-        client: its id at the scheduler.
+        name: the driver's name, which is also the topic of its messages.
+        url: the URL of the results.
+        client: the id of its client at the scheduler.
         worker: the worker that has started it.
     """
 
@@ -61,87 +60,87 @@ class Driver:
     worker: str
 
 
-def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | None:
+def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | None:
     """Run a job whose results go to `results.root`.
 
     Args:
         cfg: the composed config.
-        run_dir: of this machine; it keeps no more than a summary and the URL.
-        overrides: what it was composed with.
+        run_dir: the local run directory, which gets only a summary and the URL.
+        overrides: the overrides it was composed with.
 
     Returns:
-        The objective's last value; None for a run that goes on without us.
+        The objective's last value; None for a detached run.
 
     Raises:
-        DdpHydraError: as `job.run`, or the driver could not begin.
-        Interrupted: as `job.run`.
+        DdpHydraError: as for `run_job`, or the driver could not be started.
+        Interrupted: as for `run_job`.
     """
     if cfg.detach:
         _detach(cfg, run_dir, overrides)
         return None
     messages: Messages = queue.SimpleQueue()
-    with summarised(run_dir, cfg) as summary, begun(cfg, run_dir, overrides, messages) as (client, driver):
+    with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
         print(f"results: {driver.url}")  # noqa: T201
         end = Follower(client, driver, messages, run_dir).follow()
         summary |= {**end.summary, "status": end.state, "results": driver.url}
         if end.state == "interrupted":
-            raise Interrupted(end.said)
+            raise Interrupted(end.message)
         if end.state != "done":
-            raise RunFailed(end.said)
-    print(end.said)  # noqa: T201
+            raise RunFailed(end.message)
+    print(end.message)  # noqa: T201
     return _number(end.summary.get("metrics", {}).get(objective.of(cfg)[0]))
 
 
 def _detach(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> None:
-    with begun(cfg, run_dir, overrides) as (_, driver):
+    with started_driver(cfg, run_dir, overrides) as (_, driver):
         print(f"the run goes on by itself; results: {driver.url}")  # noqa: T201
         print(f"look at it:  python -m ddp_hydra attach run={driver.url}")  # noqa: T201
         print(f"end it:      python -m ddp_hydra attach run={driver.url} stop=true")  # noqa: T201
 
 
 @contextlib.contextmanager
-def begun(
+def started_driver(
     cfg: DictConfig, run_dir: Path, overrides: Sequence[str], messages: Messages | None = None
-) -> Iterator[tuple[Any, Driver]]:
-    """Have a driver begin, on the cluster of a config.
+) -> Iterator[tuple[Any, StartedDriver]]:
+    """Start a driver on the cluster of a config.
 
     Args:
         cfg: the composed config.
-        run_dir: of this machine.
-        overrides: what it was composed with.
-        messages: gets what the driver says; None: the driver goes on without us.
+        run_dir: the local run directory.
+        overrides: the overrides it was composed with.
+        messages: gets the driver's messages; None: the driver goes on without this command.
 
     Yields:
         A client of the cluster, and the driver.
 
     Raises:
-        DdpHydraError: it could not begin; the message says what to do.
+        DdpHydraError: the driver could not be started; the message says what to do.
     """
     check(cfg)
-    plain = configs.plain(cfg)
-    packed = checks.packed_project(cfg, plain)
+    config = schema.plain(cfg)
+    packed = checks.packed_project(cfg, config)
     url = results_root.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
-        worker = _some_worker(client)
-        order = JobSpec(
-            name,
-            url,
-            plain,
-            checkpoint_config.of(cfg),
-            tuple(overrides),
-            packed,
-            redact.hydra_files(run_dir / ".hydra"),
-            os.getcwd(),  # noqa: PTH109
-            None if messages is None else client.id,
-            connect.sweep(),
-            _send_resume(client, worker, name, cfg.resume),
-            lives=cfg.dispatch.max_restarts if cfg.detach else 0,
+        worker = _choose_worker(client)
+        spec = JobSpec(
+            name=name,
+            url=url,
+            config=config,
+            saved_config=checkpoint_config.of(cfg),
+            overrides=tuple(overrides),
+            project=packed,
+            hydra_files=redact.hydra_files(run_dir / ".hydra"),
+            cwd=os.getcwd(),  # noqa: PTH109
+            client=None if messages is None else client.id,
+            sweep=connect.sweep(),
+            resume=_send_checkpoint(client, worker, name, cfg.resume),
+            max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
         try:
-            driver = _begin(client, worker, order)
+            driver = _start(client, worker, spec)
         except DdpHydraError:
             with contextlib.suppress(OSError):
                 file_transfer.call(client, worker, outbox.clear, name)
@@ -154,7 +153,11 @@ def begun(
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what cannot be a run of a driver."""
+    """Refuse a config that no driver can run.
+
+    Raises:
+        ConfigError: the message says what to give instead.
+    """
     checks.check(cfg)
     if connect.is_inline(cfg.cluster):
         raise ConfigError("results.handler=cluster needs a cluster, and cluster=inline is none: leave one of them out")
@@ -166,16 +169,19 @@ def check(cfg: DictConfig) -> None:
         )
 
 
-def _some_worker(client: Any) -> str:
+def _choose_worker(client: Any) -> str:
     workers = client.scheduler_info(n_workers=-1)["workers"]
-    running = [address for address, found in workers.items() if found.get("status", "running") == "running"]
+    running = [address for address, worker in workers.items() if worker.get("status", "running") == "running"]
     if not running:
         raise ClusterError("the cluster has no worker that runs, so there is no host for the run: bring up workers")
     return random.choice(running)  # noqa: S311
 
 
-def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str:
-    """Bring a checkpoint of this machine to the driver's host; what is not here may be there."""
+def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) -> str:
+    """Send a checkpoint of this machine to the driver's host, and return its path there.
+
+    A path that does not exist here is returned as it is, because it may exist there.
+    """
     run = results_root.find(resume) if resume else ""
     if not run or results_root.is_url(run) or not Path(run).exists():
         return run
@@ -186,9 +192,9 @@ def _send_resume(client: Any, worker: str, name: str, resume: str | None) -> str
         raise ClusterError(f"worker {worker} could not be given the checkpoint {path}: {error}") from None
 
 
-def _begin(client: Any, worker: str, order: JobSpec) -> Driver:
+def _start(client: Any, worker: str, spec: JobSpec) -> StartedDriver:
     try:
-        answer = client.sync(client._run, start_driver.start, order, workers=[worker], callback_timeout=START_S)[worker]
+        answer = client.sync(client._run, start_driver.start, spec, workers=[worker], callback_timeout=START_S)[worker]
     except (OSError, TimeoutError, KeyError) as error:
         raise ClusterError(f"worker {worker} did not start the run: {str(error) or type(error).__name__}") from None
     except (ImportError, AttributeError) as error:
@@ -196,36 +202,36 @@ def _begin(client: Any, worker: str, order: JobSpec) -> Driver:
             f"worker {worker} knows no results.handler=cluster ({error}): install there the ddp-hydra that is here"
         ) from None
     if "error" in answer:
-        raise ConfigError(f"on worker {worker}: {harmless(str(answer['error']))}")
-    return Driver(order.name, order.url, str(answer["client"]), worker)
+        raise ConfigError(f"on worker {worker}: {plain(str(answer['error']))}")
+    return StartedDriver(spec.name, spec.url, str(answer["client"]), worker)
 
 
 @dataclass
-class End:
-    """How a run ended.
+class DriverReport:
+    """Describe how a run ended; this is a driver's last message.
 
     Args:
         state: done, failed or interrupted.
-        said: what its user is told.
+        message: for the user.
         summary: of the run.
     """
 
     state: str
-    said: str
+    message: str
     summary: dict[str, Any] = field(default_factory=dict)
 
 
 class Follower:
-    """Shows what a driver says, and has it end when the user wants to.
+    """Show a driver's messages, and ask it to stop when the user presses Ctrl-C.
 
     Args:
         client: of the cluster.
-        driver: that has begun.
-        messages: what the driver says.
+        driver: the driver.
+        messages: the driver's messages.
         run_dir: gets a status.json, for sweeps.
     """
 
-    def __init__(self, client: Any, driver: Driver, messages: Messages, run_dir: Path) -> None:
+    def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
         from ddp_hydra.writers.status import StatusWriter
 
@@ -233,34 +239,34 @@ class Follower:
         self.handler = ResultsHandler([StatusWriter(run_dir), ProgressWriter()])
         self.interrupts = Interrupts()
 
-    def follow(self) -> End:
-        """Show the run until it has ended.
+    def follow(self) -> DriverReport:
+        """Show the run until it ends.
 
         Raises:
-            ClusterError: the scheduler or the driver is gone.
-            KeyboardInterrupt: the user did not want to wait for its end.
+            ClusterError: the scheduler or the driver is lost.
+            KeyboardInterrupt: the user did not wait for the end.
         """
-        watch = channel.Watch(self.client, self.driver.client, lambda: self.messages.put(None))
+        watch = LivenessWatch(self.client, self.driver.client, lambda: self.messages.put(None))
         try:
             with self.interrupts.caught(), self.handler:
                 try:
                     with self.interrupts.deferred():
-                        return self._listen()
-                except KeyboardInterrupt:  # a second one: at once
-                    self._stop()
-                    return self._listen(until=time.monotonic() + END_S)
+                        return self._receive_all()
+                except KeyboardInterrupt:  # a second Ctrl-C: end at once
+                    self._ask_to_stop()
+                    return self._receive_all(until=time.monotonic() + END_S)
         finally:
             watch.close()
 
-    def _stop(self) -> None:
-        self.client.log_event(channel.stops(self.driver.name), b"stop")
+    def _ask_to_stop(self) -> None:
+        self.client.log_event(stop_topic(self.driver.name), b"stop")
 
-    def _listen(self, until: float | None = None) -> End:
-        asked = until is not None
+    def _receive_all(self, until: float | None = None) -> DriverReport:
+        is_stopping = until is not None
         while until is None or time.monotonic() < until:
-            if self.interrupts.wanted and not asked:
-                asked = True
-                self._stop()
+            if self.interrupts.wanted and not is_stopping:
+                is_stopping = True
+                self._ask_to_stop()
             try:
                 message = self.messages.get(timeout=0.2)
             except queue.Empty:
@@ -275,21 +281,21 @@ class Follower:
                     f"the driver of the run is gone, that worker {self.driver.worker} had started (killed, out of "
                     f"memory, or its host is gone): go on with resume={self.driver.url}"
                 )
-            if (end := self._hear(message)) is not None:
+            if (end := self._handle(message)) is not None:
                 return end
         raise KeyboardInterrupt(f"not waited for its end; see {self.driver.url}")
 
-    def _hear(self, message: Any) -> End | None:
+    def _handle(self, message: Any) -> DriverReport | None:
         try:
-            said = json.loads(message)
-            if "record" in said:
-                self.handler.handle(Record.decode(said["record"]))
-            elif "line" in said:
-                log.log(int(said["level"]), "%s", harmless(str(said["line"])))
+            content = json.loads(message)
+            if "record" in content:
+                self.handler.handle(Record.decode(content["record"]))
+            elif "line" in content:
+                log.log(int(content["level"]), "%s", plain(str(content["line"])))
             else:
-                return End(str(said["state"]), harmless(str(said["said"])), dict(said["summary"]))
+                return DriverReport(str(content["state"]), plain(str(content["message"])), dict(content["summary"]))
         except (KeyError, TypeError, ValueError, RecordError) as error:
-            log.warning("the driver said what makes no sense: %r (%s)", message[:200], error)
+            log.warning("a message of the driver cannot be read: %r (%s)", message[:200], error)
         return None
 
 

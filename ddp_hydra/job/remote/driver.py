@@ -1,7 +1,7 @@
-"""`python -m ddp_hydra.job.remote.driver`: a job without its command, on the host of a worker.
+"""`python -m ddp_hydra.job.remote.driver`: run a job without its command, on the host of a worker.
 
-What it shall do comes through stdin. A line of JSON on stdout says that it has begun, or why it cannot; what is said
-from then on goes to logs/driver.log among the results.
+The job comes through stdin. One line of JSON on stdout says that the driver has started, or why it cannot. What is
+printed or logged afterwards goes to logs/driver.log among the results.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
-from ddp_hydra.job.remote.fence import Below, Fenced
-from ddp_hydra.job.remote.job_spec import JobSpec, Place
-from ddp_hydra.job.remote.messages import EventChannel, Watch, stops
+from ddp_hydra.job.remote.fence import FencedStore, Subfolder
+from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
+from ddp_hydra.job.remote.messages import EventChannel, LivenessWatch, stop_topic
 from ddp_hydra.job.remote.scratch import Scratch
-from ddp_hydra.job.remote.status import LOST, SUMMARY, Status
-from ddp_hydra.job.remote.supervisor import is_over, keep, let_go
-from ddp_hydra.job.remote.uploader import Uploader, claim, go_on
+from ddp_hydra.job.remote.status import LOST, DriverStatus
+from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
+from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
+from ddp_hydra.job.run_dir import read_summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers.base import Writer
@@ -40,187 +41,185 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Read an order, begin, and run the job to its end."""
+    """Read a job from stdin, answer, and run the job to its end."""
     from setproctitle import setproctitle
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     connect.load()
-    order, place = pickle.load(sys.stdin.buffer)  # noqa: S301, of the worker that has started us
-    setproctitle(f"ddp_hydra driver {order.url}")
+    spec, context = pickle.load(sys.stdin.buffer)  # noqa: S301, from the worker that has started this process
+    setproctitle(f"ddp_hydra driver {spec.url}")
     try:
-        with begun(order, place) as driver, driver.kept():
-            tell(client=driver.client.id, pid=os.getpid())
-            driver.run()
+        with open_runner(spec, context) as runner, runner.supervised():
+            answer(client=runner.client.id, pid=os.getpid())
+            runner.run()
     except AlreadyEnded:
-        tell(client="", pid=os.getpid())
+        answer(client="", pid=os.getpid())
     except (DdpHydraError, OSError) as error:
-        tell(error=str(error))
+        answer(error=str(error))
 
 
 class AlreadyEnded(Exception):
-    """The run that is to be gone on with has come to its end."""
+    """The run that this driver was to resume has ended."""
 
 
-def tell(**answer: Any) -> None:
-    """Answer the worker that has started us; it listens once."""
-    print(json.dumps(answer), flush=True)  # noqa: T201
+def answer(**values: Any) -> None:
+    """Answer the worker that has started this process; it reads one line."""
+    print(json.dumps(values), flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager
-def begun(order: JobSpec, place: Place) -> Iterator[Driver]:
-    """All that a run needs, and nothing of it is left at the end.
+def open_runner(spec: JobSpec, context: DriverContext) -> Iterator[RemoteJobRunner]:
+    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
 
     Raises:
+        AlreadyEnded: the run needs no further driver.
         ConfigError: the store cannot be written.
         ClusterError: the scheduler does not answer.
         OSError: this host's disk cannot be written, or the store is not reachable.
     """
-    scheduler = Scheduler(place.scheduler, _of_client(place.security), order.sweep)
-    status = Status(place.scheduler, order.project.sha256, order.lives)
-    there = Fenced(results_root.folder(order.url))
-    if not order.again:
-        claim(there, status, order.hydra)
-    elif is_over(there, order.plain["dispatch"]["lost_timeout_s"]):
+    scheduler = Scheduler(context.scheduler, _client_security(context.security), spec.sweep)
+    status = DriverStatus(context.scheduler, spec.project.sha256, spec.max_restarts)
+    store = FencedStore(results_root.folder(spec.url))
+    if not spec.is_restart:
+        acquire_run(store, status, spec.hydra_files)
+    elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
         raise AlreadyEnded
-    scratch = Scratch(place.scratch)
+    scratch = Scratch(context.scratch)
     try:
         with scheduler.client() as client:
             connect.use_existing(scheduler)
-            driver = Driver(order, scratch, there, status, client)
-            if order.again:
-                driver.take_over()
-            yield driver
+            runner = RemoteJobRunner(spec, scratch, store, status, client)
+            if spec.is_restart:
+                runner.take_over()
+            yield runner
     finally:
         scratch.remove()
 
 
-class Driver:
-    """A job on its way, and what of it is in the store.
+class RemoteJobRunner:
+    """Run one job and upload its results.
 
     Args:
-        order: what to do.
-        scratch: where to write.
-        there: where to bring that.
+        spec: the job.
+        scratch: the temporary folder.
+        store: the run's folder in the store.
         status: of the run.
         client: connected to the scheduler.
     """
 
-    def __init__(self, order: JobSpec, scratch: Scratch, there: Fenced, status: Status, client: Any) -> None:
-        self.order, self.scratch, self.there, self.status, self.client = order, scratch, there, status, client
+    def __init__(self, spec: JobSpec, scratch: Scratch, store: FencedStore, status: DriverStatus, client: Any) -> None:
+        self.spec, self.scratch, self.store, self.status, self.client = spec, scratch, store, status, client
         self.run_dir = scratch.path / "run"
         self.run_dir.mkdir()
         self.state = "running"
-        self.channel = EventChannel(client, order.name) if order.client else None
-        self.uploader = Uploader(self.run_dir, there, status, lambda: self.end("it was asked for"), self.end)
+        self.channel = EventChannel(client, spec.name) if spec.client else None
+        self.uploader = Uploader(self.run_dir, store, status, lambda: self.stop("it was asked for"), self.stop)
 
     def take_over(self) -> None:
-        """Go on with the run of a driver that is lost."""
-        if go_on(self.there, self.status, self.run_dir):
-            self.order = replace(self.order, resume=self.order.url)
+        """Resume the run of a lost driver."""
+        if resume_run(self.store, self.status, self.run_dir):
+            self.spec = replace(self.spec, resume=self.spec.url)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Have the scheduler start another driver should this one be lost inside the block."""
-        if not self.order.lives:
+    def supervised(self) -> Iterator[None]:
+        """Have the scheduler start another driver if this one is lost inside the block."""
+        if not self.spec.max_restarts:
             yield
             return
-        self.client.run_on_scheduler(keep, self.client.id, self.order)
+        self.client.run_on_scheduler(supervise, self.client.id, self.spec)
         yield
         if self.state == LOST:
             return
-        with contextlib.suppress(Exception):  # a scheduler that is gone keeps nobody
-            self.client.run_on_scheduler(let_go, self.client.id)
+        with contextlib.suppress(Exception):  # a scheduler that is gone restarts nothing
+            self.client.run_on_scheduler(release, self.client.id)
 
     def run(self) -> None:
-        """Run the job, and see its results home."""
-        self.log()
-        cfg = self.cfg()
+        """Run the job, upload its results, and report the end to the command."""
+        self.redirect_output()
+        cfg = self.config()
         with contextlib.ExitStack() as stack:
-            if self.order.client:
-                self.client.subscribe_topic(stops(self.order.name), lambda _: interrupt())
-                watch = Watch(self.client, self.order.client, lambda: self.end("the command that has begun it is gone"))
+            if self.spec.client:
+                self.client.subscribe_topic(stop_topic(self.spec.name), lambda _: interrupt())
+                watch = LivenessWatch(
+                    self.client, self.spec.client, lambda: self.stop("the command that has begun it is gone")
+                )
                 stack.callback(watch.close)
             self.uploader.start()
-            self.state, said = self.job(cfg)
-            # From now on a signal means that nothing is to be waited for.
+            self.state, message = self.run_job(cfg)
+            # From now on, a signal means that the upload is not to be retried.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: self.uploader.give_up())
-            missing = self.uploader.finish(cfg.results.retry_s, self.state, said)
-        if self.there.lost:
-            self.state, said = "failed", missing
+            missing = self.uploader.finish(cfg.results.retry_s, self.state, message)
+        if self.store.lost:
+            self.state, message = "failed", missing
         elif missing and self.state != LOST:
             kept = self.scratch.keep()
             self.state = "failed"
-            said = f"{said}\nresults are not all in {self.order.url}: {missing}; they are in {kept}"
-            log.error("%s", said)
+            message = f"{message}\nresults are not all in {self.spec.url}: {missing}; they are in {kept}"
+            log.error("%s", message)
         if self.channel:
-            self.channel.say(state=self.state, said=said, summary=self.summary())
-            self.channel.forget()
+            self.channel.send(state=self.state, message=message, summary=read_summary(self.run_dir))
+            self.channel.delete_topics()
 
-    def job(self, cfg: DictConfig) -> tuple[str, str]:
-        """Run the job; returns how it ended, and what is to be said of it."""
-        from ddp_hydra.job import explain, local, summary
-        from ddp_hydra.job import run as job
+    def run_job(self, cfg: DictConfig) -> tuple[str, str]:
+        """Run the job; return its final state and a message."""
+        from ddp_hydra.job.explain import explain
+        from ddp_hydra.job.local import RemoteContext
+        from ddp_hydra.job.run import run_job
+        from ddp_hydra.job.summary import closing_lines
 
-        order = self.order
+        spec = self.spec
         writers: list[Writer] = [self.status, self.channel] if self.channel else [self.status]
-        remote = local.RemoteContext(
-            order.project,
-            order.plain,
-            order.cwd,
-            order.url,
-            order.kept,
-            writers,
-            self.uploader.bring_curves,
-            self.status.note_attempts,
-            Below(self.there, FOLDER),
+        remote = RemoteContext(
+            project=spec.project,
+            config=spec.config,
+            cwd=spec.cwd,
+            url=spec.url,
+            saved_config=spec.saved_config,
+            writers=writers,
+            before_mirror=self.uploader.upload_curves,
+            note_attempts=self.status.note_attempts,
+            checkpoints=Subfolder(self.store, FOLDER),
         )
         try:
-            job.run(cfg, self.run_dir, order.overrides, remote)
-            return "done", summary.closing_lines(self.summary(), order.url)
+            run_job(cfg, self.run_dir, spec.overrides, remote)
+            return "done", closing_lines(read_summary(self.run_dir), spec.url)
         except KeyboardInterrupt as error:
             return "interrupted", str(error) or "interrupted"
         except Exception as error:
-            said = explain.explain(error)
-            print(said, file=sys.stderr)  # noqa: T201
-            # Not the run has failed, but our link: another driver may follow, and goes on.
+            message = explain(error)
+            print(message, file=sys.stderr)  # noqa: T201
+            # If only our link to the scheduler failed, another driver may resume the run.
             is_cut = isinstance(error, SchedulerLost) or self.client.status != "running"
-            return LOST if is_cut and order.lives else "failed", said
+            return LOST if is_cut and spec.max_restarts else "failed", message
 
-    def end(self, why: str) -> None:
-        """Have the job save what it has, and end."""
-        log.warning("the run ends: %s", why)
+    def stop(self, reason: str) -> None:
+        """Have the job save a checkpoint and end."""
+        log.warning("the run ends: %s", reason)
         interrupt()
 
-    def cfg(self) -> DictConfig:
-        """The job's config, as for a job that is typed here and has its checkpoints copied to the store."""
-        plain = self.order.plain
-        results = {**plain["results"], "handler": "client", "root": None, "mirror": self.order.url}
-        return OmegaConf.create({**plain, "results": results, "detach": False, "resume": self.resume() or None})
+    def config(self) -> DictConfig:
+        """Return the job's config, changed to write results here and to mirror checkpoints to the store."""
+        config = self.spec.config
+        results = {**config["results"], "handler": "client", "root": None, "mirror": self.spec.url}
+        return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
 
-    def resume(self) -> str:
-        """The checkpoint to go on from; one that was sent here is ours, and moves to where we are."""
-        given = self.order.resume
-        if f"/{self.order.name}/" not in given:
+    def resume_from(self) -> str:
+        """Return the checkpoint to resume from; one that the command has sent is moved into the run directory."""
+        given = self.spec.resume
+        if f"/{self.spec.name}/" not in given:
             return given
         target = self.run_dir / ".resume" / Path(given).name
         target.parent.mkdir()
         shutil.move(given, target)
-        gang = Path(given).parents[2]
-        assert gang.name == self.order.name
-        shutil.rmtree(gang, ignore_errors=True)
+        inbox = Path(given).parents[2]
+        assert inbox.name == self.spec.name
+        shutil.rmtree(inbox, ignore_errors=True)
         return str(target)
 
-    def summary(self) -> dict[str, Any]:
-        """summary.json, as the job has written it."""
-        try:
-            return dict(json.loads((self.run_dir / SUMMARY).read_text()))
-        except (OSError, ValueError):
-            return {}
-
-    def log(self) -> None:
-        """Send to logs/driver.log what is printed and logged from now on; the command hears the log, too."""
+    def redirect_output(self) -> None:
+        """Send stdout, stderr and the log to logs/driver.log from now on, and the log to the command, too."""
         path = self.run_dir / "logs" / "driver.log"
         path.parent.mkdir(exist_ok=True)
         sys.stdout.flush()
@@ -237,14 +236,14 @@ class Driver:
 
 
 def interrupt() -> None:
-    """Do as Ctrl-C does: the first asks for a good end, the second ends at once. From any thread."""
+    """Send Ctrl-C to the main thread: the first asks for a checkpoint and an end, the second ends at once."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGINT)
 
 
-def _of_client(security: Any) -> Any:
-    """The security of a worker's own connections, for a client on its host."""
+def _client_security(security: Any) -> Any:
+    """Return the security of a worker's own connections for a client on its host."""
     from distributed import Security
 
     if security is None or not security.tls_ca_file:

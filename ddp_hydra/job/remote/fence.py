@@ -1,4 +1,7 @@
-"""A run's folder in a store has one writer: its owner's token is there, and each write holds only while it is."""
+"""Let only one driver at a time write to a run's folder in a store.
+
+The folder contains its owner's token. Each write succeeds only while the token is there.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ TRIES = 5
 log = logging.getLogger(__name__)
 
 
-class Fenced:
-    """A store for one owner. Another that takes it over ends this one's writing.
+class FencedStore:
+    """Write to a store as its owner, until another process acquires it.
 
-    Small objects replace only what this one has put there or seen since it was the owner (If-Match, If-None-Match).
-    For large ones, whose names are new each time or which only grow, the owner is looked up before.
+    A small object is replaced only if nobody else has changed it since this process became the owner (If-Match,
+    If-None-Match). Large objects have a new name each time or only grow, so the owner is just checked before.
 
     Args:
         store: the run's folder.
@@ -36,22 +39,22 @@ class Fenced:
         self._lock = threading.RLock()
 
     def owner(self) -> str | None:
-        """Return what is the owner's object now, for `take`; None where nobody has been."""
+        """Return the tag of the owner's object, for `acquire`; None if there was no owner yet."""
         return self.store.tag(OWNER)
 
-    def take(self, before: str | None) -> None:
+    def acquire(self, owner: str | None) -> None:
         """Become the owner.
 
         Args:
-            before: what `owner` has returned, before it was decided.
+            owner: the result of `owner` before it was decided to acquire the store.
 
         Raises:
-            TakenOver: somebody was quicker.
+            TakenOver: another process has acquired it since.
         """
         content = f"{self.token}\n".encode()
         try:
-            self.store.put_if(OWNER, content, before)
-            self.store.put_if(OWNER, content, None)  # which a store that keeps conditions refuses
+            self.store.put_if(OWNER, content, owner)
+            self.store.put_if(OWNER, content, None)  # fails in a store that respects conditions
         except Changed:
             if self.store.get(OWNER) == content:
                 return
@@ -66,10 +69,10 @@ class Fenced:
         )
 
     def check(self) -> None:
-        """Make sure that we are the owner.
+        """Make sure that this process is still the owner.
 
         Raises:
-            TakenOver: somebody else is.
+            TakenOver: another process is.
         """
         if self.lost or self.store.get(OWNER).decode(errors="replace").strip() != self.token:
             raise self._taken_over()
@@ -82,7 +85,7 @@ class Fenced:
         )
 
     def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
-        """Put an object there, as the owner; raises as `check`, too."""
+        """Write an object as the owner; errors as of `check` and of the store."""
         if self.lost or not isinstance(content, bytes) or not self._conditional:
             self.check()
             self.store.put(name, content, size)
@@ -91,17 +94,17 @@ class Fenced:
             for _ in range(TRIES):
                 if name not in self._tags:
                     tag = self.store.tag(name)
-                    self.check()  # after that: nobody who was the owner later has put it there
+                    self.check()  # after the tag was read, so that it is not the tag of a later owner's object
                     self._tags[name] = tag
                 try:
                     self._tags[name] = self.store.put_if(name, content, self._tags[name])
                     return
-                except Changed:  # by who was the owner before, or by a try of our own whose answer was lost
+                except Changed:  # by the owner before us, or by our own write whose answer was lost
                     del self._tags[name]
         raise ConnectionError(f"{self.url}/{name} changes all the time")
 
     def delete(self, name: str) -> None:
-        """Remove an object, as the owner."""
+        """Remove an object as the owner."""
         self.check()
         with self._lock:
             self._tags.pop(name, None)
@@ -112,7 +115,7 @@ class Fenced:
         return self.store.get(name)
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Return some bytes of an object."""
+        """Return the bytes of an object from `start` to `end`."""
         return self.store.read(name, start, end)
 
     def size(self, name: str) -> int | None:
@@ -120,28 +123,28 @@ class Fenced:
         return self.store.size(name)
 
     def tag(self, name: str) -> str | None:
-        """Return what tells this content of an object from others."""
+        """Return a text that changes with an object's content."""
         return self.store.tag(name)
 
     def put_if(self, name: str, content: bytes, tag: str | None) -> str:
-        """Put an object there where it is still the one of a tag."""
+        """Replace an object if it still has this tag; return the new tag."""
         self.check()
         return self.store.put_if(name, content, tag)
 
 
-class Below:
-    """A folder inside of a fenced one.
+class Subfolder:
+    """Write to a folder inside a fenced store.
 
     Args:
         fenced: the run's folder.
         name: of the folder in it.
     """
 
-    def __init__(self, fenced: Fenced, name: str) -> None:
+    def __init__(self, fenced: FencedStore, name: str) -> None:
         self._fenced, self._name, self.url = fenced, name, f"{fenced.url}/{name}"
 
     def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
-        """Put an object there."""
+        """Write an object."""
         self._fenced.put(f"{self._name}/{name}", content, size)
 
     def delete(self, name: str) -> None:
@@ -153,7 +156,7 @@ class Below:
         return self._fenced.get(f"{self._name}/{name}")
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Return some bytes of an object."""
+        """Return the bytes of an object from `start` to `end`."""
         return self._fenced.read(f"{self._name}/{name}", start, end)
 
     def size(self, name: str) -> int | None:
@@ -161,9 +164,9 @@ class Below:
         return self._fenced.size(f"{self._name}/{name}")
 
     def tag(self, name: str) -> str | None:
-        """Return what tells this content of an object from others."""
+        """Return a text that changes with an object's content."""
         return self._fenced.tag(f"{self._name}/{name}")
 
     def put_if(self, name: str, content: bytes, tag: str | None) -> str:
-        """Put an object there where it is still the one of a tag."""
+        """Replace an object if it still has this tag; return the new tag."""
         return self._fenced.put_if(f"{self._name}/{name}", content, tag)

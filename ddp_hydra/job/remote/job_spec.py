@@ -1,4 +1,4 @@
-"""What a driver is told to do."""
+"""Describe a job to a driver."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from ddp_hydra.config.project import Project
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job for a driver. It travels through Dask and a pipe, and is never on a disk.
+    """Describe a job to a driver. It is sent through Dask and a pipe, and never written to a disk.
 
     Args:
-        name: of the driver; also the topic of what it says.
-        url: of the results.
-        plain: the config as plain values.
-        kept: what checkpoints keep of the config.
-        overrides: what it was composed with.
+        name: the driver's name, which is also the topic of its messages.
+        url: the URL of the results.
+        config: the config as plain values.
+        saved_config: the config as checkpoints contain it.
+        overrides: the overrides it was composed with.
         project: the packed project space.
-        hydra: files that Hydra has saved of the job, by name.
+        hydra_files: the files that Hydra has saved of the job, by name.
         cwd: the folder where the command was typed.
-        client: the id of the command's client at the scheduler; None: the run goes on without it.
-        sweep: on whose behalf workers are reserved.
-        resume: the checkpoint to go on from, where the worker finds it; "" for none.
-        lives: how many more drivers may follow, each when the one before is lost.
-        again: there was one before.
+        client: the id of the command's client at the scheduler; None: the run goes on without the command.
+        sweep: the sweep that workers are reserved for.
+        resume: the checkpoint to resume from, as the worker finds it; "" for none.
+        max_restarts: how many more drivers may follow, each when the one before is lost.
+        is_restart: whether another driver has run this job before.
     """
 
     name: str
     url: str
-    plain: dict[str, Any]
-    kept: dict[str, Any]
+    config: dict[str, Any]
+    saved_config: dict[str, Any]
     overrides: tuple[str, ...]
     project: Project
-    hydra: dict[str, bytes]
+    hydra_files: dict[str, bytes]
     cwd: str
     client: str | None
     sweep: str
     resume: str = ""
-    lives: int = 0
-    again: bool = False
+    max_restarts: int = 0
+    is_restart: bool = False
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a driver is; the worker knows it.
+class DriverContext:
+    """Carry what a driver needs to know from the worker that starts it.
 
     Args:
-        scheduler: its address, as workers reach it.
+        scheduler: address of the scheduler, as workers reach it.
         security: of the worker's own connections.
         scratch: the folder for temporary files.
     """

@@ -1,4 +1,4 @@
-"""What a driver says to the command that waits for it, through the scheduler: JSON, in a topic of its own."""
+"""Send messages from a driver to the command that waits for it, as JSON in a topic of the scheduler."""
 
 from __future__ import annotations
 
@@ -11,90 +11,91 @@ from typing import Any
 
 from ddp_hydra.results import Record
 
-LOOK_S = 0.5
-LEFT_S = 3.0
-"""Who is not connected to the scheduler for so long has left."""
-LATE_S = 2.0
+POLL_S = 0.5
+GONE_S = 3.0
+"""A client that is not connected to the scheduler for so long is gone."""
+DELETE_DELAY_S = 2.0
+"""How long a topic outlives its last message, so that the command can still read it."""
 
 log = logging.getLogger(__name__)
 
 
-def stops(name: str) -> str:
-    """The topic in which a driver is asked to end."""
-    return f"{name}-stop"
+def stop_topic(driver: str) -> str:
+    """Return the topic in which a driver is asked to stop."""
+    return f"{driver}-stop"
 
 
 class EventChannel(logging.Handler):
-    """Says to the command what the driver does. It is a writer of records and a handler of log lines.
+    """Send the driver's records and log lines to the command. It is a writer and a logging handler.
 
     Args:
-        client: of the driver.
-        name: of the driver.
+        client: the driver's client.
+        driver: the driver's name.
     """
 
-    def __init__(self, client: Any, name: str) -> None:
+    def __init__(self, client: Any, driver: str) -> None:
         super().__init__(logging.INFO)
-        self._client, self._topic = client, name
+        self._client, self._topic = client, driver
 
-    def say(self, **message: Any) -> None:
-        """Say something; JSON values."""
+    def send(self, **message: Any) -> None:
+        """Send JSON values, if the scheduler is connected."""
         if self._client.status == "running":
             self._client.log_event(self._topic, json.dumps(message).encode())
 
     def write(self, record: Record) -> None:
-        """Pass on a start or metrics record of rank 0."""
+        """Send a start or metrics record of rank 0."""
         if record.rank == 0 and record.kind in ("start", "metrics"):
-            self.say(record=record.encode().decode())
+            self.send(record=record.encode().decode())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass on a line of the log."""
-        self.say(line=record.getMessage(), level=record.levelno)
+        """Send a log line."""
+        self.send(line=record.getMessage(), level=record.levelno)
 
-    def forget(self) -> None:
-        """Have the scheduler forget what was said, soon."""
+    def delete_topics(self) -> None:
+        """Have the scheduler delete the driver's topics soon."""
         if self._client.status == "running":
-            self._client.run_on_scheduler(forget, [self._topic, stops(self._topic)])
+            self._client.run_on_scheduler(delete_topics, [self._topic, stop_topic(self._topic)])
 
 
-class Watch:
-    """Notices that somebody has left the scheduler.
+class LivenessWatch:
+    """Watch whether another client is still connected to the scheduler.
 
     Args:
-        client: by which to ask.
-        other: the client id of that somebody.
-        on_left: called once.
+        client: a client of this process.
+        other: the id of the client to watch.
+        on_gone: called once, when the other client is gone.
     """
 
-    def __init__(self, client: Any, other: str, on_left: Callable[[], None]) -> None:
-        self._client, self._other, self._on_left = client, other, on_left
+    def __init__(self, client: Any, other: str, on_gone: Callable[[], None]) -> None:
+        self._client, self._other, self._on_gone = client, other, on_gone
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="liveness watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """End the watch."""
         self._end.set()
         self._thread.join()
 
-    def _work(self) -> None:
+    def _watch(self) -> None:
         seen = time.monotonic()
-        while not self._end.wait(LOOK_S):
+        while not self._end.wait(POLL_S):
             try:
-                if self._client.run_on_scheduler(is_there, self._other):
+                if self._client.run_on_scheduler(is_connected, self._other):
                     seen = time.monotonic()
-            except Exception:  # of a scheduler that is gone, whose loss the job itself will notice
+            except Exception:  # the scheduler does not answer; the job itself notices its loss
                 seen = time.monotonic()
-            if time.monotonic() - seen > LEFT_S:
-                self._on_left()
+            if time.monotonic() - seen > GONE_S:
+                self._on_gone()
                 return
 
 
-def is_there(client: str, dask_scheduler: Any = None) -> bool:
-    """Whether a client is connected. Runs on the scheduler."""
+def is_connected(client: str, dask_scheduler: Any = None) -> bool:
+    """Return whether a client is connected. Runs on the scheduler."""
     return client in dask_scheduler.clients
 
 
-def forget(topics: list[str], dask_scheduler: Any = None) -> None:
-    """Drop what the scheduler keeps of topics. Runs on the scheduler."""
+def delete_topics(topics: list[str], dask_scheduler: Any = None) -> None:
+    """Delete the messages of topics after a delay. Runs on the scheduler."""
     for topic in topics:
-        dask_scheduler.loop.call_later(LATE_S, dask_scheduler._broker._topics.pop, topic, None)
+        dask_scheduler.loop.call_later(DELETE_DELAY_S, dask_scheduler._broker._topics.pop, topic, None)

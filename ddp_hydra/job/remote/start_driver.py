@@ -1,4 +1,4 @@
-"""Starts a driver. This runs on a worker, called by the client."""
+"""Start a driver's process. This runs on a worker, called by the client or the supervisor."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import ddp_hydra
-from ddp_hydra.job.remote.job_spec import JobSpec, Place
+from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
 from ddp_hydra.rank.fork_client import without_dasks_limits
 
-SAID_BYTES = 2000
+STDERR_BYTES = 2000
+"""How much of stderr an error message contains."""
 
 
-async def start(order: JobSpec, dask_worker: Any = None) -> dict[str, Any]:
-    """Start a driver, and wait until it has begun.
+async def start(spec: JobSpec, dask_worker: Any = None) -> dict[str, Any]:
+    """Start a driver, and wait until it answers.
 
     The driver outlives this worker, which Dask may restart at any time, but not the scheduler.
 
     Args:
-        order: what it shall do.
+        spec: the job.
         dask_worker: given by Dask.
 
     Returns:
-        `error`, a sentence; or `client`, its id at the scheduler, and its `pid`.
+        `error`, a message; or `client`, the id of its client at the scheduler, and its `pid`.
     """
     scratch = str(Path(dask_worker.local_directory).parent)
-    place = Place(dask_worker.scheduler.address, dask_worker.security, scratch)
-    return await asyncio.to_thread(_start, pickle.dumps((order, place)))
+    context = DriverContext(dask_worker.scheduler.address, dask_worker.security, scratch)
+    return await asyncio.to_thread(_start, pickle.dumps((spec, context)))
 
 
-def _start(order: bytes) -> dict[str, Any]:
+def _start(pickled: bytes) -> dict[str, Any]:
     environment = without_dasks_limits(os.environ)
     path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     process = subprocess.Popen(
@@ -51,13 +52,14 @@ def _start(order: bytes) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    threading.Thread(target=process.wait, daemon=True, name=f"driver {process.pid}").start()  # no zombie of it stays
+    # The thread waits for the process, so that it does not stay as a zombie.
+    threading.Thread(target=process.wait, daemon=True, name=f"driver {process.pid}").start()
     with process.stdout, process.stderr:
         with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(order)
+            process.stdin.write(pickled)
         answer = process.stdout.readline()
-        said = b"" if answer else process.stderr.read()[-SAID_BYTES:]
+        errors = b"" if answer else process.stderr.read()[-STDERR_BYTES:]
     try:
         return dict(json.loads(answer))
     except ValueError:
-        return {"error": f"the driver could not be started: {said.decode(errors='replace').strip()}"}
+        return {"error": f"the driver could not be started: {errors.decode(errors='replace').strip()}"}

@@ -1,4 +1,4 @@
-"""A driver that nobody waits for, and that is lost with its host, is started again elsewhere: by the scheduler."""
+"""Restart the driver of a detached run on another worker when it is lost. The supervisor lives on the scheduler."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from distributed.protocol.pickle import dumps
 
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.job_spec import JobSpec
-from ddp_hydra.job.remote.status import BEAT_S, ENDED, LOST, read
+from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, read
 from ddp_hydra.storage.results_root import Store
 
-NAME = "ddp_hydra-keeper"
+NAME = "ddp_hydra-supervisor"
 TRIES = 10
 PAUSE_S = 5.0
 
 log = logging.getLogger("distributed.ddp_hydra")
 
 
-class Keeper(SchedulerPlugin):
-    """Knows the drivers that shall not be lost, and starts them again.
+class DriverSupervisor(SchedulerPlugin):
+    """Start another driver when a supervised one disconnects.
 
     Args:
         scheduler: of the cluster.
@@ -33,23 +33,24 @@ class Keeper(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.orders: dict[str, JobSpec] = {}
+        self.specs: dict[str, JobSpec] = {}
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """Called by Dask."""
-        order = self.orders.pop(client, None)
-        if order is not None and order.lives > 0:
-            scheduler.loop.add_callback(self.again, replace(order, lives=order.lives - 1, again=True))
+        """Restart the driver whose client has disconnected. Called by Dask."""
+        spec = self.specs.pop(client, None)
+        if spec is not None and spec.max_restarts > 0:
+            remaining = replace(spec, max_restarts=spec.max_restarts - 1, is_restart=True)
+            scheduler.loop.add_callback(self.restart_driver, remaining)
 
-    async def again(self, order: JobSpec) -> None:
-        """Have some worker start another driver."""
+    async def restart_driver(self, spec: JobSpec) -> None:
+        """Start another driver on any worker."""
         for _ in range(TRIES):
             workers = [address for address, worker in self.scheduler.workers.items() if worker.status.name == "running"]
             if workers:
                 call = {
                     "op": "run",
                     "function": dumps(start_driver.start),
-                    "args": dumps((order,)),
+                    "args": dumps((spec,)),
                     "kwargs": dumps({}),
                 }
                 chosen = [random.choice(workers)]  # noqa: S311
@@ -57,47 +58,46 @@ class Keeper(SchedulerPlugin):
                 if any(answer["status"] == "OK" and "error" not in answer["result"] for answer in answers.values()):
                     return
             await asyncio.sleep(PAUSE_S)
-        log.warning("the driver of %s is lost, and no worker could start another", order.url)
+        log.warning("the driver of %s is lost, and no worker could start another", spec.url)
 
 
-def keep(client: str, order: JobSpec, dask_scheduler: Any = None) -> None:
-    """Start a driver again when it leaves without a word. Runs on the scheduler.
+def supervise(client: str, spec: JobSpec, dask_scheduler: Any = None) -> None:
+    """Restart a driver if it disconnects before it is released. Runs on the scheduler.
 
     Args:
-        client: its id.
-        order: what it was told.
+        client: the id of the driver's client.
+        spec: the driver's job.
         dask_scheduler: given by Dask.
     """
     if NAME not in dask_scheduler.plugins:
-        dask_scheduler.add_plugin(Keeper(dask_scheduler), name=NAME)
-    dask_scheduler.plugins[NAME].orders[client] = order
+        dask_scheduler.add_plugin(DriverSupervisor(dask_scheduler), name=NAME)
+    dask_scheduler.plugins[NAME].specs[client] = spec
 
 
-def let_go(client: str, dask_scheduler: Any = None) -> None:
-    """A driver has come to its end. Runs on the scheduler."""
+def release(client: str, dask_scheduler: Any = None) -> None:
+    """End the supervision of a driver that has done its job. Runs on the scheduler."""
     if NAME in dask_scheduler.plugins:
-        dask_scheduler.plugins[NAME].orders.pop(client, None)
+        dask_scheduler.plugins[NAME].specs.pop(client, None)
 
 
-def is_over(there: Store, silence_s: float) -> bool:
-    """Wait until the driver before us says nothing any more: it may only have lost the scheduler.
+def has_ended(store: Store, silence_s: float) -> bool:
+    """Return whether a run has ended and needs no other driver.
+
+    The previous driver may only have lost the scheduler, so this waits until it has been silent for a while.
 
     Args:
-        there: the run's folder in its store.
-        silence_s: how long it has to be silent.
-
-    Returns:
-        Whether the run has ended, and needs no other driver.
+        store: the run's folder.
+        silence_s: how long it has to be silent, in seconds.
     """
-    before: Any = None
-    heard = time.monotonic()
-    while time.monotonic() - heard < max(silence_s, 2.5 * BEAT_S):
-        status = read(there)
+    last_update: Any = None
+    updated = time.monotonic()
+    while time.monotonic() - updated < max(silence_s, 2.5 * HEARTBEAT_S):
+        status = read(store)
         if status.get("state") in ENDED:
             return True
         if status.get("state") == LOST:
             return False
-        if status.get("time") != before:
-            before, heard = status.get("time"), time.monotonic()
-        time.sleep(BEAT_S / 4)
+        if status.get("time") != last_update:
+            last_update, updated = status.get("time"), time.monotonic()
+        time.sleep(HEARTBEAT_S / 4)
     return False

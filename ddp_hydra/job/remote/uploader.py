@@ -1,4 +1,4 @@
-"""Uploads a run directory to its store while it grows; `writers/checkpoint_mirror.py` uploads the checkpoints."""
+"""Upload a run directory to its store while it grows; `writers/checkpoint_mirror.py` uploads the checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
-from ddp_hydra.job.remote import status as statuses
-from ddp_hydra.job.remote.fence import Fenced
-from ddp_hydra.job.remote.status import ENDED, LOST, LOST_S, NAME, STOP, SUMMARY, Status, encoded
+from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.job.remote.status import (
+    ENDED,
+    HEARTBEAT_S,
+    LOST,
+    LOST_S,
+    STOP,
+    DriverStatus,
+    failed_attempts,
+    read,
+    read_object,
+)
+from ddp_hydra.job.run_dir import SUMMARY
 from ddp_hydra.results import check_path
 from ddp_hydra.storage.bucket import PIECE_BYTES
 from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S
@@ -20,89 +30,90 @@ from ddp_hydra.storage.files import place
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.storage.manifest import NAME as MANIFEST
 from ddp_hydra.storage.results_root import Store
+from ddp_hydra.writers.status import NAME, encode
 
-TICK_S = 1.0
-WATCH_S = 2.5 * statuses.BEAT_S
+INTERVAL_S = 1.0
+WATCH_S = 2.5 * HEARTBEAT_S
 BYTES_PER_S = 2**20
-"""A file that grows is brought whole, so a large one not as often: on average, so much of it a second."""
+"""A file that grows is uploaded whole each time, so large files less often: on average, this many bytes a second."""
 CURVES = ("metrics.jsonl", "tensorboard/")
 EVERYTHING = ("",)
-NOT_OURS = (FOLDER, NAME, SUMMARY)
+EXCLUDED = (FOLDER, NAME, SUMMARY)
 
 log = logging.getLogger(__name__)
 
 
 class Uploader:
-    """Bring the files of a folder to a store about once a second; where that fails, again and again.
+    """Upload the files of a folder about once a second, and retry what fails.
 
     Args:
         folder: the run directory.
-        store: where to.
-        status: what to say there meanwhile.
-        on_stop: called once, when somebody asks there for the end.
-        on_lost: called once, with a sentence, when another driver has taken the store over.
+        store: the run's folder in the store.
+        status: the run's status, which is written to the store, too.
+        on_stop: called once, when an object in the store asks the run to end.
+        on_lost: called once with a message, when another driver has taken over the run.
     """
 
     def __init__(
         self,
         folder: Path,
         store: Store,
-        status: Status,
+        status: DriverStatus,
         on_stop: Callable[[], None],
-        on_lost: Callable[[str], None] = lambda said: None,
+        on_lost: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.folder, self.store, self.status, self.on_stop, self.on_lost = folder, store, status, on_stop, on_lost
-        self._sent: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
-        self._failed: dict[str, str] = {}
-        self._is_asked = False
+        self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
+        self._failures: dict[str, str] = {}
+        self._is_stopping = False
         self._lock = threading.Lock()
         self._end, self._give_up = threading.Event(), threading.Event()
-        # A large file on its way is no reason not to say that we are there.
+        # Two threads, so that the upload of a large file does not delay the heartbeat.
         self._threads = [
-            threading.Thread(target=self._work, args=(work,), name=work.__name__, daemon=True)
-            for work in (self._bring, self._look)
+            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
+            for work in (self._upload, self._write_status)
         ]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def give_up(self) -> None:
-        """Try nothing again any more."""
+        """Retry no more."""
         self._give_up.set()
 
-    def finish(self, retry_s: float, state: str, said: str) -> str:
-        """Bring all that is left: summary.json last, after everything that it stands for.
+    def finish(self, retry_s: float, state: str, message: str) -> str:
+        """Upload all that is left; summary.json comes last, as the sign that everything is there.
 
         Args:
-            retry_s: how long that may fail.
+            retry_s: how long to retry, in seconds.
             state: how the run ended.
-            said: what its user is told.
+            message: the driver's last message.
 
         Returns:
-            What is not there, as a sentence; "" where all is.
+            The reason why something is missing; "" if nothing is.
         """
         self._end.set()
         for thread in self._threads:
             thread.join()
         deadline, pause = time.monotonic() + retry_s, FIRST_PAUSE_S
         while True:
-            missing = self._last(state, said)
+            missing = self._finish_once(state, message)
             left_s = deadline - time.monotonic()
             if not missing or left_s <= 0 or self._give_up.wait(min(pause, left_s)):
                 return missing
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def _last(self, state: str, said: str) -> str:
+    def _finish_once(self, state: str, message: str) -> str:
         try:
-            if failed := self._bring(EVERYTHING):
-                return failed
+            if failure := self._upload(EVERYTHING):
+                return failure
             if newest := self._missing_checkpoint():
                 return f"its newest checkpoint, {newest}, is not there"
             self.store.delete(STOP)
-            self.status.state, self.status.said = state, said
-            self.store.put(NAME, encoded(self.status.content()))
+            self.status.state, self.status.message = state, message
+            self.store.put(NAME, encode(self.status.content()))
             if state != LOST:
                 self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
         except TakenOver as error:
@@ -113,41 +124,41 @@ class Uploader:
         return ""
 
     def _missing_checkpoint(self) -> str:
-        """The name of the newest checkpoint, if the store lacks it."""
+        """Return the name of the newest checkpoint if the store lacks it, else ""."""
         try:
-            ours = read_manifest(self.folder / FOLDER)
+            local = read_manifest(self.folder / FOLDER)
         except CheckpointError:
             return ""
-        newest = next(iter(newest_first(ours)), "")
+        newest = next(iter(newest_first(local)), "")
         if not newest:
             return ""
         try:
-            there = read_manifest_text(self.store.get(f"{FOLDER}/{MANIFEST}"))
+            uploaded = read_manifest_text(self.store.get(f"{FOLDER}/{MANIFEST}"))
         except (FileNotFoundError, ValueError):
             return newest
-        return "" if any(entry.get("sha256") == ours[newest]["sha256"] for entry in there.values()) else newest
+        return "" if any(entry.get("sha256") == local[newest]["sha256"] for entry in uploaded.values()) else newest
 
-    def _work(self, work: Callable[[], str]) -> None:
-        while not self._end.wait(TICK_S):
+    def _repeat(self, work: Callable[[], str]) -> None:
+        while not self._end.wait(INTERVAL_S):
             try:
-                self._note(work.__name__, work())
+                self._note_failure(work.__name__, work())
             except TakenOver as error:
                 with self._lock:
-                    first = not self._give_up.is_set()
+                    is_first = not self._give_up.is_set()
                     self.give_up()
-                if first:
+                if is_first:
                     self.on_lost(str(error))
                 return
 
-    def _look(self) -> str:
-        """Say that we are there, and see whether the run shall end. Returns what failed."""
+    def _write_status(self) -> str:
+        """Write the status, and look for a request to stop. Return what failed."""
         try:
-            if (content := self.status.due()) is not None:
-                if isinstance(self.store, Fenced):
+            if (content := self.status.next_update()) is not None:
+                if isinstance(self.store, FencedStore):
                     self.store.check()
                 self.store.put(NAME, content)
-            if not self._is_asked and self.store.size(STOP) is not None:
-                self._is_asked = True
+            if not self._is_stopping and self.store.size(STOP) is not None:
+                self._is_stopping = True
                 self.on_stop()
         except TakenOver:
             raise
@@ -155,76 +166,80 @@ class Uploader:
             return str(error)
         return ""
 
-    def bring_curves(self) -> None:
-        """Bring all points there are: before a checkpoint that another driver may go on from."""
-        self._bring(CURVES)
+    def upload_curves(self) -> None:
+        """Upload all metrics: before a checkpoint from which another driver may resume."""
+        self._upload(CURVES)
 
-    def _bring(self, at_once: tuple[str, ...] = ()) -> str:
-        """Bring what is new, and due or called like one of `at_once`. Returns what failed."""
+    def _upload(self, at_once: tuple[str, ...] = ()) -> str:
+        """Upload the files that have changed and are due. Return what failed.
+
+        Args:
+            at_once: files whose names start like this are always due.
+        """
         with self._lock:
-            return self._bring_one_by_one(at_once)
+            return self._upload_one_by_one(at_once)
 
-    def _bring_one_by_one(self, at_once: tuple[str, ...]) -> str:
-        failed = ""
+    def _upload_one_by_one(self, at_once: tuple[str, ...]) -> str:
+        failure = ""
         for name, path in self._files():
             try:
-                found = path.stat()
-                state = (found.st_size, found.st_mtime_ns)
-                before, due = self._sent.get(name, (None, 0.0))
+                stat = path.stat()
+                state = (stat.st_size, stat.st_mtime_ns)
+                before, due = self._uploaded.get(name, (None, 0.0))
                 if state == before or not (name.startswith(at_once) or time.monotonic() >= due):
                     continue
                 with path.open("rb") as file:
                     self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])
-            except FileNotFoundError:  # it is gone again
+            except FileNotFoundError:  # removed in the meantime
                 continue
             except TakenOver:
                 raise
             except (ConfigError, ConnectionError, OSError) as error:
-                failed = failed or str(error)
+                failure = failure or str(error)
                 continue
-            self._sent[name] = state, time.monotonic() + state[0] / BYTES_PER_S
-            self.status.files = sorted({*self.status.files, *self._sent})
-        return failed
+            self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+            self.status.files = sorted({*self.status.files, *self._uploaded})
+        return failure
 
-    def _note(self, what: str, failed: str) -> None:
-        before = dict(self._failed)
-        self._failed.pop(what, None)
-        self._failed |= {what: failed} if failed else {}
-        if failed and not before:
-            log.warning("results do not reach %s: %s; it is tried again", self.store.url, failed)
-        elif before and not self._failed:
+    def _note_failure(self, work: str, failure: str) -> None:
+        before = dict(self._failures)
+        self._failures.pop(work, None)
+        self._failures |= {work: failure} if failure else {}
+        if failure and not before:
+            log.warning("results do not reach %s: %s; it is tried again", self.store.url, failure)
+        elif before and not self._failures:
             log.warning("results reach %s again", self.store.url)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder)
-            hidden = any(part.startswith(".") and part != ".hydra" for part in name.parts)
-            if not hidden and name.parts[0] not in NOT_OURS and path.is_file() and not path.is_symlink():
+            is_hidden = any(part.startswith(".") and part != ".hydra" for part in name.parts)
+            if not is_hidden and name.parts[0] not in EXCLUDED and path.is_file() and not path.is_symlink():
                 yield name.as_posix(), path
 
 
-def claim(store: Fenced, status: Status, hydra: dict[str, bytes]) -> None:
-    """Begin a run in a store, whose first objects show that it can be written.
+def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str, bytes]) -> None:
+    """Begin a run in a store. Its first objects show that the store can be written.
 
     Args:
-        store: the run's folder there.
+        store: the run's folder.
         status: of the run.
-        hydra: what Hydra has saved, by name.
+        hydra_files: the files that Hydra has saved, by name.
 
     Raises:
-        ConfigError: it cannot be written, or another run is at work there.
+        ConfigError: the store cannot be written, or another run is active in the folder.
         ConnectionError: the store is not reachable, or out of order.
     """
-    owner, other = store.owner(), statuses.read(store)
+    owner, other = store.owner(), read(store)
     age_s = time.time() - other.get("time", 0) if isinstance(other.get("time", 0), float) else LOST_S
     is_open = bool(other) and other.get("state") not in (*ENDED, LOST)
-    if is_open and (abs(age_s) < LOST_S or _is_heard(store, other.get("time"))):
+    if is_open and (abs(age_s) < LOST_S or _is_updated(store, other.get("time"))):
         raise ConfigError(
             f"another run is at work in {store.url} (by its clock it was heard {age_s:.0f} s ago): end it with python "
             f"-m ddp_hydra attach run={store.url} stop=true, or give another hydra.run.dir"
         )
     try:
-        store.take(owner)
+        store.acquire(owner)
     except TakenOver:
         raise ConfigError(
             f"another run has just begun in {store.url}: look at it with python -m ddp_hydra attach run={store.url}, "
@@ -232,39 +247,39 @@ def claim(store: Fenced, status: Status, hydra: dict[str, bytes]) -> None:
         ) from None
     for name in (SUMMARY, STOP):
         store.delete(name)
-    store.put(NAME, encoded(status.content()))
-    for name, saved in hydra.items():
-        store.put(f".hydra/{name}", saved)
+    store.put(NAME, encode(status.content()))
+    for name, content in hydra_files.items():
+        store.put(f".hydra/{name}", content)
 
 
-def _is_heard(store: Fenced, before: object) -> bool:
-    """Watch a while whether a driver says something: its host's clock may be wrong."""
+def _is_updated(store: FencedStore, last_update: object) -> bool:
+    """Watch for a while whether a driver updates its status: the clock of its host may be wrong."""
     until = time.monotonic() + WATCH_S
     while time.monotonic() < until:
         time.sleep(WATCH_S / 10)
-        if statuses.read(store).get("time") != before:
+        if read(store).get("time") != last_update:
             return True
     return False
 
 
-def go_on(store: Fenced, status: Status, run_dir: Path) -> bool:
-    """Take over a run from a driver that is lost: what it has brought to the store comes here.
+def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
+    """Take over the run of a lost driver: download what it has uploaded.
 
     Args:
-        store: the run's folder there.
+        store: the run's folder.
         status: of the run.
-        run_dir: here.
+        run_dir: the local run directory.
 
     Returns:
-        Whether there is a checkpoint to go on from.
+        Whether there is a checkpoint to resume from.
 
     Raises:
         TakenOver: another driver was quicker.
     """
-    store.take(store.owner())
-    before = statuses.read(store)
-    status.attempts = statuses.attempts_of(before)
-    (run_dir / SUMMARY).write_text(json.dumps({"attempts": status.attempts}))  # our own begins with them
+    store.acquire(store.owner())
+    before = read(store)
+    status.attempts = failed_attempts(before)
+    (run_dir / SUMMARY).write_text(json.dumps({"attempts": status.attempts}))  # the job adds its own attempts
     status.files = [str(name) for name in before.get("files", ())]
     for name in status.files:
         path = place(run_dir, check_path(name))
@@ -272,5 +287,5 @@ def go_on(store: Fenced, status: Status, run_dir: Path) -> bool:
         with path.open("wb") as file:
             for start in range(0, size or 0, PIECE_BYTES):
                 file.write(store.read(name, start, min(size or 0, start + PIECE_BYTES)))
-    store.put(NAME, encoded(status.content()))
-    return bool(statuses.read_object(store, f"{FOLDER}/{MANIFEST}").get("files"))
+    store.put(NAME, encode(status.content()))
+    return bool(read_object(store, f"{FOLDER}/{MANIFEST}").get("files"))

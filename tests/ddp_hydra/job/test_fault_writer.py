@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.job.fault_writer import FaultWriter, damage
+from ddp_hydra.job.fault_writer import FaultWriter, corrupt
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
 
@@ -18,7 +18,7 @@ def metrics(step: int, attempt: int = 0, rank: int = 0) -> Record:
 
 
 @pytest.fixture
-def rehearse(tmp_path):
+def inject(tmp_path):
     ended = []
 
     def make(*texts: str) -> FaultWriter:
@@ -29,8 +29,8 @@ def rehearse(tmp_path):
     return make
 
 
-def test_a_fault_strikes_once_from_its_step_on_in_its_attempt(rehearse):
-    writer = rehearse("scheduler,step=5,attempt=1")
+def test_a_fault_strikes_once_from_its_step_on_in_its_attempt(inject):
+    writer = inject("scheduler,step=5,attempt=1")
     for record in (metrics(4, 1), metrics(9, 0), metrics(9, 1, rank=1)):
         writer.write(record)
     assert writer.ended == []
@@ -39,14 +39,14 @@ def test_a_fault_strikes_once_from_its_step_on_in_its_attempt(rehearse):
     assert writer.ended == ["scheduler"]
 
 
-def test_faults_of_ranks_are_left_to_them(rehearse):
-    assert rehearse("kill,rank=0,step=1", "nan", "hang").waiting == []
+def test_faults_of_ranks_are_left_to_them(inject):
+    assert inject("kill,rank=0,step=1", "nan", "hang").pending == []
 
 
-def test_a_full_disk_lasts_its_time(rehearse, monkeypatch):
+def test_a_full_disk_lasts_its_time(inject, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("ddp_hydra.job.fault_writer.time.monotonic", lambda: now[0])
-    writer = rehearse("disk,step=2,seconds=3")
+    writer = inject("disk,step=2,seconds=3")
     writer.write(metrics(1))
     for _ in range(2):
         with pytest.raises(OSError, match="No space left") as caught:
@@ -56,9 +56,9 @@ def test_a_full_disk_lasts_its_time(rehearse, monkeypatch):
     writer.write(metrics(2))
 
 
-def test_an_interrupt_is_a_real_one(rehearse):
+def test_an_interrupt_is_a_real_one(inject):
     with pytest.raises(KeyboardInterrupt):
-        rehearse("interrupt,step=1").write(metrics(1))
+        inject("interrupt,step=1").write(metrics(1))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -66,7 +66,7 @@ def test_damage_shows_under_all_names_of_a_checkpoint(tmp_path):
     step, last = tmp_path / "step-000001.pt", tmp_path / "last.pt"
     step.write_bytes(bytes(1000))
     last.hardlink_to(step)
-    damage(last)
+    corrupt(last)
     assert step.read_bytes() == last.read_bytes()
     assert sum(step.read_bytes()) == 255
-    damage(Path(tmp_path / "none.pt"))
+    corrupt(Path(tmp_path / "none.pt"))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.job.global_batch import Batch, describe, share_out
+from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
 
 
 @pytest.mark.parametrize(
@@ -27,18 +27,18 @@ from ddp_hydra.job.global_batch import Batch, describe, share_out
     ],
 )  # fmt: skip
 def test_a_global_batch_is_shared_out_with_more_parts_before_larger_ones(batch, before, now, shared, words):
-    batch, shared = Batch(*batch), Batch(*shared)
-    assert share_out(batch, before, now) == shared
-    assert words in describe(batch, before, now, shared)
+    batch, shared = RankBatch(*batch), RankBatch(*shared)
+    assert redistribute(batch, before, now) == shared
+    assert words in describe_change(batch, before, shared, now)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 32), st.integers(1, 32))
-def test_the_global_batch_stays_wherever_it_divides_and_comes_back_with_the_ranks(size, parts, before, now):
-    batch = Batch(size, parts)
-    shared = share_out(batch, before, now)
-    if batch.on(before) % now == 0:
-        assert shared.on(now) == batch.on(before)
-        assert shared.size <= size or shared.parts == 1
+def test_the_global_batch_stays_wherever_it_divides_and_comes_back_with_the_ranks(size, micro_batches, before, now):
+    batch = RankBatch(size, micro_batches)
+    shared = redistribute(batch, before, now)
+    if batch.global_size(before) % now == 0:
+        assert shared.global_size(now) == batch.global_size(before)
+        assert shared.size <= size or shared.micro_batches == 1
     else:
         assert shared == batch
-    assert share_out(batch, before, before) == batch
+    assert redistribute(batch, before, before) == batch

@@ -32,10 +32,10 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import checks, local, summary
-from ddp_hydra.job import run as jobs
-from ddp_hydra.job.global_batch import Batch
+from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.resume import find_resume
+from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import read_value, summarised
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write
@@ -101,7 +101,7 @@ def checkpoint(run_dir: Path, *steps: int, damaged: tuple[int, ...] = ()) -> Non
 
 @pytest.mark.parametrize(("now", "size", "parts"), [(4, 8, 1), (2, 8, 2), (3, 8, 1)])
 def test_the_global_batch_stays_what_it_was_where_it_divides(now, size, parts, tmp_path, caplog):
-    assert make(tmp_path, 4).batch(now) == Batch(size, parts)
+    assert make(tmp_path, 4).rank_batch(now) == RankBatch(size, parts)
     assert bool(caplog.messages) == (now != 4)
 
 
@@ -113,7 +113,7 @@ def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):
     made = make(tmp_path, files={"resume": file})
     call = made.call(0, 4)
     assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None})
-    assert call.args == (made.plain,)
+    assert call.args == (made.config,)
     assert made.first_world_size == 4
 
 
@@ -157,9 +157,9 @@ def test_checkpoints_that_lay_there_before_are_of_another_job(tmp_path):
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_attempt_has_the_time_that_is_left(number, spent_s, left_s, tmp_path, monkeypatch):
     made = make(tmp_path, first_world_size=4, trainer__time_limit_s=100.0)
-    monkeypatch.setattr(made, "spent_s", lambda: spent_s)
+    monkeypatch.setattr(made, "elapsed_s", lambda: spent_s)
     assert made.call(number, 4).args[0]["trainer"]["time_limit_s"] == left_s
-    assert made.plain["trainer"]["time_limit_s"] == 100.0
+    assert made.config["trainer"]["time_limit_s"] == 100.0
 
 
 def test_without_a_limit_there_is_none(tmp_path):
@@ -250,7 +250,7 @@ def returned(monkeypatch) -> dict[str, Any]:
     value = dict(VALUE)
 
     def run_on_dask(self, packed):
-        self.note(SimpleNamespace(step=7, samples=56, metrics={}))
+        self.summarise(SimpleNamespace(step=7, samples=56, metrics={}))
         return value
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
@@ -265,7 +265,7 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path, capsys):
     cfg = config(tags=["a"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
-    assert jobs.run(cfg, tmp_path / "run") == 0.5
+    assert run_job(cfg, tmp_path / "run") == 0.5
     summary = summary_of(tmp_path / "run")
     assert {name: summary[name] for name in ("status", "steps", "samples", "tags", "failure", "interrupted")} == {
         "status": "done",
@@ -292,7 +292,7 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
 def test_a_job_that_was_asked_to_end_says_why_and_how_to_go_on(reason, words, returned, tmp_path):
     returned["interrupted"] = reason
     with pytest.raises(Interrupted) as caught:
-        jobs.run(config(), tmp_path)
+        run_job(config(), tmp_path)
     assert words in str(caught.value)
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["interrupted"]) == ("interrupted", reason)
 
@@ -300,7 +300,7 @@ def test_a_job_that_was_asked_to_end_says_why_and_how_to_go_on(reason, words, re
 def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned, tmp_path):
     returned.update(train_s=float("nan"), status="done")
     with pytest.raises(RecordError):
-        jobs.run(config(), tmp_path)
+        run_job(config(), tmp_path)
     summary = summary_of(tmp_path)
     assert (summary["status"], summary["failure"]["kind"], summary["steps"]) == ("failed", "RecordError", 7)
 
@@ -309,7 +309,7 @@ def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned
 def test_a_job_shows_in_tensorboard_what_it_was_given_and_how_it_ended(reason, status, returned, tmp_path):
     returned["interrupted"] = reason
     with contextlib.suppress(Interrupted):
-        jobs.run(config(), tmp_path, ["optimizer.lr=0.5"])
+        run_job(config(), tmp_path, ["optimizer.lr=0.5"])
     start, end = [
         HParamsPluginData.FromString(event.summary.value[0].metadata.plugin_data.content)
         for path in sorted((tmp_path / "tensorboard").glob("*.hparams"))
@@ -422,12 +422,12 @@ def test_a_disk_that_stays_full_is_told_with_what_is_safe_and_what_to_type(steps
 
 def test_where_a_restart_begins_is_told_with_what_is_done_again(tmp_path):
     made = make(tmp_path)
-    assert made.goes_on(0) == ", from step 0"
+    assert made.describe_restart(0) == ", from step 0"
     made.on_record(Record("start", {}, step=4), SimpleNamespace(handle=lambda record: None), gang_after())
-    assert made.goes_on(5) == ", from step 4 (1 step again)"
+    assert made.describe_restart(5) == ", from step 4 (1 step again)"
     checkpoint(tmp_path, 10, 20)
     made.saved = True
-    assert made.goes_on(22) == ", from step 20 (2 steps again)"
+    assert made.describe_restart(22) == ", from step 20 (2 steps again)"
 
 
 def gang_after(*ended: Ended) -> SimpleNamespace:
@@ -441,9 +441,9 @@ def test_a_second_run_does_not_get_into_the_folder_of_the_first(returned, tmp_pa
     checkpoint(tmp_path, 10)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=rf"holds another run.* go on with that run by resume={tmp_path}"):
-        jobs.run(config(), tmp_path)
+        run_job(config(), tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
-    jobs.run(config(resume=str(tmp_path)), tmp_path)
+    run_job(config(resume=str(tmp_path)), tmp_path)
     assert summary_of(tmp_path)["status"] == "done"
 
 

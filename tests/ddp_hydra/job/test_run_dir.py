@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.run_dir import RunDirCallback, locked, next_attempt, refuse_another
+from ddp_hydra.job.run_dir import RunDirCallback, locked, next_attempt, refuse_other_run
 
 HOLD = """
 import sys, pathlib
@@ -73,19 +73,19 @@ def test_a_disk_that_knows_no_locks_will_do(tmp_path, monkeypatch):
 def test_a_run_goes_on_in_its_own_folder(tmp_path, resume, monkeypatch):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-000010.pt").touch()
-    refuse_another(tmp_path / "run", f"{tmp_path}/run{resume}")
+    refuse_other_run(tmp_path / "run", f"{tmp_path}/run{resume}")
     monkeypatch.chdir(tmp_path)
-    refuse_another(tmp_path / "run", f"run{resume}")
+    refuse_other_run(tmp_path / "run", f"run{resume}")
 
 
 @pytest.mark.parametrize("resume", [None, "other", "s3://bucket/run", "/"])
 def test_another_run_does_not_get_into_it(tmp_path, resume):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").write_text('{"status": "failed"}')
-    refuse_another(tmp_path / "run", resume)  # it has left nothing to go on from
+    refuse_other_run(tmp_path / "run", resume)  # it has left nothing to go on from
     (tmp_path / "run/summary.json").write_text('{"status": "done"}')
     with pytest.raises(ConfigError, match="holds another run"):
-        refuse_another(tmp_path / "run", resume)
+        refuse_other_run(tmp_path / "run", resume)
 
 
 def test_a_new_run_has_no_earlier_attempt(tmp_path):

@@ -29,12 +29,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from ddp_hydra import dispatch
-from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.cluster import connect
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import DdpHydraError, Failure, RankFailed
-from ddp_hydra.job import run
+from ddp_hydra.job.run import run_job
 from ddp_hydra.results import Record
 from tests.integration.conftest import wait_for
 
@@ -211,9 +211,9 @@ class Chaos:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DDP_HYDRA_PROJECT", str(self.project))
             patch.setattr(dispatch, "Gang", Watched)
-            patch.setattr(cluster, "connect", lambda cfg, logs=None: contextlib.nullcontext(client))
+            patch.setattr(connect, "connect", lambda cfg, logs=None: contextlib.nullcontext(client))
             try:
-                run.run(cfg, story.folder)
+                run_job(cfg, story.folder)
             except (DdpHydraError, KeyboardInterrupt) as error:
                 story.error = error
         nothing_left(client)

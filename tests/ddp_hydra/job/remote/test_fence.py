@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.job.remote.fence import Below, Fenced
+from ddp_hydra.job.remote.fence import FencedStore, Subfolder
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.bucket import Folder
 from tests.support.s3_server import s3  # noqa: F401 (a fixture)
@@ -37,18 +37,18 @@ def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
     assert there.tag("x") == second
 
 
-def test_of_many_who_claim_at_once_one_is_the_owner(there):
-    claims = [Fenced(there) for _ in range(4)]
-    seen, won = [one.owner() for one in claims], []
+def test_of_many_who_acquire_at_once_one_is_the_owner(there):
+    stores = [FencedStore(there) for _ in range(4)]
+    seen, won = [one.owner() for one in stores], []
 
-    def claim(one: Fenced, before: str | None) -> None:
+    def acquire(one: FencedStore, before: str | None) -> None:
         try:
-            one.take(before)
+            one.acquire(before)
             won.append(one)
         except TakenOver:
             pass
 
-    threads = [threading.Thread(target=claim, args=pair) for pair in zip(claims, seen, strict=True)]
+    threads = [threading.Thread(target=acquire, args=pair) for pair in zip(stores, seen, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -59,12 +59,12 @@ def test_of_many_who_claim_at_once_one_is_the_owner(there):
 
 
 def test_who_was_the_owner_overwrites_and_removes_nothing(there):
-    one, other = Fenced(there), Fenced(there)
-    one.take(one.owner())
-    checkpoints = Below(one, "checkpoints")
+    one, other = FencedStore(there), FencedStore(there)
+    one.acquire(one.owner())
+    checkpoints = Subfolder(one, "checkpoints")
     checkpoints.put("manifest.json", b"one's")
-    other.take(other.owner())
-    Below(other, "checkpoints").put("manifest.json", b"the other's")
+    other.acquire(other.owner())
+    Subfolder(other, "checkpoints").put("manifest.json", b"the other's")
     for write in (
         lambda: checkpoints.put("manifest.json", b"one's again"),
         lambda: checkpoints.put("new", b"x"),
@@ -74,14 +74,14 @@ def test_who_was_the_owner_overwrites_and_removes_nothing(there):
         with pytest.raises(TakenOver, match=r"another driver has taken over .*: this one ends"):
             write()
     assert there.get("checkpoints/manifest.json") == b"the other's"
-    Below(other, "checkpoints").put("manifest.json", b"the other's again")
+    Subfolder(other, "checkpoints").put("manifest.json", b"the other's again")
     assert (there.size("checkpoints/new"), there.size("checkpoints/step")) == (None, None)
 
 
 def test_what_the_one_before_put_there_late_is_replaced(there):
-    one, other = Fenced(there), Fenced(there)
-    one.take(one.owner())
-    other.take(other.owner())
+    one, other = FencedStore(there), FencedStore(there)
+    one.acquire(one.owner())
+    other.acquire(other.owner())
     other.put("x", b"1")
     there.put("x", b"late, by one")
     other.put("x", b"22")
@@ -98,11 +98,11 @@ def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
             return "x"
 
     there = Plain(tmp_path)
-    one, other = Fenced(there), Fenced(there)
-    one.take(one.owner())
+    one, other = FencedStore(there), FencedStore(there)
+    one.acquire(one.owner())
     assert "takes no conditional writes" in caplog.text
     one.put("x", b"1")
-    other.take(other.owner())
+    other.acquire(other.owner())
     with pytest.raises(TakenOver):
         one.put("x", b"2")
     assert there.get("x") == b"1"

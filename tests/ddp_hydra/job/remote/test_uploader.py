@@ -9,10 +9,10 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote import uploader
-from ddp_hydra.job.remote.fence import Fenced
+from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.scratch import Scratch
-from ddp_hydra.job.remote.status import Status
-from ddp_hydra.job.remote.uploader import Uploader, claim
+from ddp_hydra.job.remote.status import DriverStatus
+from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 
@@ -50,13 +50,13 @@ def run_dir(tmp_path) -> Path:
 
 
 @pytest.fixture
-def status() -> Status:
-    return Status("tcp://scheduler:8786", "abc")
+def status() -> DriverStatus:
+    return DriverStatus("tcp://scheduler:8786", "abc")
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(uploader, "TICK_S", 0.01)
+    monkeypatch.setattr(uploader, "INTERVAL_S", 0.01)
 
 
 @pytest.fixture
@@ -141,39 +141,39 @@ def test_somebody_asks_for_the_end_once(make, there):
     assert there.size("stop") is None
 
 
-def test_a_run_claims_its_place(there, status):
+def test_a_run_acquires_its_place(there, status):
     there.put("summary.json", b"of before")
     there.put("stop", b"")
-    claim(Fenced(there), status, {"config.yaml": b"a: 1\n"})
+    acquire_run(FencedStore(there), status, {"config.yaml": b"a: 1\n"})
     assert (there.size("summary.json"), there.size("stop")) == (None, None)
     assert there.get(".hydra/config.yaml") == b"a: 1\n"
     with pytest.raises(ConfigError, match=r"another run is at work in .*/store .*stop=true, or give another"):
-        claim(Fenced(there), Status("tcp://scheduler:8786", "abc"), {})
+        acquire_run(FencedStore(there), DriverStatus("tcp://scheduler:8786", "abc"), {})
 
 
 def test_a_dead_runs_place_is_free(there, status, monkeypatch):
     monkeypatch.setattr(uploader, "WATCH_S", 0.1)
     there.put("status.json", json.dumps({"state": "running", "time": time.time() - 100}).encode())
-    claim(Fenced(there), status, {})
+    acquire_run(FencedStore(there), status, {})
 
 
 def test_a_live_run_with_a_wrong_clock_keeps_its_place(there, status, monkeypatch):
     times = iter(range(100))
     monkeypatch.setattr(uploader, "WATCH_S", 0.1)
-    monkeypatch.setattr(uploader.statuses, "read", lambda _: {"state": "running", "time": float(next(times))})
+    monkeypatch.setattr(uploader, "read", lambda _: {"state": "running", "time": float(next(times))})
     with pytest.raises(ConfigError, match="another run is at work"):
-        claim(Fenced(there), status, {})
+        acquire_run(FencedStore(there), status, {})
 
 
 def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status, quick):
     """Also where it has put an object before, and in the middle of it all."""
     said = []
-    mine, other = Fenced(there), Fenced(there)
-    mine.take(mine.owner())
+    mine, other = FencedStore(there), FencedStore(there)
+    mine.acquire(mine.owner())
     one = Uploader(run_dir, mine, status, lambda: None, said.append)
     one.start()
     wait_until(lambda: {"logs/rank-0.log", "metrics.jsonl"} <= set(there.order))
-    other.take(other.owner())
+    other.acquire(other.owner())
     other.put("metrics.jsonl", b"of the other")
     status.state = "running"  # news
     wait_until(lambda: said)
@@ -185,11 +185,11 @@ def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status,
 
 
 def test_the_status_follows_the_records(status):
-    assert json.loads(status.due())["state"] == "starting"
-    assert status.due() is None
+    assert json.loads(status.next_update())["state"] == "starting"
+    assert status.next_update() is None
     status.write(Record("start", {"lines": ["a job"], "total_steps": 10}))
     status.write(Record("metrics", {"metrics": {"train/loss": float("nan")}}, step=3))
-    said = json.loads(status.due())
+    said = json.loads(status.next_update())
     assert (said["state"], said["step"], said["total_steps"]) == ("running", 3, 10)
     assert said["metrics"] == {"train/loss": None}
     assert said["start"]["data"]["lines"] == ["a job"]

@@ -7,7 +7,7 @@ import torch
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
-from ddp_hydra.job.bottleneck import describe, describe_slowest
+from ddp_hydra.job.summary import describe_data, describe_straggler
 from ddp_hydra.training.monitoring.data_stats import Bad, DataStats, bad_of_all_ranks, count_bad, skipped_by
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_bad_samples_of_all_data_sets_are_gathered():
 
 @pytest.mark.parametrize(("wait", "bound_by"), [(0.0, "compute"), (0.09, "compute"), (0.1, "data"), (0.9, "data")])
 def test_the_line_at_the_end_says_what_a_run_was_bound_by(wait, bound_by):
-    said = describe({"wait_s": 50 * wait, "wait": wait}, 50.0, steps=20)
+    said = describe_data({"wait_s": 50 * wait, "wait": wait}, 50.0, steps=20)
     assert said.startswith(f"data: bound by {bound_by}: a rank waited {50 * wait:.1f} of 50.0 s ({wait:.0%})")
 
 
@@ -95,24 +95,24 @@ def test_the_line_at_the_end_has_all_figures():
         "cache_misses": 150,
         "bad_samples": 2,
     }
-    said = describe({"wait_s": 0.0, "wait": 0.0, **counts}, 10.0, steps=20)
+    said = describe_data({"wait_s": 0.0, "wait": 0.0, **counts}, 10.0, steps=20)
     assert said.endswith("5.0 MB read, 0.5 MB/s, 25% from the cache, 1,234 retries, 2 bad samples")
-    said = describe({"wait_s": 0.0, "wait": 0.0, **counts, "retries": 1, "bad_samples": 1}, 10.0, steps=20)
+    said = describe_data({"wait_s": 0.0, "wait": 0.0, **counts, "retries": 1, "bad_samples": 1}, 10.0, steps=20)
     assert said.endswith("1 retry, 1 bad sample")
 
 
 def test_of_a_run_of_few_steps_nothing_is_concluded():
     counts = dict.fromkeys(("bytes", "retries", "cache_hits", "cache_misses", "bad_samples"), 0.0)
-    said = describe({"wait_s": 0.0, "wait": 0.3, **counts}, 0.1, steps=19)
+    said = describe_data({"wait_s": 0.0, "wait": 0.3, **counts}, 0.1, steps=19)
     assert said == "data: 0.0 MB read, 0.0 MB/s, 0% from the cache, 0 retries, 0 bad samples"
-    assert describe({"wait_s": 0.0, "wait": 0.3}, 0.1, steps=19) is None
-    assert describe_slowest({"rank": 1.0, "times": 4.71}, steps=19) is None
+    assert describe_data({"wait_s": 0.0, "wait": 0.3}, 0.1, steps=19) is None
+    assert describe_straggler({"rank": 1.0, "times": 4.71}, steps=19) is None
 
 
 def test_a_rank_is_named_that_is_notably_slower_than_the_median():
-    assert describe_slowest({}, 20) is None
-    assert describe_slowest({"rank": 1.0, "times": None}, 20) is None
-    assert describe_slowest({"rank": 1.0, "times": 1.14}, 20) is None
-    assert describe_slowest({"rank": 3.0, "times": 2.5}, 20).startswith(
+    assert describe_straggler({}, 20) is None
+    assert describe_straggler({"rank": 1.0, "times": None}, 20) is None
+    assert describe_straggler({"rank": 1.0, "times": 1.14}, 20) is None
+    assert describe_straggler({"rank": 3.0, "times": 2.5}, 20).startswith(
         "slow: rank 3 took 2.50 times as long as the median"
     )

@@ -6,20 +6,20 @@ import time
 
 import pytest
 
-from ddp_hydra.cli import attach
-from ddp_hydra.cli.attach import Attached
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
-from ddp_hydra.job.remote.status import Status, encoded
+from ddp_hydra.job.remote.attached import Attached
+from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
+from ddp_hydra.writers.status import encode
 
 
 class Run:
     """A run as its store shows it."""
 
-    def __init__(self, there: results_root.Store) -> None:
-        self.there = there
-        self.status = Status("tcp://scheduler:8786", "abc")
+    def __init__(self, store: results_root.Store) -> None:
+        self.store = store
+        self.status = DriverStatus("tcp://scheduler:8786", "abc")
         self.lines = b""
 
     def start(self, attempt=0, step=0):
@@ -36,21 +36,21 @@ class Run:
         self.status.write(Record("metrics", {"metrics": metrics, "epoch": 1}, step=step, attempt=attempt))
         line = {"time": 1.0, "attempt": attempt, "step": step, "epoch": 1, "samples": step * 8, **metrics}
         self.lines += json.dumps(line).encode() + b"\n"
-        self.there.put("metrics.jsonl", self.lines)
+        self.store.put("metrics.jsonl", self.lines)
         self.beat()
 
     def beat(self):
-        self.there.put("status.json", encoded(self.status.content()))
+        self.store.put("status.json", encode(self.status.content()))
 
-    def end(self, state, said):
-        self.status.state, self.status.said = state, said
+    def end(self, state, message):
+        self.status.state, self.status.message = state, message
         self.beat()
-        self.there.put("summary.json", b"{}")
+        self.store.put("summary.json", b"{}")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(attach, "POLL_S", 0.01)
+    monkeypatch.setattr("ddp_hydra.job.remote.attached.POLL_S", 0.01)
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):
     run.start()
     for step in range(1, 6):
         run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.5} if step == 5 else {})})
-    attached = Attached(run.there, 5)
+    attached = Attached(run.store, 5)
     attached.begin()
-    attached.show()
+    attached.show_metrics()
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
     for step in range(6, 11):
@@ -77,9 +77,9 @@ def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):
 def test_a_new_attempt_is_shown(run, capsys):
     run.start()
     run.step(1, loss=1.0)
-    attached = Attached(run.there, 5)
+    attached = Attached(run.store, 5)
     attached.begin()
-    attached.show()
+    attached.show_metrics()
     run.start(attempt=1, step=1)
     run.step(2, attempt=1, loss=1.0)
     run.end("done", "done")
@@ -91,7 +91,7 @@ def test_a_new_attempt_is_shown(run, capsys):
 def test_it_ends_as_the_run_did(run, state, error):
     run.start()
     run.end(state, "rank 1 failed:\x1b[31m boom")
-    attached = Attached(run.there, 5)
+    attached = Attached(run.store, 5)
     attached.begin()
     with pytest.raises(error, match=r"^rank 1 failed: boom$"):
         attached.follow()
@@ -107,11 +107,11 @@ def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
 
     thread = threading.Thread(target=beat)
     thread.start()
-    attached = Attached(run.there, 0.3)
+    attached = Attached(run.store, 0.3)
     attached.begin()
     begin = time.monotonic()
     threading.Timer(1, end.set).start()
-    with pytest.raises(RunFailed, match=r"for 0.3 s nothing was heard of the run's driver, process \d+ on .*resume=/"):
+    with pytest.raises(RunFailed, match=r"driver, process \d+ on .*, has not updated its status for 0.3 s: .*resume=/"):
         attached.follow()
     assert 1 < time.monotonic() - begin < 5
     thread.join()
@@ -119,14 +119,14 @@ def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
 
 def test_where_there_is_no_run(run):
     with pytest.raises(ConfigError, match=r"there is no run in .*: it has no status.json"):
-        Attached(run.there, 1).begin()
+        Attached(run.store, 1).begin()
 
 
 def test_nonsense_of_a_store_is_no_crash(run, caplog, capsys):
     run.start()
-    run.there.put("metrics.jsonl", b'[1]\n{"step": "x", "epoch": 1, "a": 1}\nhalf')
+    run.store.put("metrics.jsonl", b'[1]\n{"step": "x", "epoch": 1, "a": 1}\nhalf')
     run.end("done", "done")
-    attached = Attached(run.there, 5)
+    attached = Attached(run.store, 5)
     attached.begin()
     attached.follow()
     assert capsys.readouterr().out.splitlines()[-1] == "done"
@@ -134,12 +134,12 @@ def test_nonsense_of_a_store_is_no_crash(run, caplog, capsys):
 
 def test_to_stop_leaves_a_word_in_the_store(run):
     run.start()
-    attached = Attached(run.there, 1)
+    attached = Attached(run.store, 1)
     attached.begin()
     attached.stop()
-    assert run.there.size("stop")
-    run.there.delete("stop")
+    assert run.store.size("stop")
+    run.store.delete("stop")
     run.end("done", "")
     attached.begin()
     attached.stop()
-    assert run.there.size("stop") is None
+    assert run.store.size("stop") is None

@@ -1,0 +1,170 @@
+"""Show a remote run from its store alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+from ddp_hydra.console.text import plain
+from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
+from ddp_hydra.job.remote.status import ENDED, LOST, STOP, read
+from ddp_hydra.job.run_dir import SUMMARY
+from ddp_hydra.results import Record
+from ddp_hydra.storage import results_root
+from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.status import NAME
+
+POLL_S = 1.0
+METRICS = "metrics.jsonl"
+TAIL_BYTES = 256 * 1024
+"""How much of the metrics is read to find out where the run is."""
+RESTART_FACTOR = 4
+"""A driver that is restarted when lost may be silent this many times as long."""
+
+log = logging.getLogger(__name__)
+
+
+class Attached:
+    """Follow one run.
+
+    Args:
+        store: the run's folder.
+        lost_timeout_s: a driver that has not updated its status for so long is considered lost, in seconds.
+    """
+
+    def __init__(self, store: results_root.Store, lost_timeout_s: float) -> None:
+        from ddp_hydra.writers.progress import ProgressWriter
+
+        self.store, self.lost_timeout_s = store, lost_timeout_s
+        self.handler = ResultsHandler([ProgressWriter(restarts=True)])
+        self.status: dict[str, Any] = {}
+        self.updated = time.monotonic()
+        self.position, self.attempt = -1, -1
+
+    def begin(self) -> None:
+        """Read the status once.
+
+        Raises:
+            ConfigError: the folder holds no run.
+        """
+        self.status = read(self.store)
+        if not self.status:
+            raise ConfigError(
+                f"there is no run in {self.store.url}: it has no {NAME} (a run of results.handler=client is "
+                "shown where it was typed)"
+            )
+        if self.status.get("state") == "starting":
+            log.info("the run is starting, or waits for workers")
+
+    def stop(self) -> None:
+        """Ask the run to end."""
+        if self.status.get("state") not in ENDED:
+            self.store.put(STOP, b"stop\n")
+            log.info("the run is asked to save a checkpoint and to end")
+
+    def follow(self) -> None:
+        """Show the run until it ends.
+
+        Raises:
+            Interrupted: the run was interrupted.
+            RunFailed: the run failed, or its driver is lost.
+        """
+        with self.handler:
+            while True:
+                has_ended = self.store.size(SUMMARY) is not None
+                self.read_status()
+                self.show_metrics()
+                if has_ended:
+                    break
+                if time.monotonic() - self.updated > self.silence_timeout_s():
+                    raise self.driver_lost()
+                time.sleep(POLL_S)
+        state, message = self.status.get("state"), self.final_message()
+        if state == "interrupted":
+            raise Interrupted(message)
+        if state != "done":
+            raise RunFailed(message)
+        print(message)  # noqa: T201
+
+    def driver_lost(self) -> RunFailed:
+        """Return the error for a driver that has been silent for too long."""
+        if self.status.get("state") == LOST:
+            return RunFailed(f"{self.final_message()}\nno other driver has followed; resume={self.store.url} goes on")
+        process = plain(f"process {self.status.get('pid')} on {self.status.get('host')}")
+        return RunFailed(
+            f"the run's driver, {process}, has not updated its status for {self.silence_timeout_s():g} s: it was "
+            f"killed, or its host is gone. Go on from the last checkpoint with resume={self.store.url}"
+        )
+
+    def final_message(self) -> str:
+        """Return the last message of the driver."""
+        return plain(str(self.status.get("message", "")))
+
+    def silence_timeout_s(self) -> float:
+        """Return how long the driver may be silent: longer if the scheduler restarts it when it is lost."""
+        return self.lost_timeout_s * (RESTART_FACTOR if self.status.get("max_restarts") else 1)
+
+    def read_status(self) -> None:
+        """Read the status, and note whether the driver has updated it."""
+        status = read(self.store)
+        if status and status.get("time") != self.status.get("time"):
+            self.updated = time.monotonic()
+            self.status = status
+
+    def show_metrics(self) -> None:
+        """Show the metrics that are new; the first time, only the latest."""
+        size = self.store.size(METRICS) or 0
+        is_first = self.position < 0
+        if is_first:
+            self.position = max(0, size - TAIL_BYTES)
+        self.position = 0 if size < self.position else self.position  # another run has started in the same folder
+        if size <= self.position or not isinstance(self.status.get("start"), dict):
+            self.position = -1 if is_first else self.position
+            return
+        content = self.store.read(METRICS, self.position, size)
+        complete = content.rpartition(b"\n")[0]
+        self.position += len(complete) + 1 if complete else 0
+        lines = [line for line in map(_decode_line, complete.split(b"\n")) if line]
+        if is_first and lines:
+            latest = {name: value for line in lines for name, value in line.items() if value is not None}
+            self.show_start(step=latest.get("step"))
+            lines = [latest]
+        for line in lines:
+            self.show_line(line)
+
+    def show_start(self, step: Any = None) -> None:
+        """Show the header of the newest attempt.
+
+        Args:
+            step: where the run is, if it is not at the attempt's first step.
+        """
+        try:
+            start = Record.decode(json.dumps(self.status["start"]))
+            self.attempt = start.attempt
+            self.handler.handle(Record("start", start.data, 0, step or start.step, start.time_s, start.attempt))
+        except RecordError as error:
+            log.warning("%s", plain(str(error)))
+
+    def show_line(self, line: dict[str, Any]) -> None:
+        """Show one line of the metrics."""
+        own = ("time", "attempt", "step", "epoch", "samples", "rank")
+        values = {name: value for name, value in line.items() if name not in own and isinstance(value, int | float)}
+        data = {"metrics": values, **{name: line[name] for name in ("epoch", "samples") if line.get(name) is not None}}
+        attempt = line.get("attempt") or 0
+        if attempt != self.attempt and self.status["start"].get("attempt") == attempt:
+            self.show_start()
+        try:
+            self.handler.handle(Record("metrics", data, line.get("rank") or 0, line.get("step"), 0.0, attempt))
+        except RecordError as error:
+            log.warning("%s", plain(str(error)))
+
+
+def _decode_line(text: bytes) -> dict[str, Any]:
+    """Return a line of metrics.jsonl; {} if it is incomplete."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return line if isinstance(line, dict) else {}
