@@ -80,7 +80,7 @@ def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
     schema.register()
     with initialize_config_dir(str(commands.ROOT / "conf"), **VERSION_BASE):
         cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])
-    plain: dict[str, Any] = schema.plain(cfg)
+    plain: dict[str, Any] = schema.resolved(cfg)
     packed = project.pack(commands.ROOT)
     with connect.connect(cfg.cluster) as client:
         for turn in range(n + 1):

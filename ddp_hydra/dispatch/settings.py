@@ -1,4 +1,4 @@
-"""Settings of a gang: the one place where they are documented for users of the library."""
+"""Settings of a gang."""
 
 from __future__ import annotations
 
@@ -14,38 +14,28 @@ from ddp_hydra.results import Record
 
 @dataclass
 class Settings:
-    """Say how a gang is dispatched, watched and started again.
+    """Configure how a gang is dispatched, watched and restarted.
+
+    The arguments that are not listed here mean what the comments in conf/dispatch/default.yaml say, with None for null.
 
     Args:
-        client: of the Dask cluster.
-        ranks: number of ranks; None for one on each worker.
-        name: shown by Dask's dashboard and `ps`; made unique.
-        backend: gloo, nccl, or auto (by device).
+        client: client of the Dask cluster.
+        name: name that Dask's dashboard and `ps` show; it is made unique.
         group: whether functions find the process group initialised; False leaves that to them, as to scripts.
         project: packed project space that the ranks import from.
         on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
-            `fetch` is dropped. Without it, what ranks send is counted, and said to be dropped.
-        threads: CPU threads per rank; 0 shares each host's cores out.
-        timeout_s: of the ranks' collectives.
-        retry_s: how long room is waited for where a worker's temporary folder is full.
-        queue_timeout_s: how long to wait for workers that other jobs hold.
-        start_timeout_s: how long the ranks may take to come up.
-        port_range: ports allowed for the rendezvous; None for any free one.
-        interface: network interface by which the ranks reach each other; None for that of the workers' addresses.
+            `fetch` is dropped. Without it, records are counted, and a warning says that they were dropped.
+        threads: CPU threads per rank; 0 shares each host's cores among all ranks.
+        retry_s: how long to wait for space where a worker's temporary folder is full.
         files: files of the client that rank 0 needs, see `Call`.
         pip: requirements that each worker must have, as pip takes them.
-        max_restarts: new attempts after failures.
-        first_attempt: number of the first; the others count on from it.
-        goes_on: returns where a new attempt begins, in words, given the steps that the last one has done.
-        min_ranks: go on with fewer ranks, but never with fewer than this; None for as many as at first.
-        restart_wait_s: how long to wait for lost workers to come back or be replaced.
-        lost_timeout_s: a worker of which nothing is heard for so long is lost.
-        hang_timeout_s: a rank that says where it is (`pulse.at`) and makes no progress for so long hangs.
-        first_step_timeout_s: the same where it is in a phase for the first time.
-        grace_s: after Ctrl-C or SIGTERM, how long ranks may take to finish; 0 ends them at once.
-        sweep: whose job it is, where several wait for workers.
-        on_give_up: called when the user ends it at once: `on_record` should not wait for anything any more.
-        cwd: the folder of ranks whose host has it, too; "" for this process's.
+        first_attempt: number of the first attempt; the others count on from it.
+        goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
+        hang_timeout_s: only ranks that report their phase (`heartbeat.at`) can hang.
+        grace_s: 0 ends the ranks at once.
+        sweep: the sweep that this job belongs to, where several wait for workers.
+        on_give_up: called when the user ends the job at once: `on_record` should stop waiting for anything.
+        cwd: working folder of the ranks, where their host has it; "" for this process's.
     """
 
     client: Client

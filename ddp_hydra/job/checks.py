@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import project, schema, targets, unknown_keys
+from ddp_hydra.config import project, targets, unknown_keys, validate
 from ddp_hydra.rank import fault_injection
 
 
@@ -30,5 +30,5 @@ def check(cfg: DictConfig) -> None:
         ConfigError: the message says what is allowed.
     """
     unknown_keys.check(cfg)
-    schema.check(cfg)
+    validate.check(cfg)
     fault_injection.parse(cfg.faults)

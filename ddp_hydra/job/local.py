@@ -76,7 +76,7 @@ def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
     """
     if not cfg.dry_run:
         check(cfg)
-        config = schema.plain(cfg)
+        config = schema.resolved(cfg)
         if weights_path(cfg) is not None:  # rank 0 reads them
             config["model"]["weights"] = None
         results = inline.run(TRAIN, config, on_record=inline.ignore, spec=spec, **_inline_settings(cfg))

@@ -42,7 +42,7 @@ def run_job(
     """
     if cfg.dry_run:
         check(cfg)
-        config = schema.plain(cfg)
+        config = schema.resolved(cfg)
         packed_project(cfg, config)
         _dry_run(config)
         return None
@@ -67,7 +67,7 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: Remo
             from ddp_hydra.writers import hparams  # imports TensorBoard: not before the config is known to be right
 
         stack.enter_context(hparams.session(run_dir, overrides))
-        config = remote.config if remote else schema.plain(cfg)
+        config = remote.config if remote else schema.resolved(cfg)
         saved_config = remote.saved_config if remote else checkpoint_config.of(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:

@@ -117,7 +117,7 @@ def started_driver(
         DdpHydraError: the driver could not be started; the message says what to do.
     """
     check(cfg)
-    config = schema.plain(cfg)
+    config = schema.resolved(cfg)
     packed = checks.packed_project(cfg, config)
     url = results_root.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"

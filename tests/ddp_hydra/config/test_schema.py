@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster.kinds.base import signals_kept
-from ddp_hydra.config import schema, unknown_keys
+from ddp_hydra.config import schema, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
 
@@ -51,7 +52,7 @@ TARGETS = sorted(
 
 def test_the_default_is_a_job():
     cfg = composed()
-    schema.check(cfg)
+    validate.check(cfg)
     assert (cfg.cluster.n_workers, cfg.model["_target_"]) == (2, "models.resnet.resnet18")
     assert not GlobalHydra().is_initialized()
 
@@ -70,9 +71,9 @@ NEEDED = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes_to_a_job(option):
     cfg = composed(option, *NEEDED.get(option, []))
-    schema.check(cfg)
+    validate.check(cfg)
     unknown_keys.check(cfg)
-    plain = schema.plain(cfg)
+    plain = schema.resolved(cfg)
     assert json.loads(json.dumps(plain)) == plain
     assert "${" not in json.dumps(plain)
 
@@ -80,14 +81,14 @@ def test_every_option_of_every_group_composes_to_a_job(option):
 @pytest.mark.parametrize(("option", "key"), [("cluster=ssh", r"cluster\.hosts"), ("data=s3_photos", r"data\.bucket")])
 def test_a_key_that_is_missing_is_named(option, key):
     with pytest.raises(ConfigError, match=rf"^{key} is missing: give {key}=\.\.\.$"):
-        schema.plain(composed(option))
+        schema.resolved(composed(option))
 
 
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
 @pytest.mark.parametrize("debug", ["debug=inline", "debug=one_batch"])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
-    schema.check(cfg)
+    validate.check(cfg)
     assert cfg.cluster["_target_"] == "ddp_hydra.cluster.connect.Inline"
 
 
@@ -96,8 +97,8 @@ def test_the_words_of_the_card():
         "model=resnet18", "data=s3_images", "cluster.n_workers=4", "optimizer.lr=0.2", "data.batch_size=8",
         "trainer.max_steps=9", "trainer.epochs=null", "seed=3", "tags=[a,b]", "resume=outputs/x", "dry_run=true",
     )  # fmt: skip
-    schema.check(cfg)
-    plain = schema.plain(cfg)
+    validate.check(cfg)
+    plain = schema.resolved(cfg)
     assert (plain["cluster"]["n_workers"], plain["optimizer"]["lr"], plain["data"]["batch_size"]) == (4, 0.2, 8)
     assert (plain["trainer"]["max_steps"], plain["trainer"]["epochs"]) == (9, None)
     assert (plain["seed"], plain["sampler"]["seed"], plain["data"]["train"]["seed"]) == (3, 3, 3)
@@ -105,7 +106,7 @@ def test_the_words_of_the_card():
 
 
 def test_enums_travel_by_their_names():
-    plain = schema.plain(composed("trainer.precision=bf16", "dispatch.backend=gloo", "objective.direction=minimize"))
+    plain = schema.resolved(composed("trainer.precision=bf16", "dispatch.backend=gloo", "objective.direction=minimize"))
     assert plain["trainer"]["precision"] == "bf16"
     assert plain["trainer"]["device"] == "auto"
     assert plain["dispatch"]["backend"] == "gloo"
@@ -118,6 +119,22 @@ def test_every_target_in_conf_exists(target):
         pytest.skip("dask-cuda is installed where there are GPUs")
     with signals_kept():
         assert callable(get_object(target))
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("trainer/default.yaml", schema.TrainerConfig),
+        ("dispatch/default.yaml", schema.DispatchConfig),
+        ("results/default.yaml", schema.ResultsConfig),
+        ("config.yaml", schema.ObjectiveConfig),
+        ("config.yaml", schema.Config),
+    ],
+)
+def test_a_comment_documents_each_setting(file, settings):
+    text = (CONF / file).read_text()
+    keys = [field.name for field in fields(settings) if not is_dataclass(field.default_factory)]
+    assert [key for key in keys if not re.search(rf"^[ -]*{key}: .*# \S", text, re.MULTILINE)] == []
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +195,7 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
 )  # fmt: skip
 def test_what_no_job_can_mean_is_refused_with_what_to_give(changed, values, sentence):
     with pytest.raises(ConfigError) as caught:
-        schema.check(changed(values))
+        validate.check(changed(values))
     assert sentence in str(caught.value)
 
 
@@ -197,12 +214,12 @@ def test_what_no_job_can_mean_is_refused_with_what_to_give(changed, values, sent
     ids=str,
 )
 def test_the_edge_of_what_is_allowed_is_allowed(changed, values):
-    schema.check(changed(values))
+    validate.check(changed(values))
 
 
 def test_a_config_that_was_refused_is_told_with_what_was_typed():
     with pytest.raises(ConfigError, match=r"^cluster\.n_workers=0: give"):
-        schema.check(composed("cluster.n_workers=0"))
+        validate.check(composed("cluster.n_workers=0"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ddp_hydra.cli.main import sentence
-from ddp_hydra.config.schema import Config, plain
+from ddp_hydra.config.schema import Config, resolved
 from ddp_hydra.dispatch.restarts import Ended
 from ddp_hydra.errors import (
     CheckpointError,
@@ -77,7 +77,7 @@ def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wante
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
-    made = Job(run_dir, cfg, plain(cfg), files or {}, {"steps_lost": 0})
+    made = Job(run_dir, cfg, resolved(cfg), files or {}, {"steps_lost": 0})
     made.saved = (run_dir / "checkpoints").exists()
     made.first_world_size = first_world_size
     return made

@@ -54,7 +54,7 @@ def train(
     """Run the training loop on some ranks of a cluster."""
     schema.register()
     with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
-        plain = schema.plain(compose("config", list(overrides)))
+        plain = schema.resolved(compose("config", list(overrides)))
     files = {"resume": resume} if resume else {}
     gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files=files)
     trained = Trained(folder)

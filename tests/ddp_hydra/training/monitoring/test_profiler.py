@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ddp_hydra.training.loop as loop
 from ddp_hydra import results
-from ddp_hydra.config.schema import plain
+from ddp_hydra.config.schema import resolved
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from tests.ddp_hydra.training.test_loop import config
@@ -31,7 +31,7 @@ def job(group, tmp_path) -> Callable[..., dict[str, Any]]:
         data = {"train": {"_target_": "tests.ddp_hydra.training.test_loop.Numbers", "n": 9}, "val": None}
         changes = {"faults": [], "data": data, "model": {"_target_": f"{HERE}.{model}"}, "objective": {"metric": None}}
         results.connect(DirectSender(lambda record: None, tmp_path))
-        return loop.train(plain(OmegaConf.merge(config(**trainer), changes)))
+        return loop.train(resolved(OmegaConf.merge(config(**trainer), changes)))
 
     return run
 

@@ -1,0 +1,119 @@
+"""Refuse a config that cannot be a job, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_hydra.config import objective
+from ddp_hydra.config.schema import Handler
+from ddp_hydra.errors import ConfigError
+
+_AT_LEAST_1 = (
+    "cluster.n_workers",
+    "dispatch.ranks",
+    "data.batch_size",
+    "trainer.epochs",
+    "trainer.max_steps",
+    "trainer.log_every_steps",
+    "trainer.max_nonfinite",
+    "trainer.gradient_accumulation_steps",
+    "trainer.base_batch_size",
+    "trainer.early_stopping_patience",
+    "dispatch.min_ranks",
+    "results.keep_checkpoints",
+)
+_AT_LEAST_0 = (
+    "trainer.validate_every_epochs",
+    "trainer.checkpoint_every_steps",
+    "trainer.checkpoint_every_epochs",
+    "trainer.threads",
+    "trainer.profile_steps",
+    "trainer.overfit_batches",
+    "dispatch.max_restarts",
+    "dispatch.restart_wait_s",
+    "dispatch.grace_s",
+)
+_POSITIVE_SECONDS = (
+    "dispatch.timeout_s",
+    "dispatch.queue_timeout_s",
+    "dispatch.start_timeout_s",
+    "dispatch.lost_timeout_s",
+    "dispatch.hang_timeout_s",
+    "dispatch.first_step_timeout_s",
+)
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse values that no job can have.
+
+    Args:
+        cfg: the composed config.
+
+    Raises:
+        ConfigError: with the key, the value given and what is allowed.
+    """
+    _check_numbers(cfg)
+    trainer = cfg.trainer
+    if trainer.time_limit_s is not None and trainer.time_limit_s <= 0:
+        raise ConfigError(f"trainer.time_limit_s={trainer.time_limit_s:g}: give seconds, more than 0, or null")
+    if trainer.clip_norm is not None and trainer.clip_norm <= 0:
+        raise ConfigError(f"trainer.clip_norm={trainer.clip_norm:g}: give a length, more than 0, or null")
+    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
+        raise ConfigError(f"trainer.ema_decay={trainer.ema_decay:g}: give a share between 0 and 1, e.g. 0.999")
+    if trainer.epochs is None and trainer.max_steps is None:
+        raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
+    if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
+        raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
+    _check_results(cfg)
+    objective.of(cfg)
+    ports = cfg.dispatch.port_range
+    if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
+        raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")
+
+
+def _check_numbers(cfg: DictConfig) -> None:
+    for key, value in _given(cfg, _AT_LEAST_1):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{key}={value}: give a whole number of at least 1")
+    for key, value in _given(cfg, _AT_LEAST_0):
+        if value < 0:
+            raise ConfigError(f"{key}={value:.12g}: give 0 or more")
+    for key, value in _given(cfg, _POSITIVE_SECONDS):
+        if value <= 0:
+            raise ConfigError(f"{key}={value:g}: give seconds, more than 0")
+
+
+def _given(cfg: DictConfig, keys: Iterable[str]) -> list[tuple[str, Any]]:
+    """Return the keys that have a value, with it."""
+    values = [(key, OmegaConf.select(cfg, key)) for key in keys]
+    return [(key, value) for key, value in values if value is not None]
+
+
+def _check_results(cfg: DictConfig) -> None:
+    results = cfg.results
+    if not results.retry_s >= 0:  # NaN, too
+        raise ConfigError(f"results.retry_s={results.retry_s:g}: give seconds, 0 or more")
+    if results.handler is Handler.cluster:
+        if not results.root:
+            raise ConfigError(
+                "results.handler=cluster needs a place that the workers can write: give results.root=s3://bucket/runs, "
+                "or a folder of a disk that all hosts share"
+            )
+        if results.mirror:
+            raise ConfigError(
+                f"results.mirror={results.mirror}: with results.handler=cluster the checkpoints are in the store "
+                "already; leave it out"
+            )
+    elif results.root:
+        raise ConfigError(
+            f"results.root={results.root} is for results that do not come here: give results.handler=cluster, too, or "
+            "hydra.run.dir=<folder> for a folder here"
+        )
+    elif cfg.detach:
+        raise ConfigError(
+            "detach=true: without this command, nobody would write the results: give results.handler=cluster "
+            "results.root=s3://bucket/runs, too"
+        )
