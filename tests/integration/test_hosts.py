@@ -68,7 +68,7 @@ def client(hosts):
 
 OWNER = """
 import sys
-from tests.integration import hosts
+from tests.integration.support import hosts
 with hosts.network(2) as made:
     made[1].boot()
     made[1].start("sleep", "60")

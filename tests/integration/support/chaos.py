@@ -28,11 +28,10 @@ from distributed import Client
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.dispatch import Gang
+from ddp_hydra.dispatch import Gang, gang
 from ddp_hydra.errors import DdpHydraError, Failure, RankFailed
 from ddp_hydra.job.run import run_job
 from ddp_hydra.results import Record
@@ -210,7 +209,7 @@ class Chaos:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DDP_HYDRA_PROJECT", str(self.project))
-            patch.setattr(dispatch, "Gang", Watched)
+            patch.setattr(gang, "Gang", Watched)
             patch.setattr(connect, "connect", lambda cfg, logs=None: contextlib.nullcontext(client))
             try:
                 run_job(cfg, story.folder)
