@@ -1,8 +1,11 @@
-"""Every kind of cluster by one key, `cluster=…`.
+"""Connects to any Dask cluster, chosen by one key: `cluster=…`.
 
-manager.py     what holds for any Dask class: arguments, size, keeping, ending
-local.py gateway.py saturn.py ssh.py slurm.py kubernetes.py    what one kind needs besides; nothing else knows of it
-remote.py connection.py    a scheduler that is there already: reaching it, or saying why not
-waiting.py     workers that come late, leave, or don't come
-lease.py       a cluster ends also when the client that started it was killed
+connect.py           opens the cluster of a job and closes it
+connection.py        connects to a scheduler, or says why that fails
+kinds/               one file for each kind of cluster; nothing else knows what it needs
+wait_for_workers.py  waits for workers, or says why they do not come
+preflight.py         checks what the workers have; worker_probe.py looks there
+reservation.py       reserves workers for a gang; scheduler_plugin.py does it on the scheduler
+idle_shutdown.py     ends a cluster whose client was killed
+by_source.py         sends functions to machines that lack ddp_hydra
 """

@@ -1,6 +1,7 @@
-"""Functions for machines that may lack ddp_hydra: they travel as the text of their module.
+"""Sends functions as the source text of their module, to machines that may lack ddp_hydra.
 
-Pickled by name, they would need ddp_hydra where they arrive; pickled as code, the very same Python version.
+A function that is pickled by name needs ddp_hydra where it arrives. One that is pickled as code needs the very same
+Python version.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _LOAD = """
     {function!r},
 ))(__import__('sys'), __import__('types'), {name!r}, {text!r})
 """.strip()
-"""An expression that is the function; its module is made where it is not known yet."""
+"""An expression whose value is the function. It makes the module where that does not exist yet."""
 
 
-class Shipped:
-    """Pickles so that the function itself comes out, anywhere.
+class BySource:
+    """Pickle a function by its module's source, so that it can be unpickled anywhere.
 
     Args:
-        function: of a module that imports the standard library and Dask only.
+        function: of a module that imports only the standard library and Dask.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

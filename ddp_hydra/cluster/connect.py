@@ -1,4 +1,4 @@
-"""A cluster for the time of a job: any Dask cluster class by its `_target_`, with its native arguments."""
+"""Opens the cluster of a job: any Dask cluster class, by its `_target_` and its own arguments."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 import dask
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster.by_source import Shipped
-from ddp_hydra.cluster.connection import QUIET, Scheduler, load, without_broadcasts
+from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.connection import QUIET, Scheduler, load, without_broadcast_errors
 from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.cluster.kinds.gateway import Gateway
+from ddp_hydra.cluster.kinds.inline import Inline
 from ddp_hydra.cluster.kinds.kubernetes import Kubernetes
 from ddp_hydra.cluster.kinds.local import Local, LocalCuda
-from ddp_hydra.cluster.kinds.remote import Remote, Remotely
+from ddp_hydra.cluster.kinds.remote import Remote, RemoteManager
 from ddp_hydra.cluster.kinds.saturn import Saturn
 from ddp_hydra.cluster.kinds.slurm import Slurm
 from ddp_hydra.cluster.kinds.ssh import Ssh
 from ddp_hydra.cluster.wait_for_workers import count, wait_for_workers
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
-__all__ = ["Remote", "Scheduler", "connect", "is_inline", "is_local", "load", "start", "sweep", "use_existing"]
+__all__ = ["Scheduler", "connect", "is_inline", "is_local", "is_remote", "load", "start", "sweep", "use_existing"]
 
 log = logging.getLogger(__name__)
 MANAGERS: dict[str, type[Manager]] = {
@@ -32,39 +33,44 @@ MANAGERS: dict[str, type[Manager]] = {
     "KubeCluster": Kubernetes,
     "LocalCUDACluster": LocalCuda,
     "LocalCluster": Local,
-    "Remote": Remotely,
+    "Remote": RemoteManager,
     "SLURMCluster": Slurm,
     "SSHCluster": Ssh,
     "SaturnCluster": Saturn,
 }
-"""What needs more than its class: by the last part of its `_target_`. For all others `Manager` itself will do."""
-
-
-class Inline:
-    """`cluster=inline`: no cluster; one rank in this process."""
+"""Managers of cluster classes that need one of their own, by the last part of `_target_`; others have `Manager`."""
 
 
 def is_inline(cfg: DictConfig) -> bool:
-    """Whether the job runs in this process."""
-    return bool(cfg.get("_target_") == f"{Inline.__module__}.{Inline.__qualname__}")
+    """Return whether the job runs in this process."""
+    return _is(cfg, Inline)
+
+
+def is_remote(cfg: DictConfig) -> bool:
+    """Return whether the cluster was started by somebody else and stays."""
+    return _is(cfg, Remote)
 
 
 def is_local(cfg: DictConfig) -> bool:
-    """Whether the workers will be children of this process, in its own environment."""
-    return issubclass(_kind(cfg), Local)
+    """Return whether the workers will be children of this process, in its environment."""
+    return issubclass(_manager_class(cfg), Local)
 
 
-def _kind(cfg: DictConfig) -> type[Manager]:
+def _is(cfg: DictConfig, target: type) -> bool:
+    return bool(cfg.get("_target_") == f"{target.__module__}.{target.__qualname__}")
+
+
+def _manager_class(cfg: DictConfig) -> type[Manager]:
     return MANAGERS.get(str(cfg.get("_target_", "")).rpartition(".")[2], Manager)
 
 
 @contextmanager
 def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
-    """Bring up a cluster, wait for its workers, and take it down at the end; or use the one that is lent.
+    """Start a cluster, wait for its workers, and end it after the block; or use the existing one.
 
     Args:
         cfg: `_target_` and its arguments; n_workers, wait_timeout_s, keep.
-        logs: folder for what its workers print, where it does not come here.
+        logs: folder for the output of workers, where that does not come here.
 
     Yields:
         The `distributed.Client`.
@@ -73,92 +79,96 @@ def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
         ClusterError: it cannot be started, or too few workers came in time.
     """
     with ExitStack() as stack:
-        yield start(cfg, stack, logs=logs) if _lent is None else stack.enter_context(_lent.client())
+        yield start(cfg, stack, logs=logs) if _existing is None else stack.enter_context(_existing.client())
 
 
-_lent: Scheduler | None = None
+_existing: Scheduler | None = None
 
 
 def use_existing(scheduler: Scheduler) -> None:
-    """Have all jobs of this process use a cluster that is there already."""
-    global _lent
-    _lent = scheduler
+    """Have all jobs of this process use a cluster that already runs."""
+    global _existing
+    _existing = scheduler
 
 
 def sweep() -> str:
-    """On whose behalf this process reserves workers: that of a sweep, or "" for its own."""
-    return _lent.sweep if _lent else ""
+    """Return the name of the sweep for which this process reserves workers, or "" for none."""
+    return _existing.sweep if _existing else ""
 
 
-def start(cfg: DictConfig, stack: ExitStack, say: Callable[[str], object] = log.info, logs: Path | None = None) -> Any:
-    """Start a cluster whose end is up to `stack`; returns its client.
+def start(
+    cfg: DictConfig, stack: ExitStack, notify: Callable[[str], object] = log.info, logs: Path | None = None
+) -> Any:
+    """Start a cluster, and have `stack` end it; return its client.
 
     Args:
-        cfg: as of `connect`.
-        stack: ends it.
-        say: told how to use a cluster again that is left running.
-        logs: as of `connect`.
+        cfg: see `connect`.
+        stack: ends the cluster.
+        notify: receives the sentence that says how to use a kept cluster again.
+        logs: see `connect`.
 
     Raises:
         ClusterError: it cannot be started, or too few workers came in time.
     """
-    manager = _kind(cfg)(cfg, logs)
+    manager = _manager_class(cfg)(cfg, logs)
     manager.check()
     if is_local(cfg):
-        # Importing torch takes longer than starting workers, so it begins first, beside them.
+        # The import of torch takes longer than the start of the workers, so it begins first and runs beside that.
         from ddp_hydra.rank import fork_client
 
         fork_client.hold()
         stack.callback(fork_client.release)
     load()
     stack.enter_context(dask.config.set(QUIET))
-    stack.enter_context(without_broadcasts())
+    stack.enter_context(without_broadcast_errors())
     try:
         cluster = stack.enter_context(manager.open())
         client = stack.enter_context(manager.client(cluster))
-        manager.size(cluster, count(client))
+        manager.scale(cluster, count(client))
     except DdpHydraError:
         raise
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # Hydra and Dask wrap what has happened
+        while cause.__cause__ is not None:  # Hydra and Dask wrap the first error
             cause = cause.__cause__
         raise ClusterError(manager.explain(cause)) from error
     wait_for_workers(
         client,
         manager.expected,
         manager.wait_timeout_s,
-        lambda: manager.ask(cluster),
-        manager.look_at,
-        lambda: manager.refused(cluster),
+        lambda: manager.status(cluster),
+        manager.hint,
+        lambda: manager.refusal(cluster),
     )
-    _arrange_end(manager, cluster, client, stack, say)
+    _arrange_end(manager, cluster, client, stack, notify)
     return client
 
 
-def _arrange_end(manager: Manager, cluster: Any, client: Any, stack: ExitStack, say: Callable[[str], object]) -> None:
-    """See to it that the cluster ends with us, even if we are killed; or that it stays."""
-    if not manager.is_watched and not hasattr(cluster, "shutdown_on_close"):
+def _arrange_end(
+    manager: Manager, cluster: Any, client: Any, stack: ExitStack, notify: Callable[[str], object]
+) -> None:
+    """Have the cluster end with this process, even if that is killed; or have it stay."""
+    if not manager.needs_idle_shutdown and not hasattr(cluster, "shutdown_on_close"):
         return
     if hasattr(cluster, "shutdown_on_close"):
         cluster.shutdown_on_close = not manager.keep
-    if manager.is_watched:
+    if manager.needs_idle_shutdown:
         from ddp_hydra.cluster import idle_shutdown
 
-        holder = None if manager.keep else client.id
-        client.run_on_scheduler(Shipped(idle_shutdown.take), holder, manager.client_timeout_s)
+        owner = None if manager.keep else client.id
+        client.run_on_scheduler(BySource(idle_shutdown.set_up), owner, manager.client_timeout_s)
     if manager.keep:
         name = getattr(cluster, "name", manager.name)
-        say(f"the cluster {name} is left running: the next job uses it with {manager.again(cluster)}")
+        notify(f"the cluster {name} is left running: the next job uses it with {manager.reuse_with(cluster)}")
     elif hasattr(cluster, "shutdown_on_close"):
-        stack.callback(_leave_to_others, cluster, client)
+        stack.callback(_keep_for_other_jobs, cluster, client)
 
 
-def _leave_to_others(cluster: Any, client: Any) -> None:
-    """Don't end a cluster under the jobs of others."""
+def _keep_for_other_jobs(cluster: Any, client: Any) -> None:
+    """Do not end a cluster on which other jobs run."""
     from ddp_hydra.cluster import idle_shutdown
 
     with suppress(OSError, TimeoutError):
-        if jobs := client.run_on_scheduler(Shipped(idle_shutdown.others), client.id):
-            log.warning("the cluster %s is left to %d other jobs that are at work there", cluster.name, jobs)
+        if jobs := client.run_on_scheduler(BySource(idle_shutdown.count_other_jobs), client.id):
+            log.warning("the cluster %s is kept for %d other jobs that run on it", cluster.name, jobs)
             cluster.shutdown_on_close = False

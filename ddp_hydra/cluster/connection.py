@@ -1,4 +1,4 @@
-"""Reaching a scheduler; where it can't be reached, saying why."""
+"""Connects to a scheduler, and says why where that fails."""
 
 from __future__ import annotations
 
@@ -26,39 +26,40 @@ QUIET = {
     "distributed.worker.memory.monitor-interval": "2s",
     "distributed.deploy.lost-worker-timeout": "1h",
 }
-"""Dask at rest on the cores where ranks compute: watching itself, it takes 3 % of a core per process otherwise. And
-nannies stay: Dask would close one whose worker is not there 15 s after it was lost, be it lost once more by then."""
-NOBODY = "nobody listens there"
+"""Settings of Dask under which it leaves the cores to the ranks; otherwise it spends 3 % of a core per process on
+watching itself. The last one keeps nannies: Dask would close a nanny whose worker is not there 15 s after it was lost,
+even if that worker came back and was lost again."""
+REFUSED = "nobody listens there"
 GIVE_ADDRESS = (
     "give the address that `dask scheduler` prints, cluster.address=tcp://<host>:<port> or tls://<host>:<port>"
 )
 POLL_S = 0.1
 PROBE_S = 3.0
-"""How long one look at why nobody answers may take."""
+"""Seconds that one connection of the diagnosis may take."""
 CERTIFICATES = ("tls_ca_file", "tls_client_cert", "tls_client_key")
 GIVE = " ".join(f"cluster.security.{name}=<file>" for name in CERTIFICATES)
 
 
 def load() -> None:
-    """Import Dask's distributed, which sets up its loggers at that moment: from warnings on."""
+    """Import Dask's distributed, which sets the level of its loggers then: from warnings on."""
     with held_back(), dask.config.set({"logging.distributed": QUIET["logging.distributed"]}):
         import distributed  # noqa: F401
-    logging.getLogger("distributed.client").addFilter(_is_no_end)
+    logging.getLogger("distributed.client").addFilter(_was_not_cancelled)
 
 
-def _is_no_end(record: logging.LogRecord) -> bool:
-    """Whether a client shall log it: not that it was closed while it looked for a scheduler that is gone."""
+def _was_not_cancelled(record: logging.LogRecord) -> bool:
+    """Drop what a client logs when it is closed while it looks for a scheduler that is gone."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 @contextlib.contextmanager
-def without_broadcasts() -> Iterator[None]:
-    """Keep a scheduler of this process from logging each call that a worker did not answer: the caller knows."""
+def without_messages(logger_name: str, beginning: str) -> Iterator[None]:
+    """Keep a logger, inside the block, from logging messages with this beginning."""
 
     def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("broadcast to ")
+        return not record.getMessage().startswith(beginning)
 
-    logger = logging.getLogger("distributed.scheduler")
+    logger = logging.getLogger(logger_name)
     logger.addFilter(keep)
     try:
         yield
@@ -66,15 +67,20 @@ def without_broadcasts() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
+def without_broadcast_errors() -> contextlib.AbstractContextManager[None]:
+    """Keep a scheduler of this process from logging each call that a worker did not answer: the caller knows."""
+    return without_messages("distributed.scheduler", "broadcast to ")
+
+
 @dataclass(frozen=True)
 class Scheduler:
-    """Where a cluster that somebody else has brought up can be reached.
+    """A scheduler that runs already.
 
     Args:
-        address: of its scheduler.
-        security: for TLS, as Dask's clients take it; None for what Dask's own config says.
-        sweep: on whose behalf workers are reserved there.
-        timeout_s: how long it may take to answer.
+        address: of the scheduler.
+        security: for TLS, as Dask's clients take it; None for the settings of Dask's own config.
+        sweep: name of the sweep for which workers are reserved there.
+        timeout_s: how long the scheduler may take to answer.
     """
 
     address: str
@@ -83,10 +89,10 @@ class Scheduler:
     timeout_s: float = 30.0
 
     def client(self) -> Any:
-        """Connect.
+        """Connect, and return the `distributed.Client`.
 
         Raises:
-            ClusterError: it does not answer.
+            ClusterError: the scheduler does not answer.
         """
         load()
         from distributed import Client
@@ -95,18 +101,20 @@ class Scheduler:
             try:
                 return Client(self.address, security=self.security, timeout=self.timeout_s)
             except Exception as error:  # OSError, RuntimeError, TypeError, AssertionError: whatever Dask's parts raise
-                said = why_not(self.address, self.security) or f"the scheduler {self.address} does not answer: {error}"
-                raise ClusterError(said) from error
+                reason = (
+                    diagnose(self.address, self.security) or f"the scheduler {self.address} does not answer: {error}"
+                )
+                raise ClusterError(reason) from error
 
 
 def check_certificates(security: Any) -> None:
-    """Refuse certificates that can't be read.
+    """Check that the certificates can be read.
 
     Args:
-        security: a `distributed.Security`; its values are files, or certificates themselves.
+        security: a `distributed.Security`; its values are paths of files, or certificates as text.
 
     Raises:
-        ClusterError: a file is missing, or is not what it should be.
+        ClusterError: a file is missing, or holds no certificate.
     """
     names = dict(zip(("ca_file", "cert", "key"), CERTIFICATES, strict=True))
     files = {names[kind]: value for kind, value in security.get_tls_config_for_role("client").items() if kind in names}
@@ -128,20 +136,25 @@ def check_certificates(security: Any) -> None:
 
 
 def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
-    """Wait for a scheduler that may be starting; Dask itself would wait for ever for one that says nothing.
+    """Wait for a scheduler that may still be starting.
+
+    Dask itself would wait for ever where a program listens that says nothing.
 
     Raises:
-        ClusterError: nobody is there, or it is no scheduler, or it does not want us.
+        ClusterError: nobody listens, or the listener is no scheduler, or it refuses the connection.
     """
     deadline = time.monotonic() + timeout_s
-    while said := why_not(address, security):
-        if NOBODY not in said or time.monotonic() > deadline:
-            raise ClusterError(said)
+    while reason := diagnose(address, security):
+        if REFUSED not in reason or time.monotonic() > deadline:
+            raise ClusterError(reason)
         time.sleep(POLL_S)
 
 
-def why_not(address: str, security: Any) -> str:
-    """Say in one sentence why a scheduler can't be reached, and what to type; "" where it can, as far as one sees."""
+def diagnose(address: str, security: Any) -> str:
+    """Say in one sentence why a scheduler cannot be reached, and what to type; "" where no reason is found.
+
+    Dask's own errors do not tell these cases apart: most are "Timed out" or "Connection reset by peer".
+    """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme not in ("tcp", "tls"):
@@ -150,30 +163,30 @@ def why_not(address: str, security: Any) -> str:
     if not host or not port.isdigit():
         return f"cluster.address={address}: {GIVE_ADDRESS}"
     try:
-        return _look(scheme, host.strip("[]"), int(port), security)
+        return _diagnose_listener(scheme, host.strip("[]"), int(port), security)
     except socket.gaierror:
         return f"cluster.address={address}: no host of this name is known here"
     except ConnectionRefusedError:
         return (
-            f"cluster.address={address}: {NOBODY}. Is the scheduler up, and is this its port? `dask scheduler` prints "
+            f"cluster.address={address}: {REFUSED}. Is the scheduler up, and is this its port? `dask scheduler` prints "
             "the address to give"
         )
-    except OSError as found:
+    except OSError as error:
         return (
-            f"cluster.address={address}: no answer ({found}). Is there a firewall between? "
+            f"cluster.address={address}: no answer ({error}). Is there a firewall between? "
             "The client has to reach the scheduler's port, and nothing else"
         )
 
 
-def _look(scheme: str, host: str, port: int, security: Any) -> str:
-    """What somebody who listens does wrong, or what we do."""
+def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
+    """Say why whoever listens there and this client do not understand each other; "" where they do."""
     where = f"{host}:{port}"
     if scheme == "tcp":
-        if _greets(host, port):
+        if _speaks_first(host, port):
             return ""
         if _speaks_tls(host, port):
             return f"the scheduler at {where} speaks TLS: give cluster.address=tls://{where} {GIVE}"
-        return f"cluster.address=tcp://{where}: who listens there is no Dask scheduler: {GIVE_ADDRESS}"
+        return f"cluster.address=tcp://{where}: what listens there is no Dask scheduler: {GIVE_ADDRESS}"
     if not _speaks_tls(host, port):
         return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
     from distributed import Security
@@ -188,7 +201,7 @@ def _look(scheme: str, host: str, port: int, security: Any) -> str:
             socket.create_connection((host, port), timeout=PROBE_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as encrypted,
         ):
-            encrypted.recv(1)  # with TLS 1.3, one learns only now whether one's own certificate was taken
+            encrypted.recv(1)  # with TLS 1.3, only now it is known whether the other side took our certificate
     except ssl.SSLCertVerificationError as error:
         return (
             f"the certificate of the scheduler at {where} is not signed by cluster.security.tls_ca_file="
@@ -196,16 +209,16 @@ def _look(scheme: str, host: str, port: int, security: Any) -> str:
             "started with (--tls-ca-file)"
         )
     except (ssl.SSLError, ConnectionError) as error:
-        said = getattr(error, "reason", None) or "it hangs up"
+        reason = getattr(error, "reason", None) or "it hangs up"
         return (
-            f"the scheduler at {where} does not accept cluster.security.tls_client_cert={files.get('cert')} ({said}): "
-            "give a certificate, with its key, that its CA has signed and that is still valid"
+            f"the scheduler at {where} does not accept cluster.security.tls_client_cert={files.get('cert')} "
+            f"({reason}): give a certificate, with its key, that its CA has signed and that is still valid"
         )
     return ""
 
 
-def _greets(host: str, port: int) -> bool:
-    """Whether the other side speaks first, as Dask does."""
+def _speaks_first(host: str, port: int) -> bool:
+    """Return whether the other side sends something first, as Dask does."""
     with socket.create_connection((host, port), timeout=PROBE_S) as plain:
         try:
             return bool(plain.recv(1))
@@ -214,7 +227,7 @@ def _greets(host: str, port: int) -> bool:
 
 
 def _speaks_tls(host: str, port: int) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is said over it: whether it would work is all we ask
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is sent over it, so nothing has to be verified
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection((host, port), timeout=PROBE_S) as plain:
         try:

@@ -1,4 +1,4 @@
-"""What a job needs of its workers, asked of all of them at once before any rank is started."""
+"""Checks, before any rank starts, that all workers have what a job needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ddp_hydra
 from ddp_hydra.cluster import worker_probe
-from ddp_hydra.cluster.by_source import Shipped
+from ddp_hydra.cluster.by_source import BySource
 from ddp_hydra.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PACKAGES = ["ddp_hydra", "torch", "distributed", "cloudpickle"]
 ANSWER_S = 10.0
-"""How long the workers may take to answer; those that do not are looked at when they fail."""
-NAMED = 4
-"""Workers that are named in a message; the rest are counted."""
-Found = Mapping[str, Mapping[str, Any]]
-"""Worker address -> what `probe.look` returned there."""
+"""Seconds that the workers may take to answer. One that does not answer is not checked; its rank may fail later."""
+MAX_NAMED = 4
+"""Workers that a message names; the rest are counted."""
+Probes = Mapping[str, Mapping[str, Any]]
+"""Worker address -> result of `worker_probe.probe` there."""
 
 
 def check_requirements(texts: Iterable[Any]) -> list[str]:
-    """The requirements of `cluster.pip`, as texts.
+    """Return the requirements of `cluster.pip` as texts.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: one of them is not a requirement.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -46,26 +46,26 @@ def check_requirements(texts: Iterable[Any]) -> list[str]:
     return list(map(str, texts))
 
 
-def ask(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()) -> Found:
-    """Look around on all workers, in one call."""
+def probe(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()) -> Probes:
+    """Probe all workers in one call; leave out those that do not answer."""
     workers = list(workers)
-    if not workers:  # Dask would take this for all
+    if not workers:  # Dask would take an empty list for all workers
         return {}
     run = {"workers": workers, "on_error": "return", "callback_timeout": ANSWER_S}
     try:
-        answers = client.sync(client._run, Shipped(worker_probe.look), PACKAGES, list(requirements), **run)
+        answers = client.sync(client._run, BySource(worker_probe.probe), PACKAGES, list(requirements), **run)
     except (OSError, TimeoutError):
         return {}
     lost = {address: answer for address, answer in answers.items() if isinstance(answer, BaseException)}
     for address, error in lost.items():
-        log.debug("worker %s could not be asked what it has: %r", address, error)
+        log.debug("worker %s could not be probed: %r", address, error)
     from ddp_hydra.cluster.scheduler_plugin import natural
 
     return {address: answers[address] for address in sorted(answers, key=natural) if address not in lost}
 
 
-def check(found: Found) -> None:
-    """Compare what the workers have with each other and with what is here.
+def check(found: Probes) -> None:
+    """Compare the versions on the workers with each other and with those here.
 
     Raises:
         ClusterError: a job would fail on some of them, or on all.
@@ -84,7 +84,7 @@ def check(found: Found) -> None:
         newest = max(torch, key=natural, default=_installed("torch"))
         wrong.append(f"torch, the same everywhere: pip install torch{f'=={_public(newest)}' if newest else ''}")
     if wrong:
-        groups = _grouped({address: _said(version) for address, version in versions.items()})
+        groups = _grouped({address: _versions_text(version) for address, version in versions.items()})
         raise ClusterError("\n".join(["the workers do not fit together with this job:", *groups, "it needs", *(
             f"  {need}" for need in wrong
         )]))  # fmt: skip
@@ -93,33 +93,33 @@ def check(found: Found) -> None:
         log.warning("torch is %s on the workers, which train, and %s here", torch.pop(), _public(mine))
 
 
-def check_packages(found: Found) -> None:
-    """Compare with `cluster.pip`.
+def check_packages(found: Probes) -> None:
+    """Check that every worker has the requirements of `cluster.pip`.
 
     Raises:
-        ClusterError: something of it is missing somewhere.
+        ClusterError: some worker lacks some of them.
     """
     lacking = {address: there["missing"] for address, there in found.items() if there["missing"]}
     if lacking:
-        said = {
+        texts = {
             address: ", ".join(f"{need} ({there})" for need, there in missing) for address, missing in lacking.items()
         }
         needs = dict.fromkeys(need for missing in lacking.values() for need, _ in missing)
-        groups = _grouped(said)
+        groups = _grouped(texts)
         raise ClusterError(
             "\n".join(["cluster.pip asks for what some workers lack:", *groups, f"type there: {_pip(needs)}"])
         )
 
 
-def check_network(found: Found, interface: str | None) -> None:
-    """Compare with `dispatch.interface`, and the variables that go before it.
+def check_network(found: Probes, interface: str | None) -> None:
+    """Check that every host has `dispatch.interface`; warn of environment variables that override it.
 
     Raises:
         ClusterError: some hosts have no such interface.
     """
     without = {address: there for address, there in found.items() if not there["interfaces"].get(interface)}
     if interface and without:
-        said = {
+        texts = {
             address: f"host {there['host']} has " + ", ".join(
                 f"{name} ({', '.join(addresses)})" for name, addresses in there["interfaces"].items() if addresses
             )
@@ -127,16 +127,16 @@ def check_network(found: Found, interface: str | None) -> None:
         }  # fmt: skip
         raise ClusterError(
             "\n".join(
-                [f"dispatch.interface={interface} is not there on all hosts, or has no address:", *_grouped(said)]
+                [f"dispatch.interface={interface} is not there on all hosts, or has no address:", *_grouped(texts)]
             )
             + "\ngive one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
         )
     for name in worker_probe.VARIABLES:
         values = {there["variables"].get(name) for there in found.values()}
         if len(values) > 1 or (interface and values - {None, interface, f"={interface}"}):
-            said = {address: there["variables"].get(name, "not set") for address, there in found.items()}
+            texts = {address: there["variables"].get(name, "not set") for address, there in found.items()}
             log.warning(
-                "%s of the workers' environment goes before dispatch.interface:\n%s", name, "\n".join(_grouped(said))
+                "%s of the workers' environment overrides dispatch.interface:\n%s", name, "\n".join(_grouped(texts))
             )
 
 
@@ -144,20 +144,20 @@ def _pip(needs: Iterable[str]) -> str:
     return " ".join(["pip install", *(f"'{need}'" for need in needs)])
 
 
-def _said(versions: Mapping[str, str | None]) -> str:
-    said = ((name.capitalize() if name == "python" else name, version) for name, version in versions.items())
-    return ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in said)
+def _versions_text(versions: Mapping[str, str | None]) -> str:
+    named = ((name.capitalize() if name == "python" else name, version) for name, version in versions.items())
+    return ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in named)
 
 
-def _grouped(said: Mapping[str, str]) -> list[str]:
-    """A line for each text, with the workers of which it is said; the fewest first."""
+def _grouped(texts: Mapping[str, str]) -> list[str]:
+    """Return a line for each text, with the workers that have it; the fewest workers first."""
     groups: dict[str, list[str]] = {}
-    for address, text in said.items():
+    for address, text in texts.items():
         groups.setdefault(text, []).append(address)
     lines = []
     for text, addresses in sorted(groups.items(), key=lambda group: len(group[1])):
-        more = f" and {len(addresses) - NAMED} more" if len(addresses) > NAMED else ""
-        lines.append(f"  {', '.join(addresses[:NAMED])}{more}: {text}")
+        more = f" and {len(addresses) - MAX_NAMED} more" if len(addresses) > MAX_NAMED else ""
+        lines.append(f"  {', '.join(addresses[:MAX_NAMED])}{more}: {text}")
     return lines
 
 
@@ -173,5 +173,5 @@ def _minor(version: str) -> str:
 
 
 def _public(version: str) -> str:
-    """Without what says how it was built: 2.15.0 of 2.15.0+cu130."""
+    """Remove the build from a version: 2.15.0+cu130 becomes 2.15.0."""
     return version.partition("+")[0]

@@ -1,9 +1,9 @@
-"""Workers held for a gang, so that two jobs never share one.
+"""Reserves workers for a gang, so that two jobs never share one.
 
-The book is kept on the scheduler, whose event loop runs one function at a time: checking and taking is one
-step. A holder is a client; the scheduler knows which clients are connected, so a dead one holds nothing, and by their
-heartbeats which are suspended, so these hold nothing for ever. No lease has to be renewed and no lock is left behind.
-The scheduler also tells a gang which of its workers are lost.
+The reservations are kept on the scheduler. Its event loop runs one function at a time, so checking and reserving is
+one step. Workers are reserved for a client. The scheduler knows which clients are connected, so a dead client holds
+nothing; and it knows by their heartbeats which are suspended, so they do not hold workers for ever. Nothing has to be
+renewed, and no lock is left behind. The scheduler also tells a gang which of its workers are lost.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any, Self
 
 from distributed import Client
 
-from ddp_hydra.cluster.by_source import Shipped
-from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, give_back, take
+from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, release, reserve
 from ddp_hydra.errors import ClusterError
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
-"""How often the first in the queue asks; the second half as often, and so on."""
+"""Seconds between two requests of the first in the queue; twice as many for the second, and so on."""
 RENEW_POLL_S = 0.05
 GROW_S = 10.0
-"""How long a cluster that is too small may take to grow."""
+"""Seconds that a cluster that is too small may take to grow."""
 ANSWER_S = 10.0
-"""How long the scheduler may take to answer."""
+"""Seconds that the scheduler may take to answer."""
 PING_S = 2.0
-"""How long a worker that was silent may take to show that it is back."""
+"""Seconds that a silent worker may take to answer a ping."""
 
 
 class Reservation:
-    """Workers held for the attempts of one gang. Use it in a `with` block.
+    """Holds workers for the attempts of one gang. Use it in a `with` block.
 
     Args:
-        client: who holds them.
-        name: the gang's name.
-        ranks: how many; None for all workers of the cluster, whose number then stays.
-        sweep: whose job it is; sweeps that wait for workers get them in turn.
+        client: that holds them.
+        name: of the gang.
+        ranks: how many workers; None for all of the cluster. Later attempts get as many.
+        sweep: name of the gang's sweep; sweeps that wait for workers get them in turn.
     """
 
     def __init__(self, client: Client, name: str, ranks: int | None, sweep: str = "") -> None:
@@ -51,58 +51,58 @@ class Reservation:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # One that cannot be told will notice that the client is gone.
+        # A scheduler that cannot be reached now will notice that the client is gone.
         if self.client.status == "running":
             was_lost = isinstance(error, ClusterError)
             with contextlib.suppress(ClusterError):
-                self._on_scheduler(give_back, self.name, answer_s=PING_S if was_lost else ANSWER_S)
+                self._on_scheduler(release, self.name, answer_s=PING_S if was_lost else ANSWER_S)
 
-    def take(self, topic: str, timeout_s: float) -> dict[str, str]:
-        """Hold workers for the first attempt.
+    def reserve(self, topic: str, timeout_s: float) -> dict[str, str]:
+        """Reserve workers for the first attempt.
 
         Args:
-            topic: where the attempt listens.
-            timeout_s: how long to wait for others to let go of theirs.
+            topic: to which the attempt subscribes.
+            timeout_s: how long to wait for workers of other jobs.
 
         Returns:
             Worker address -> host.
 
         Raises:
-            ClusterError: not enough workers came free in time.
+            ClusterError: not enough workers became free in time.
         """
-        begin, told = time.monotonic(), False
-        while "workers" not in (answer := self._ask(topic, self.ranks, self.ranks)):
+        begin, is_logged = time.monotonic(), False
+        while "workers" not in (answer := self._request(topic, self.ranks, self.ranks)):
             waited_s = time.monotonic() - begin
             ahead = answer.pop("ahead")
             enough = answer["total"] >= answer["wanted"]
             if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
                 raise ClusterError(_too_few(enough=enough, waited_s=waited_s, **answer))
-            if waited_s > 1 and not told:
+            if waited_s > 1 and not is_logged:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
-                told = True
+                is_logged = True
             time.sleep(min(POLL_S * (1 + ahead), ABSENT_S / 4))
         self.ranks = len(answer["workers"])
         return answer["workers"]
 
     def renew(self, topic: str, silent: Collection[str], least: int | None, wait_s: float) -> dict[str, str]:
-        """Hold workers for another attempt: those that are left, and replacements of those that are not.
+        """Reserve workers for another attempt: those that are left, and replacements of lost ones.
 
         Args:
-            topic: where the new attempt listens.
-            silent: workers that were not heard any more; they are taken again only if they answer.
-            least: with so many, go on when the others have not come in time; None for as many as before.
+            topic: to which the new attempt subscribes.
+            silent: workers that went silent; they are reserved again only if they answer.
+            least: this many are enough when the others have not come in time; None for as many as before.
             wait_s: how long to wait for all.
 
         Raises:
-            ClusterError: fewer than `least` are there.
+            ClusterError: there are fewer than `least`.
         """
-        assert self.ranks is not None, "take comes first"
-        begin, told, silent = time.monotonic(), False, set(silent)
+        assert self.ranks is not None, "reserve comes first"
+        begin, is_logged, silent = time.monotonic(), False, set(silent)
         least = min(least or self.ranks, self.ranks)
         while True:
             late = time.monotonic() - begin > wait_s
-            silent -= set() if late else self._back(silent)
-            answer = self._ask(topic, self.ranks, least if late else self.ranks, silent)
+            silent -= set() if late else self._answering(silent)
+            answer = self._request(topic, self.ranks, least if late else self.ranks, silent)
             if "workers" in answer:
                 return answer["workers"]
             if late:
@@ -111,28 +111,30 @@ class Reservation:
                     f"and the job shall not go on with fewer than {least}: bring up workers and give resume=<run dir>, "
                     f"or allow fewer with dispatch.min_ranks={max(1, answer['free'])}"
                 )
-            if not told and time.monotonic() - begin > 1:
+            if not is_logged and time.monotonic() - begin > 1:
                 log.warning("waiting for workers: %d of %d are there", answer["free"], self.ranks)
-                told = True
+                is_logged = True
             time.sleep(RENEW_POLL_S)
 
-    def _ask(self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = ()) -> dict[str, Any]:
+    def _request(
+        self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = ()
+    ) -> dict[str, Any]:
         return self._on_scheduler(
-            take, self.name, self.client.id, self.sweep, topic, wanted=wanted, least=least, avoid=list(silent)
+            reserve, self.name, self.client.id, self.sweep, topic, wanted=wanted, least=least, avoid=list(silent)
         )
 
     def _on_scheduler(self, function: Callable[..., Any], *args: Any, answer_s: float = ANSWER_S, **kwargs: Any) -> Any:
         run = {"callback_timeout": answer_s, **kwargs}
         try:
-            return self.client.sync(self.client._run_on_scheduler, Shipped(function), *args, **run)
+            return self.client.sync(self.client._run_on_scheduler, BySource(function), *args, **run)
         except (OSError, TimeoutError) as error:
-            said = str(error) or f"nothing was heard for {answer_s:g} s"
+            reason = str(error) or f"nothing was heard for {answer_s:g} s"
             raise ClusterError(
-                f"the scheduler {self.address} does not answer: {said}. Go on with resume=<run dir> once it is back"
+                f"the scheduler {self.address} does not answer: {reason}. Go on with resume=<run dir> once it is back"
             ) from None
 
-    def _back(self, silent: Collection[str]) -> set[str]:
-        """Those of the silent workers that answer again."""
+    def _answering(self, silent: Collection[str]) -> set[str]:
+        """Return the silent workers that answer again."""
         if not silent:
             return set()
         known = self.client.scheduler_info(n_workers=-1)["workers"]

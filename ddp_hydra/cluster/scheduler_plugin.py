@@ -1,7 +1,7 @@
-"""Who holds which workers: kept on the scheduler, whose event loop runs one function at a time.
+"""Keeps, on the scheduler, which gang has reserved which workers.
 
-It is sent there as text, see `shipped.py`: a scheduler needs no ddp_hydra. So it imports the standard library and Dask
-only.
+The scheduler's event loop runs one function at a time, so no lock is needed. The module is sent there as text, see
+`by_source.py`, because a scheduler needs no ddp_hydra. So it imports only the standard library and Dask.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.metrics import time as scheduler_time
 
 LATE_S = 2.0
+"""Seconds after which a last message of a client has arrived."""
 ABSENT_S = 10.0
-"""Who has not asked for so long has left the queue."""
+"""A gang that has not asked for this many seconds has left the queue."""
 SUSPENDED_S = 600.0
-"""A client that has sent no heartbeat for so long is taken for suspended: it loses its workers to those who wait."""
+"""A client without a heartbeat for this many seconds counts as suspended, and loses its workers to gangs that wait."""
 CONFIRM_S = 15.0
-"""How long it is watched before: a scheduler that slept itself has still to read what its clients sent."""
+"""Seconds that it is watched before: a scheduler that was suspended itself has unread heartbeats of its clients."""
 
 
-def take(
+def reserve(
     gang: str,
     holder: str,
     sweep: str,
@@ -34,27 +35,31 @@ def take(
     avoid: Collection[str] = (),
     dask_scheduler: Any = None,
 ) -> dict[str, Any]:
-    """Take workers where enough are free; what the gang held before counts as free. Runs on the scheduler.
+    """Reserve workers if enough are free; those that the gang holds count as free. Runs on the scheduler.
 
-    Who finds too few waits in a queue: first the sweeps that have the fewest gangs at work, and among equals
-    who came first. A gang lets later ones of other sweeps pass as often as its own sweep has gangs at work, and no
-    more, so it is not kept waiting for ever. Otherwise nobody overtakes, so a gang of many is not kept waiting by
-    gangs of few; but one that is larger than the cluster keeps nobody waiting.
+    A gang that finds too few waits in a queue. Sweeps with the fewest running gangs come first, and among equals the
+    gang that came first. A gang is passed by later gangs of other sweeps as often as its own sweep has running gangs,
+    and not more often, so it does not wait for ever. Otherwise nobody overtakes, so small gangs do not keep a large one
+    waiting. A gang that is larger than the cluster keeps nobody waiting.
 
     Args:
-        gang: who takes them.
+        gang: name of the gang.
         holder: the client's id.
-        sweep: whose gang it is.
-        topic: where to tell of lost workers.
-        wanted: how many; None for all.
-        least: so many will do.
-        avoid: addresses that are not to be taken.
-        dask_scheduler: given by Dask.
+        sweep: name of the gang's sweep.
+        topic: to which lost workers are reported.
+        wanted: how many workers; None for all.
+        least: this many are enough.
+        avoid: addresses of workers that are not to be reserved.
+        dask_scheduler: passed by Dask.
+
+    Returns:
+        The reserved "workers" (address -> host); or, where the gang has to wait, how many are "wanted", "free", in
+        "total", and how many gangs are "ahead" of it.
     """
-    book, queue = _book(dask_scheduler), dask_scheduler._ddp_hydra_queue
-    for other, entry in list(book.items()):
+    reservations, queue = _reservations(dask_scheduler), dask_scheduler._ddp_hydra_queue
+    for other, entry in list(reservations.items()):
         if entry["holder"] not in dask_scheduler.clients:
-            give_back(other, dask_scheduler)
+            release(other, dask_scheduler)
     running = {
         address: worker.host
         for address, worker in dask_scheduler.workers.items()
@@ -63,10 +68,10 @@ def take(
     total, now = len(running), time.monotonic()
     wanted = wanted or max(1, total)
     least = min(wanted, least or wanted)
-    free = _free(running, gang, book)
+    free = _free(running, gang, reservations)
     if len(free) < least and _dismiss_suspended(gang, dask_scheduler, now):
-        free = _free(running, gang, book)
-    if gang not in book:  # one that starts again keeps what it holds, and waits for nobody
+        free = _free(running, gang, reservations)
+    if gang not in reservations:  # a gang that starts again keeps its workers, and waits for nobody
         queue.setdefault(gang, {"since": now, "sweep": sweep, "passed": 0})
         queue[gang] |= {"asked": now, "holder": holder, "least": least}
     ahead = _ahead(gang, dask_scheduler, total, now)
@@ -75,51 +80,54 @@ def take(
     if gang in queue:
         _note_turn(queue.pop(gang), queue)
     chosen = choose(free, min(wanted, len(free)))
-    _forget_topic(book.get(gang, {}).get("topic"), dask_scheduler)
-    book[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
+    _forget_topic(reservations.get(gang, {}).get("topic"), dask_scheduler)
+    reservations[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
     return {"workers": chosen}
 
 
-def _free(running: Mapping[str, str], gang: str, book: Mapping[str, Any]) -> dict[str, str]:
-    """Those of the running workers that no other gang holds."""
-    held = {address for other, entry in book.items() if other != gang for address in entry["workers"]}
+def _free(running: Mapping[str, str], gang: str, reservations: Mapping[str, Any]) -> dict[str, str]:
+    """Return the running workers that no other gang holds."""
+    held = {address for other, entry in reservations.items() if other != gang for address in entry["workers"]}
     return {address: host for address, host in running.items() if address not in held}
 
 
 def _dismiss_suspended(gang: str, scheduler: Any, now: float) -> bool:
-    """Disconnect clients that hold workers and are suspended (SIGSTOP, a laptop that sleeps); say whether there were.
+    """Disconnect clients that hold workers and are suspended (SIGSTOP, a laptop that sleeps).
 
-    Dask's clients send heartbeats, so nothing else has to be renewed. To its ranks it is as if the client had died.
+    Dask's clients send heartbeats, so they need no other sign of life. For its ranks, such a client has died.
+
+    Returns:
+        Whether there were any.
     """
     silent_s = scheduler_time() - SUSPENDED_S
-    holders = {entry["holder"] for other, entry in _book(scheduler).items() if other != gang}
+    holders = {entry["holder"] for other, entry in _reservations(scheduler).items() if other != gang}
     late = {holder for holder in holders if scheduler.clients[holder].last_seen < silent_s}
     watched = scheduler._ddp_hydra_watched = {
         holder: scheduler._ddp_hydra_watched.get(holder, now) for holder in sorted(late)
     }
     dismissed = [holder for holder, since in watched.items() if now - since > CONFIRM_S]
     for holder in dismissed:
-        scheduler.remove_client(holder)  # the tasks of its ranks are released, and the guard takes back its workers
+        scheduler.remove_client(holder)  # releases the tasks of its ranks; the plugin releases its workers
         scheduler.client_comms[holder].abort()
     return bool(dismissed)
 
 
 def _note_turn(winner: Mapping[str, Any], queue: Mapping[str, Any]) -> None:
-    """Note, with those who came before, that a gang of another sweep has had its turn first."""
+    """Note, for gangs that came before the winner, that a gang of another sweep has passed them."""
     for entry in queue.values():
         if entry["since"] < winner["since"] and entry["sweep"] != winner["sweep"]:
             entry["passed"] += 1
 
 
 def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
-    """How many come before a gang in the queue."""
+    """Return how many gangs come before a gang in the queue."""
     queue = scheduler._ddp_hydra_queue
     for other, entry in list(queue.items()):
         if entry["holder"] not in scheduler.clients or now - entry["asked"] > ABSENT_S:
             del queue[other]
     if gang not in queue:
         return 0
-    holding = Counter(entry["sweep"] for entry in _book(scheduler).values())
+    holding = Counter(entry["sweep"] for entry in _reservations(scheduler).values())
 
     def turn(name: str) -> tuple[int, float]:
         entry = queue[name]
@@ -129,9 +137,9 @@ def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
     return sum(queue[name]["least"] <= total for name in order[: order.index(gang)])
 
 
-def give_back(gang: str, dask_scheduler: Any = None) -> None:
-    """Let go of a gang's workers, and of the records that the scheduler still keeps of it."""
-    entry = _book(dask_scheduler).pop(gang, None)
+def release(gang: str, dask_scheduler: Any = None) -> None:
+    """Release a gang's workers, and the records of it that the scheduler still keeps."""
+    entry = _reservations(dask_scheduler).pop(gang, None)
     dask_scheduler._ddp_hydra_queue.pop(gang, None)
     if entry is not None:
         _forget_topic(entry["topic"], dask_scheduler)
@@ -141,12 +149,12 @@ def _forget_topic(topic: str | None, scheduler: Any) -> None:
     broker = getattr(scheduler, "_broker", None)
     if broker is not None and topic is not None:
         broker._topics.pop(topic, None)
-        # A last word of the client's, which goes another way than this call, may make the topic once more.
+        # A last message of the client, which goes another way than this call, may create the topic once more.
         scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
 
 
 class ReservationPlugin(SchedulerPlugin):
-    """Tells a gang, in its own topic, that a worker of its is lost, and takes back what a lost client held.
+    """Reports a lost worker to its gang, in the gang's topic; releases the workers of a lost client.
 
     Args:
         scheduler: of the cluster.
@@ -156,38 +164,39 @@ class ReservationPlugin(SchedulerPlugin):
         self.scheduler = scheduler
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Called by Dask when the client has been sent a record: the last thousand would stay in its memory."""
-        if any(entry["topic"] == topic for entry in _book(self.scheduler).values()):
+        """Drop a record that was sent to the client; Dask would keep the last thousand in memory."""
+        if any(entry["topic"] == topic for entry in _reservations(self.scheduler).values()):
             self.scheduler._broker.truncate(topic)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        """Called by Dask."""
-        for entry in _book(scheduler).values():
+        """Report a worker that left the cluster; called by Dask."""
+        for entry in _reservations(scheduler).values():
             if worker in entry["workers"]:
                 scheduler.log_event(entry["topic"], {"action": "remove-worker", "worker": worker})
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """Called by Dask."""
-        for gang, entry in list(_book(scheduler).items()):
+        """Release the workers of a client that is gone; called by Dask."""
+        for gang, entry in list(_reservations(scheduler).items()):
             if entry["holder"] == client:
-                give_back(gang, scheduler)
+                release(gang, scheduler)
 
 
-def _book(scheduler: Any) -> dict[str, dict[str, Any]]:
-    if not hasattr(scheduler, "_ddp_hydra_book"):
-        scheduler._ddp_hydra_book, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
+def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
+    if not hasattr(scheduler, "_ddp_hydra_reservations"):
+        scheduler._ddp_hydra_reservations, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
         scheduler.add_plugin(ReservationPlugin(scheduler), name="ddp_hydra")
-    return scheduler._ddp_hydra_book
+    return scheduler._ddp_hydra_reservations
 
 
 def choose(free: Mapping[str, str], n: int) -> dict[str, str]:
-    """Take `n` of the free workers on as few hosts as can be.
+    """Choose `n` of the free workers, on as few hosts as possible.
 
-    A host that alone has room for the rest is taken, the tightest first; otherwise the emptiest host is used up.
+    If some hosts have enough free workers for the rest, the one with the fewest is chosen; otherwise all free workers
+    of the host with the most.
 
     Args:
         free: worker address -> host.
-        n: workers wanted, at most `len(free)`.
+        n: how many, at most `len(free)`.
     """
     assert n <= len(free), (n, len(free))
     by_host: dict[str, list[str]] = {}
@@ -204,5 +213,5 @@ def choose(free: Mapping[str, str], n: int) -> dict[str, str]:
 
 
 def natural(text: str) -> list[Any]:
-    """Sort key under which `:8786` comes before `:10000`."""
+    """Return a sort key under which `:8786` comes before `:10000`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]

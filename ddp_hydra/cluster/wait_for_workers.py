@@ -1,4 +1,4 @@
-"""Workers that come late, leave again, are replaced, or don't come."""
+"""Waits for workers, which may come late, leave again, be replaced, or never come."""
 
 from __future__ import annotations
 
@@ -12,75 +12,75 @@ from ddp_hydra.errors import ClusterError
 
 POLL_S = 0.05
 ANSWER_S = 5.0
-"""How long the scheduler may take to answer, and a manager to say what it knows."""
+"""Seconds that the scheduler, or a cluster manager, may take to answer."""
 
 
 def wait_for_workers(
     client: Any,
     n_workers: int,
     timeout_s: float,
-    ask: Callable[[], str] = lambda: "",
+    status: Callable[[], str] = lambda: "",
     hint: str = "",
-    refused: Callable[[], str] = lambda: "",
+    refusal: Callable[[], str] = lambda: "",
 ) -> None:
-    """Wait until so many workers are there at the same time.
+    """Wait until enough workers run at the same time.
 
     Args:
         client: of the cluster.
-        n_workers: how many; those that are paused or on their way out do not count.
+        n_workers: how many; workers that are paused or closing do not count.
         timeout_s: how long to wait.
-        ask: what whoever starts the workers says of those that don't come; asked when the time is up.
-        hint: where to look; said where nothing else is known.
-        refused: why they will not come, however long one waits; asked all the time.
+        status: returns what the cluster knows of workers that do not come; called when the time is up.
+        hint: advice, used if nothing else is known.
+        refusal: returns why the workers will never come, or ""; called again and again.
 
     Raises:
-        ClusterError: saying how many came, why not all, and what to type; or that they were refused.
+        ClusterError: says how many came, why not all, and what to type; or that they were refused.
     """
     begin = time.monotonic()
     while True:
         states = _states(client)
         if states is not None and states["running"] >= n_workers:
             return
-        if refusal := refused():
-            raise ClusterError(refusal)
+        if reason := refusal():
+            raise ClusterError(reason)
         if client.status == "closed" or time.monotonic() - begin > timeout_s:
             break
         time.sleep(POLL_S)
     waited_s = time.monotonic() - begin
     came = states["running"] if states else 0
     others = [f"{count} more {state}" for state, count in (states or {}).items() if state != "running"]
-    said = ["the scheduler does not answer any more"] if states is None else []
-    said += [*others, *filter(None, [_within(ANSWER_S, ask)])]
+    reasons = ["the scheduler does not answer any more"] if states is None else []
+    reasons += [*others, *filter(None, [_call_within(ANSWER_S, status)])]
     raise ClusterError(
         f"{came} of {n_workers} workers came in {waited_s:.0f} s: "
-        f"{'; '.join(said) or hint or 'the logs of the cluster may say why'}. Ask for fewer with "
+        f"{'; '.join(reasons) or hint or 'the logs of the cluster may say why'}. Ask for fewer with "
         f"cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s={_longer(timeout_s)}"
     )
 
 
 def count(client: Any) -> int:
-    """How many workers are there and at work."""
+    """Return how many workers run."""
     return (_states(client) or Counter())["running"]
 
 
 def _states(client: Any) -> Counter[str] | None:
-    """How many workers are in which state; None where the scheduler does not answer."""
-    try:  # `scheduler_info` would return what was true when it answered last
+    """Count the workers by state; None if the scheduler does not answer."""
+    try:  # `scheduler_info` would return its last answer, which may be old
         info = client.sync(client.scheduler.identity, n_workers=-1, callback_timeout=ANSWER_S)
     except (AttributeError, OSError, TimeoutError):
         return None
     return Counter(str(worker.get("status", "running")) for worker in info["workers"].values())
 
 
-def _within(timeout_s: float, ask: Callable[[], str]) -> str:
-    """What somebody says, unless that takes too long or goes wrong."""
+def _call_within(timeout_s: float, status: Callable[[], str]) -> str:
+    """Return the result of a call; "" if it takes too long."""
     answers: list[str] = []
 
     def call() -> None:
         try:
-            answers.append(ask())
-        except Exception as error:  # it was only to make a sentence better
-            answers.append(f"and who starts them says nothing ({error!r:.200})")
+            answers.append(status())
+        except Exception as error:  # it would only have added to the message
+            answers.append(f"and the status of the cluster could not be read ({error!r:.200})")
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()

@@ -1,7 +1,8 @@
-"""What there is on a worker: versions, packages, network.
+"""Looks up what a worker has: versions, packages, network interfaces.
 
-It is sent there as text, see `shipped.py`, so it imports the standard library and what Dask needs itself; and no torch,
-which would take seconds.
+The module is sent to the worker as text, see `by_source.py`, so it imports only the standard library and what Dask
+itself needs. It does not import torch, which would take seconds. Dask's `Client.get_versions` is not enough: it does
+not find a ddp_hydra that is a checkout on the path, and it looks up neither requirements nor interfaces.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def look(packages: list[str], requirements: list[str], dask_worker: Any = None) -> dict[str, Any]:
-    """Look around. Runs on the worker, called by the client.
+def probe(packages: list[str], requirements: list[str], dask_worker: Any = None) -> dict[str, Any]:
+    """Look up versions, missing requirements and the network. Runs on the worker, called by the client.
 
     Args:
-        packages: names whose versions are wanted.
-        requirements: as pip takes them.
-        dask_worker: given by Dask.
+        packages: names of packages whose versions are looked up.
+        requirements: in pip's syntax.
+        dask_worker: passed by Dask.
 
     Returns:
         host, executable, versions ({name: version or None}, with "python"), missing ([[requirement, what is there]]),
@@ -48,8 +49,8 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def version(name: str) -> str | None:
-    """The version of an installed package; None where there is none."""
-    if name == "ddp_hydra":  # it may be a checkout on the path
+    """Return the version of an installed package; None if it is not installed."""
+    if name == "ddp_hydra":  # may be a checkout on the path, without metadata
         try:
             return str(importlib.import_module(name).__version__)
         except ImportError:
@@ -61,15 +62,15 @@ def version(name: str) -> str | None:
 
 
 def missing(text: str, extra: str = "", seen: tuple[str, ...] = ()) -> list[list[str]]:
-    """What of a requirement is not there.
+    """Return what a requirement lacks here.
 
     Args:
         text: e.g. "timm>=1.0" or "ddp-hydra[s3]; python_version>'3.10'".
-        extra: which its marker may ask for.
-        seen: what is being looked at already: extras may name each other.
+        extra: that its marker may name.
+        seen: requirements that are being checked already, for extras may name each other.
 
     Returns:
-        Pairs of a requirement, and what is there instead.
+        Pairs of a requirement and what is installed instead.
     """
     from packaging.requirements import Requirement
 

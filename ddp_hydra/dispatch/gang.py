@@ -96,7 +96,7 @@ class Gang(Settings):
         reserved = Reservation(self.client, name, self.ranks, self.sweep)
         with self.dropped_said(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = self.first_attempt, name
-            workers = reservation.take(topic, self.queue_timeout_s)
+            workers = reservation.reserve(topic, self.queue_timeout_s)
             self.ask(workers)
             while True:
                 self.attempt = Attempt(
@@ -136,7 +136,7 @@ class Gang(Settings):
         Raises:
             ClusterError: some do not.
         """
-        found = preflight.ask(self.client, [address for address in workers if address not in self.asked], self.pip)
+        found = preflight.probe(self.client, [address for address in workers if address not in self.asked], self.pip)
         preflight.check(found)
         preflight.check_packages(found)
         preflight.check_network(found, self.interface)

@@ -1,11 +1,13 @@
-"""The GPUs that a worker sees, by names that mean the same to all programs of the host."""
+"""Lists the GPUs of this host, by names that mean the same to all its programs."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 UUID_BYTES = 96
 
@@ -18,7 +20,7 @@ def visible(variables: Mapping[str, str]) -> list[str]:
 
 
 def identities(variables: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of the visible GPUs; where the driver tells none, their names."""
+    """Return the UUIDs of the visible GPUs; their names if the driver tells no UUIDs."""
     names = visible(variables)
     known = uuids() if names else []
     return [_uuid(name, known) for name in names]
@@ -27,28 +29,43 @@ def identities(variables: Mapping[str, str]) -> list[str]:
 def _uuid(name: str, known: list[str]) -> str:
     if name.isdigit():
         return known[int(name)] if int(name) < len(known) else name
-    return next((uuid for uuid in known if uuid.startswith(name)), name)  # a beginning of it will do for CUDA, too
+    return next((uuid for uuid in known if uuid.startswith(name)), name)  # CUDA, too, takes the beginning of a UUID
+
+
+@contextmanager
+def _driver() -> Iterator[tuple[Any, int]]:
+    """Yield NVIDIA's management library and the number of GPUs; (None, 0) without a driver. No torch is imported."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None, 0
+        return
+    try:
+        count = ctypes.c_uint(0)
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        yield nvml, count.value
+    finally:
+        nvml.nvmlShutdown()
+
+
+def count() -> int:
+    """Return how many GPUs NVIDIA's driver shows."""
+    with _driver() as (_, number_of_gpus):
+        return number_of_gpus
 
 
 @functools.cache
 def uuids() -> list[str]:
-    """Ask NVIDIA's driver for the UUIDs of the GPUs that this process may use, in order of their numbers."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return []
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    try:
-        count, found = ctypes.c_uint(0), []
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        for number in range(count.value):
+    """Return the UUIDs of the GPUs that this process may use, in order of their numbers, as NVIDIA's driver says."""
+    found = []
+    with _driver() as (nvml, number_of_gpus):
+        for number in range(number_of_gpus):
             handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(UUID_BYTES)
             if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) != 0:
                 return []
             if nvml.nvmlDeviceGetUUID(handle, text, UUID_BYTES) != 0:
                 return []
             found.append(text.value.decode())
-        return found
-    finally:
-        nvml.nvmlShutdown()
+    return found

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect, idle_shutdown
-from ddp_hydra.cluster.by_source import Shipped
+from ddp_hydra.cluster.by_source import BySource
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.cluster.wait_for_workers import wait_for_workers
 from ddp_hydra.dispatch.inline import variables_restored
@@ -81,9 +81,9 @@ def test_a_cluster_is_left_to_the_jobs_of_others(caplog):
     with contextlib.ExitStack() as later:
         with pool(n_workers=2) as client:
             other = later.enter_context(Client(client.scheduler.address))
-            later.enter_context(Reservation(other, "theirs", 1)).take("topic", 5)
+            later.enter_context(Reservation(other, "theirs", 1)).reserve("topic", 5)
         assert Pool.made.is_up
-    assert "is left to 1 other jobs that are at work there" in caplog.text
+    assert "is kept for 1 other jobs that run on it" in caplog.text
 
 
 # -- workers that come late, leave, and are replaced -------------------------------------------------------
@@ -159,24 +159,24 @@ def test_a_scheduler_that_is_gone_while_one_waits(warm_server, tmp_path):
 
 def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_for):
     with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher, Client(address_in(file)) as client:
-        client.run_on_scheduler(Shipped(idle_shutdown.take), client.id, 0.5)
+        client.run_on_scheduler(BySource(idle_shutdown.set_up), client.id, 0.5)
         time.sleep(1.5)
         assert watcher.scheduler_info(n_workers=0)  # the client is there
         client.close()
         wait_for(lambda: watcher.status != "running", 10, "the end of the scheduler")
 
 
-def test_a_lease_can_be_given_up(warm_server, tmp_path):
+def test_an_idle_shutdown_can_be_switched_off(warm_server, tmp_path):
     with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher:
         with Client(address_in(file)) as client:
-            client.run_on_scheduler(Shipped(idle_shutdown.take), client.id, 0.3)
-            client.run_on_scheduler(Shipped(idle_shutdown.take), None, 0.3)
+            client.run_on_scheduler(BySource(idle_shutdown.set_up), client.id, 0.3)
+            client.run_on_scheduler(BySource(idle_shutdown.set_up), None, 0.3)
         time.sleep(1.2)
         assert watcher.scheduler_info(n_workers=0)
 
 
-def test_a_lease_does_not_end_the_jobs_of_others():
+def test_an_idle_shutdown_does_not_end_the_jobs_of_others():
     scheduler = type("", (), {"clients": {"other": None}, "plugins": {}, "periodic_callbacks": {}, "workers": {}})()
-    scheduler._ddp_hydra_book = {"gang": {"holder": "other", "workers": ["w"]}}
-    assert idle_shutdown.others("me", scheduler) == 1
-    assert idle_shutdown.others("other", scheduler) == 0
+    scheduler._ddp_hydra_reservations = {"gang": {"holder": "other", "workers": ["w"]}}
+    assert idle_shutdown.count_other_jobs("me", scheduler) == 1
+    assert idle_shutdown.count_other_jobs("other", scheduler) == 0

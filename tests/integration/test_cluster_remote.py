@@ -74,7 +74,7 @@ def plain(warm_server, tmp_path_factory) -> Iterator[Path]:
 
 
 def remote(**arguments: object) -> contextlib.AbstractContextManager:
-    return connect.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.connect.Remote", **arguments}))
+    return connect.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.kinds.remote.Remote", **arguments}))
 
 
 def why_not(**arguments: object) -> str:
@@ -202,7 +202,7 @@ def test_nobody_listens(impatient):
 def test_somebody_else_listens(impatient):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert "who listens there is no Dask scheduler" in why_not(address=f"tcp://127.0.0.1:{port}")
+        assert "what listens there is no Dask scheduler" in why_not(address=f"tcp://127.0.0.1:{port}")
 
 
 def test_a_scheduler_may_come_up_meanwhile(warm_server, tmp_path):

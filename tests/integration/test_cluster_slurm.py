@@ -114,7 +114,7 @@ def test_batch_jobs_that_end_at_once(cli, queue):
         "hydra.run.dir=run",
         **queue.variables,
     )
-    said = r"0 of 2 workers .*squeue says: (10\d) is no more in the queue.*\(see /.*/run/logs/slurm-\1\.out\)"
+    said = r"0 of 2 workers .*squeue says: (10\d) is no longer in the queue.*\(see /.*/run/logs/slurm-\1\.out\)"
     assert re.search(said, ended.stderr), ended.stderr
 
 

@@ -370,7 +370,7 @@ def left_on_scheduler(client: Client) -> tuple[list[str], list[str], list[str]]:
 
     def look(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith("gang-")]
-        return [str(key) for key in dask_scheduler.tasks], topics, list(dask_scheduler._ddp_hydra_book)
+        return [str(key) for key in dask_scheduler.tasks], topics, list(dask_scheduler._ddp_hydra_reservations)
 
     return client.run_on_scheduler(look)
 

@@ -102,7 +102,7 @@ def test_a_scheduler_needs_no_ddp_hydra(cluster, wait_for):
     def has_it(dask_scheduler):
         import importlib.util
 
-        return importlib.util.find_spec("ddp_hydra") is not None, dict(dask_scheduler._ddp_hydra_book)
+        return importlib.util.find_spec("ddp_hydra") is not None, dict(dask_scheduler._ddp_hydra_reservations)
 
     assert dispatch.run(client, who_am_i) == [0, 1]
     assert client.run_on_scheduler(has_it) == (False, {})

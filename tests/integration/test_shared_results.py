@@ -378,7 +378,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
     def kept(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith(("driver-", "job-"))]
         specs = dask_scheduler.plugins["ddp_hydra-supervisor"].specs
-        return [*topics, *specs, *dask_scheduler._ddp_hydra_book, *dask_scheduler.tasks]
+        return [*topics, *specs, *dask_scheduler._ddp_hydra_reservations, *dask_scheduler.tasks]
 
     with dask.client() as client:
         dask.heal(client)

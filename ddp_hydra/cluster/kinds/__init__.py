@@ -1,1 +1,1 @@
-"""What each kind of cluster needs: one module per kind."""
+"""Kinds of clusters, one module each."""

@@ -1,4 +1,4 @@
-"""What is to know about a kind of cluster; `Manager` itself knows what holds for any Dask cluster class."""
+"""Starts and ends one cluster. `Manager` does it for any Dask cluster class; each subclass is for one kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.errors import ClusterError
 
 OURS = {"n_workers": None, "wait_timeout_s": 60.0, "keep": False, "client_timeout_s": 60.0, "pip": None}
-"""Keys of every cluster's config that mean the same for all, and what they are where they are not given."""
+"""Keys that every cluster's config has and that we read ourselves, with their defaults."""
 EXTRAS = {
     "asyncssh": "ssh",
     "dask_cuda": "gpu",
@@ -29,26 +29,26 @@ EXTRAS = {
     "dask_kubernetes": "kubernetes",
     "dask_saturn": "saturn",
 }
-"""Package -> the extra of ours that installs it."""
+"""Package -> the extra of ddp-hydra that installs it."""
 
 
 class Manager:
-    """Brings up one cluster.
+    """Starts and ends one cluster.
 
     Args:
-        cfg: `_target_`, the native arguments of that class, and our own keys.
-        logs: folder for what its workers print, where it does not come here; None where there is no such folder.
+        cfg: `_target_`, the arguments of that class, and our own keys.
+        logs: folder for the output of workers, where that does not come here; None for no folder.
 
     Raises:
-        ClusterError: a key has no value that needs one.
+        ClusterError: a mandatory key has no value.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ()
+    required_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the class imports only when it is used."""
-    is_watched: ClassVar[bool] = True
-    """Whether its scheduler, where that is not in our process, ends the cluster when we are killed."""
-    look_at: ClassVar[str] = ""
-    """Where to look when it does not come up."""
+    needs_idle_shutdown: ClassVar[bool] = True
+    """Whether the scheduler, which is not in our process, has to end the cluster when we are killed."""
+    hint: ClassVar[str] = ""
+    """Advice for a cluster that does not start."""
 
     def __init__(self, cfg: DictConfig, logs: Path | None = None) -> None:
         self.logs = logs
@@ -67,23 +67,23 @@ class Manager:
 
     @property
     def name(self) -> str:
-        """Of its class."""
+        """Return the name of the cluster's class."""
         return self.target.rpartition(".")[2]
 
     @property
     def expected(self) -> int:
-        """How many workers to wait for."""
+        """Return how many workers to wait for."""
         return self.n_workers or 1
 
     # -- before anything is started ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what cannot work.
+        """Check the config before anything is started.
 
         Raises:
-            ClusterError: with what to install, or what to give instead.
+            ClusterError: it cannot work; says what to install, or what to give instead.
         """
-        for package in (self.target.partition(".")[0], *self.needs):
+        for package in (self.target.partition(".")[0], *self.required_packages):
             if is_missing(package):
                 extra = EXTRAS.get(package)
                 install = f"pip install 'ddp-hydra[{extra}]'" if extra else f"it is in cluster._target_={self.target}"
@@ -97,74 +97,74 @@ class Manager:
 
     @property
     def can_keep(self) -> bool:
-        """Whether it can go on without us."""
+        """Return whether the cluster can go on without this process."""
         return "shutdown_on_close" in self.accepted
 
     @property
     def accepted(self) -> Mapping[str, inspect.Parameter]:
-        """The arguments that its class names."""
+        """Return the parameters that the cluster's class names."""
         try:
             with signals_kept():
                 return inspect.signature(get_object(self.target)).parameters
         except (ImportError, AttributeError, TypeError, ValueError):
-            return {}  # `open` will say what is wrong
+            return {}  # `open` reports the error
 
-    # -- bringing it up, and taking it down ----------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------------------
 
     def open(self) -> Any:
-        """Start it; returns what ends it, as a context manager."""
+        """Start the cluster; return a context manager that ends it."""
         arguments = dict(self.arguments)
         if self.n_workers is not None and "n_workers" in self.accepted:
             arguments["n_workers"] = self.n_workers
         if "shutdown_on_close" in self.accepted:
             arguments.setdefault("shutdown_on_close", True)
-        return self.call(self.target, arguments)
+        return self.instantiate(self.target, arguments)
 
-    def call(self, target: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a class or function, with lists and dicts as Python knows them."""
+    def instantiate(self, target: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a class or function, with plain lists and dicts of Python."""
         with signals_kept():
             return instantiate({"_target_": target, "_convert_": "all", **arguments})
 
     def client(self, cluster: Any) -> Any:
-        """Connect; returns the `distributed.Client`."""
+        """Connect; return the `distributed.Client`."""
         return cluster.get_client()
 
-    def size(self, cluster: Any, workers: int) -> None:
-        """Ask for as many workers as are wanted, where the class was not told.
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Ask for `n_workers` workers, if the class has no such argument.
 
         Args:
-            cluster: as it came up.
-            workers: how many are there already.
+            cluster: that was started.
+            workers: how many run already.
         """
         if self.n_workers is not None and "n_workers" not in self.accepted and hasattr(cluster, "scale"):
             cluster.scale(self.n_workers)
 
-    def again(self, cluster: Any) -> str:
-        """What to type to use a cluster again that is left running."""
+    def reuse_with(self, cluster: Any) -> str:
+        """Return what to type to use a kept cluster again."""
         name = getattr(cluster, "name", None)
         if name is None:
             return f"cluster=remote cluster.address={cluster.scheduler_address}"
         return f"cluster.name={shlex.quote(str(name))}"
 
-    # -- where something goes wrong ------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> str:
-        """Say why it did not come up."""
-        hint = f": {self.look_at}" if self.look_at else ""
+        """Say why the cluster did not start."""
+        hint = f": {self.hint}" if self.hint else ""
         return f"cluster {self.target} could not be started: {str(error) or repr(error)} ({type(error).__name__}){hint}"
 
-    def refused(self, cluster: Any) -> str:
-        """Say why workers will not come, however long one waits; "" where they may."""
+    def refusal(self, cluster: Any) -> str:
+        """Say why workers will never come; "" if they still may."""
         return ""
 
-    def ask(self, cluster: Any) -> str:
-        """What it says about workers that don't come; "" for nothing."""
+    def status(self, cluster: Any) -> str:
+        """Say what the cluster knows of workers that do not come; "" if nothing."""
         return ""
 
 
 @contextlib.contextmanager
 def signals_kept() -> Iterator[None]:
-    """Leave Ctrl-C what it is: dask-jobqueue has it call sys.exit from the moment it is imported."""
+    """Restore the handler of Ctrl-C after the block: dask-jobqueue replaces it when it is imported."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -174,8 +174,8 @@ def signals_kept() -> Iterator[None]:
 
 
 def is_missing(package: str) -> bool:
-    """Whether a package is not installed; looks without importing it."""
+    """Return whether a package is not installed, without importing it."""
     try:
         return importlib.util.find_spec(package) is None
-    except ValueError:  # a module that was made by hand, as __main__ of a sweep's processes
+    except ValueError:  # a module without a spec, such as __main__ of a sweep's processes
         return False

@@ -1,4 +1,4 @@
-"""A cluster that somebody else has started, and that stays."""
+"""A cluster that was started by somebody else, and that stays."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.errors import ClusterError
 
 CONNECT_S = 10.0
-"""How long the scheduler may take to answer, and its file to appear."""
+"""Seconds that the scheduler may take to answer, and its file to appear."""
 
 
 class Remote:
-    """`cluster=remote`: a scheduler that somebody else has started, and that stays when the job has ended.
+    """`cluster=remote`: a scheduler that was started by somebody else, and that stays after the job.
 
     Args:
         address: tcp://host:8786, or tls://host:8786.
-        scheduler_file: the file that `dask scheduler --scheduler-file` wrote, instead of the address.
-        security: tls_ca_file, tls_client_cert, tls_client_key and what else `distributed.Security` takes; None for
-            what Dask's own config says.
+        scheduler_file: instead of the address, the file that `dask scheduler --scheduler-file` wrote.
+        security: tls_ca_file, tls_client_cert, tls_client_key and other arguments of `distributed.Security`; None for
+            the settings of Dask's own config.
     """
 
     def __init__(
         self, address: str | None = None, scheduler_file: str | None = None, security: Mapping[str, Any] | None = None
     ) -> None:
-        self.address, self.scheduler_file, self.given = address, scheduler_file, security
+        self.address, self.scheduler_file, self.security = address, scheduler_file, security
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave it as it is."""
+        """Leave the cluster as it is."""
 
     def get_client(self) -> Any:
-        """Connect, as to clusters of Dask's own.
+        """Connect; clusters of Dask have a method of this name, too.
 
         Raises:
-            ClusterError: there is no such scheduler, or it does not want us.
+            ClusterError: there is no such scheduler, or it refuses the connection.
         """
         load()
         address = self.address or read_address(Path(str(self.scheduler_file)))
-        security = make_security(self.given)
+        security = make_security(self.security)
         if address.startswith("tls://"):
             check_certificates(security)
         await_scheduler(address, security, CONNECT_S)
         return Scheduler(address, security, timeout_s=CONNECT_S).client()
 
 
-class Remotely(Manager):
+class RemoteManager(Manager):
     """Connects to a `Remote`."""
 
-    is_watched = False
+    needs_idle_shutdown = False
     can_keep = True
 
     def check(self) -> None:
-        """Look whether it is said where the scheduler is."""
+        """Check that exactly one of address and scheduler_file is given."""
         super().check()
         if bool(self.arguments.get("address")) == bool(self.arguments.get("scheduler_file")):
             raise ClusterError(
@@ -67,12 +67,12 @@ class Remotely(Manager):
                 "cluster.scheduler_file=<file>, as `dask scheduler --scheduler-file <file>` writes it"
             )
 
-    def size(self, cluster: Any, workers: int) -> None:
-        """It has as many workers as it has."""
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Leave the number of workers as it is."""
 
 
 def make_security(given: Mapping[str, Any] | None) -> Any:
-    """Make a `distributed.Security` of what a config says, and of Dask's own config for the rest."""
+    """Make a `distributed.Security` from a config; the rest comes from Dask's own config."""
     from distributed import Security
 
     values = {key: value for key, value in (given or {}).items() if value is not None}
@@ -85,20 +85,20 @@ def make_security(given: Mapping[str, Any] | None) -> Any:
 
 
 def read_address(file: Path) -> str:
-    """Read where a scheduler is from the file that it has written; one that is starting has a moment to do so."""
+    """Read a scheduler's address from the file that it wrote; wait a moment for one that is starting."""
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:
             return str(json.loads(file.read_text())["address"])
         except FileNotFoundError:
-            why = "there is no such file"
+            reason = "there is no such file"
         except OSError as error:
-            why = (error.strerror or str(error)).lower()
+            reason = (error.strerror or str(error)).lower()
         except (KeyError, TypeError, ValueError):
-            why = "this is no file that a scheduler has written"
+            reason = "this is no file that a scheduler has written"
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"cluster.scheduler_file={file}: {why}: start one with `dask scheduler --scheduler-file {file}`, in a "
-                "folder that this machine sees, too; or give cluster.address=tcp://<host>:8786"
+                f"cluster.scheduler_file={file}: {reason}: start one with `dask scheduler --scheduler-file {file}`, in "
+                "a folder that this machine sees, too; or give cluster.address=tcp://<host>:8786"
             )
         time.sleep(POLL_S)

@@ -11,12 +11,12 @@ from ddp_hydra.errors import ClusterError
 
 
 class Saturn(Manager):
-    """`dask_saturn.SaturnCluster`: one cluster for each resource, which is started, or found running."""
+    """`dask_saturn.SaturnCluster`: starts the one cluster of a resource, or uses it if it runs."""
 
-    look_at = "its page in Saturn Cloud may say more"
+    hint = "its page in Saturn Cloud may say more"
 
     def check(self) -> None:
-        """Look for the credentials."""
+        """Check that the credentials are set."""
         super().check()
         missing = [name for name in ("SATURN_BASE_URL", "SATURN_TOKEN") if not os.environ.get(name)]
         if missing:
@@ -26,18 +26,18 @@ class Saturn(Manager):
             )
 
     def client(self, cluster: Any) -> Any:
-        """Connect past the class, which is of an older Dask: some of what a client asks of it is not there any more."""
+        """Connect by the address: the class was written for an older Dask, and clients use attributes that it lacks."""
         return Scheduler(cluster.scheduler_address, cluster.security).client()
 
-    def size(self, cluster: Any, workers: int) -> None:
-        """Ask for more workers where it was found running with fewer."""
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Ask for more workers if the running cluster has fewer."""
         if self.n_workers is not None and 0 < workers < self.n_workers:
             cluster.scale(self.n_workers)
 
-    def again(self, cluster: Any) -> str:
-        """It is found by its resource."""
+    def reuse_with(self, cluster: Any) -> str:
+        """Return what to type: the resource alone identifies the cluster."""
         return "cluster=saturn"
 
-    def ask(self, cluster: Any) -> str:
-        """Say how Saturn sees it."""
+    def status(self, cluster: Any) -> str:
+        """Say which status Saturn Cloud gives the cluster."""
         return f"Saturn Cloud says that the cluster {cluster.name} is {cluster.status}"

@@ -1,4 +1,4 @@
-"""Clusters of hosts that one can log in to."""
+"""Clusters of hosts that are reached by ssh."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEPT_LINES = 5
 class Ssh(Manager):
     """`distributed.SSHCluster`: the scheduler on the first of `hosts`, workers on the others."""
 
-    needs = ("asyncssh",)
+    required_packages = ("asyncssh",)
 
     def check(self) -> None:
-        """Count the hosts."""
+        """Check the hosts, and count the workers that they make."""
         super().check()
         hosts = self.arguments.get("hosts")
         if not isinstance(hosts, list) or len(hosts) < 2:
@@ -38,60 +38,60 @@ class Ssh(Manager):
         self.n_workers = there
 
     def open(self) -> Any:
-        """Start it, and remember what comes over ssh meanwhile."""
-        self.heard = Heard()
+        """Start the cluster, and keep the last lines that come over ssh."""
+        self.last_lines = LastLines()
         logger = logging.getLogger("distributed.deploy.ssh")
         level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        logger.addHandler(self.heard)
+        logger.addHandler(self.last_lines)
         try:
-            # Whether a process is up is read from what it logs.
+            # Dask reads from these log lines whether a process has started.
             with dask.config.set({"logging.distributed": "info"}):
                 cluster = super().open()
         finally:
-            logger.removeHandler(self.heard)
+            logger.removeHandler(self.last_lines)
             logger.setLevel(level)
             logger.propagate = propagate
         for process in (cluster.scheduler, *cluster.workers.values()):
             for stream in (process.proc.stdout, process.proc.stderr):
-                cluster.loop.add_callback(self.heard.read_on, stream)
+                cluster.loop.add_callback(self.last_lines.read, stream)
         return cluster
 
-    def size(self, cluster: Any, workers: int) -> None:
-        """The hosts say how many there are."""
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Do nothing: the list of hosts determines the number of workers."""
 
-    def ask(self, cluster: Any) -> str:
-        """Say what came over ssh."""
-        return f"the hosts said: {' | '.join(self.heard.lines)}" if self.heard.lines else ""
+    def status(self, cluster: Any) -> str:
+        """Repeat the last lines that came over ssh."""
+        return f"the hosts said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
 
     def explain(self, error: BaseException) -> str:
-        """Say what came over ssh, and what can be wrong there."""
-        said = super().explain(error)
-        heard = f". It said: {' | '.join(self.heard.lines)}" if self.heard.lines else ""
+        """Add the last lines that came over ssh, and what can be wrong there."""
+        reason = super().explain(error)
+        output = f". It said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
         return (
-            f"{said}{heard}. `ssh <host>` has to work without a password (keys and users: cluster.connect_options), "
+            f"{reason}{output}. `ssh <host>` has to work without a password (keys and users: cluster.connect_options), "
             "and cluster.remote_python has to be a Python with ddp_hydra on every host"
         )
 
 
-class Heard(logging.Handler):
-    """Keeps the last lines."""
+class LastLines(logging.Handler):
+    """Keeps the last lines of a log, and of processes' output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging."""
-        self.hear(record.getMessage())
+        """Keep a log record's message."""
+        self.add(record.getMessage())
 
-    def hear(self, line: str) -> None:
+    def add(self, line: str) -> None:
         """Keep a line."""
         self.lines = [*self.lines, line.strip()][-KEPT_LINES:]
 
-    async def read_on(self, stream: Any) -> None:
-        """Read what nobody else reads: a process whose output is not read would stop one day."""
+    async def read(self, stream: Any) -> None:
+        """Read a process's output to its end: a process whose output nobody reads blocks at some time."""
         with suppress(OSError):
             async for line in stream:
-                self.hear(line)
+                self.add(line)

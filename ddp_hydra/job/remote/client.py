@@ -161,7 +161,7 @@ def check(cfg: DictConfig) -> None:
     checks.check(cfg)
     if connect.is_inline(cfg.cluster):
         raise ConfigError("results.handler=cluster needs a cluster, and cluster=inline is none: leave one of them out")
-    stays = cfg.cluster.get("keep") or cfg.cluster.get("_target_") == f"{connect.Remote.__module__}.Remote"
+    stays = cfg.cluster.get("keep") or connect.is_remote(cfg.cluster)
     if cfg.detach and (connect.is_local(cfg.cluster) or not stays):
         raise ConfigError(
             f"detach=true: the cluster {cfg.cluster.get('_target_')} ends with this command, and the run would end "

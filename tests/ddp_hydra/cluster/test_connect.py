@@ -15,13 +15,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.cluster.connection import without_broadcasts
-from ddp_hydra.cluster.kinds import local, slurm
+from ddp_hydra.cluster.connection import without_broadcast_errors
+from ddp_hydra.cluster.kinds import slurm
 from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.cluster.kinds.local import LocalCuda
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.schema import register
 from ddp_hydra.errors import ClusterError
+from ddp_hydra.rank import gpus as gpus_of_host
 
 CONF = Path(__file__).parents[3] / "conf"
 OPTIONS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
@@ -48,7 +49,7 @@ def refused(name: str, *overrides: str) -> str:
 def gpus(monkeypatch):
     """Two GPUs, and a dask_cuda that only takes arguments."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(local, "gpus", lambda: 2)
+    monkeypatch.setattr(gpus_of_host, "count", lambda: 2)
     package = types.ModuleType("dask_cuda")
     package.__spec__ = importlib.util.spec_from_loader("dask_cuda", None)
     package.LocalCUDACluster = StandIn
@@ -153,7 +154,7 @@ def test_memory_is_not_watched_by_dask_where_ranks_are_not_counted():
 
 def test_calls_that_a_worker_does_not_answer_are_not_told_by_a_scheduler_of_this_process(caplog):
     scheduler = logging.getLogger("distributed.scheduler")
-    with without_broadcasts():
+    with without_broadcast_errors():
         scheduler.error("broadcast to tcp://127.0.0.1:1 failed: CommClosedError: in <TCP (closed) >")
         scheduler.error("anything else")
     scheduler.error("broadcast to nobody")
@@ -162,10 +163,10 @@ def test_calls_that_a_worker_does_not_answer_are_not_told_by_a_scheduler_of_this
 
 def test_what_sbatch_said_is_taken_out_of_the_report():
     report = "Command exited with non-zero exit code.\nExit code: 1\nCommand:\nsbatch x.sh\nstdout:\n\nstderr:\n"
-    assert slurm.words(report + "sbatch: error: no such thing\nsbatch: error: Batch job submission failed\n\n") == (
-        "no such thing; Batch job submission failed"
-    )
-    assert slurm.words("Could not parse job id\nfrom it") == "Could not parse job id; from it"
+    assert slurm.sbatch_message(
+        report + "sbatch: error: no such thing\nsbatch: error: Batch job submission failed\n\n"
+    ) == ("no such thing; Batch job submission failed")
+    assert slurm.sbatch_message("Could not parse job id\nfrom it") == "Could not parse job id; from it"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_what_sbatch_said_is_taken_out_of_the_report():
 def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(given, ours, tmp_path, monkeypatch):
     folder = tmp_path / '100% "x"'
     chosen = slurm.Slurm(option("slurm", f"cluster.job_extra_directives={given}"), folder)
-    monkeypatch.setattr(chosen, "call", lambda target, arguments: arguments["job_extra_directives"])
+    monkeypatch.setattr(chosen, "instantiate", lambda target, arguments: arguments["job_extra_directives"])
     output = f'--output="{tmp_path}/100%% \\"x\\"/slurm-%j.out"'
     assert chosen.open() == given + [output] * ours
     assert folder.is_dir() == ours
@@ -192,7 +193,7 @@ def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(giv
 
 def test_local_cuda_without_a_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(local, "gpus", lambda: 0)
+    monkeypatch.setattr(gpus_of_host, "count", lambda: 0)
     said = refused("local_cuda")
     assert "cluster=local_cuda needs a GPU" in said
     assert "train on the CPU with cluster=local" in said
@@ -234,7 +235,7 @@ def test_local_cuda_gets_its_arguments(gpus, given, workers):
 def test_gpus_are_counted_without_torch():
     import subprocess
 
-    script = "import sys; from ddp_hydra.cluster.kinds.local import gpus; print(gpus() >= 0, 'torch' in sys.modules)"
+    script = "import sys; from ddp_hydra.rank import gpus; print(gpus.count() >= 0, 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["True", "False"]
 

@@ -13,7 +13,7 @@ import pytest
 
 import ddp_hydra
 from ddp_hydra.cluster import preflight, scheduler_plugin, worker_probe
-from ddp_hydra.cluster.by_source import Shipped
+from ddp_hydra.cluster.by_source import BySource
 from ddp_hydra.errors import ClusterError, ConfigError
 
 HERE = platform.python_version()
@@ -28,8 +28,8 @@ def there(python: str = HERE, ours: str | None = ddp_hydra.__version__, torch: s
 # -- functions that travel as text -------------------------------------------------------------------------
 
 
-def test_a_shipped_function_arrives_where_its_module_is_not_installed(tmp_path):
-    data = pickle.dumps([Shipped(scheduler_plugin.choose), Shipped(scheduler_plugin.natural)])
+def test_a_function_by_source_arrives_where_its_module_is_not_installed(tmp_path):
+    data = pickle.dumps([BySource(scheduler_plugin.choose), BySource(scheduler_plugin.natural)])
     (tmp_path / "data").write_bytes(data)
     script = (
         "import pathlib, pickle, sys\n"

@@ -89,7 +89,7 @@ def test_a_key_that_is_missing_is_named(option, key):
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
     validate.check(cfg)
-    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.connect.Inline"
+    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.kinds.inline.Inline"
 
 
 def test_the_words_of_the_card():

@@ -232,7 +232,7 @@ def nothing_left(client: Client) -> None:
 
     def look(dask_scheduler: Any) -> list[str]:
         topics = [name for name in dask_scheduler._broker._topics if name.startswith("job-")]
-        held = getattr(dask_scheduler, "_ddp_hydra_book", {})
+        held = getattr(dask_scheduler, "_ddp_hydra_reservations", {})
         return [str(key) for key in dask_scheduler.tasks] + topics + list(held)
 
     def spooled(dask_worker: Any) -> list[str]:

@@ -42,7 +42,9 @@ def strict(node: Any) -> Any:
 def created(monkeypatch, **changes: Any) -> dict[str, Any]:
     """The arguments with which KubeCluster is called."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(Kubernetes, "call", lambda self, target, arguments: given.update(arguments, _target_=target))
+    monkeypatch.setattr(
+        Kubernetes, "instantiate", lambda self, target, arguments: given.update(arguments, _target_=target)
+    )
     Kubernetes(OmegaConf.merge(OPTION, changes)).open()
     return given
 

@@ -28,7 +28,7 @@ class Cluster:
 
 def local(monkeypatch, **arguments: Any) -> Local:
     made = Local(OmegaConf.create({"_target_": f"{__name__}.Cluster", **arguments}))
-    monkeypatch.setattr(made, "call", lambda target, given: Cluster(**given))
+    monkeypatch.setattr(made, "instantiate", lambda target, given: Cluster(**given))
     return made
 
 
