@@ -1,4 +1,4 @@
-"""A folder of shards on the local disk, that all processes of a host share and keep within a number of bytes."""
+"""A folder of shards on the local disk: all processes of a host share it, and keep it within a budget."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import os
 import re
 import time
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from ddp_hydra.data.shards.index import Shard, shown
 from ddp_hydra.data.user_cache import private_folder
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
-"""Only such files are ever removed, whatever else is in the folder."""
+"""Only files with such names are ever removed from the folder."""
 _BUSY_S = 0.002
 
 
@@ -28,9 +30,9 @@ class Kept:
 
     Args:
         name: of its file.
-        size: with its index, bytes.
-        used_ns: when it was downloaded or last used.
-        read_ns: when it was last opened or finished with; 0: never.
+        size: bytes, with the index of its members.
+        used_ns: when it was downloaded or last used, ns since 1970.
+        read_ns: when a process last opened it or was done with it, ns since 1970; 0: never.
     """
 
     name: str
@@ -39,49 +41,59 @@ class Kept:
     read_ns: int
 
 
-def eviction_rank(file: Kept, ours: Collection[str], awaited: Mapping[str, int]) -> tuple[int, int]:
-    """Say when a shard has to go: the lowest rank first.
+def eviction_rank(file: Kept, files: Collection[str], needed: Mapping[str, int]) -> tuple[int, int]:
+    """Return the sort key of a shard for eviction: the lowest goes first.
 
-    Every shard is read once in an epoch. So the one just read is the one not needed for the longest time, and what
-    has not been read yet stays: a cache of half the data set saves half of the downloads, where the usual "least
-    recently used first" would drop each shard just before it is read again.
+    Every shard is read once in an epoch. So the shard that was read last is the one that is not needed for the longest
+    time, and a shard that has not been read yet stays: a cache of half the data set saves half of the downloads. The
+    usual rule, "least recently used first", would drop each shard just before it is read again.
 
     Args:
         file: the shard.
-        ours: the files of the index that is being read.
-        awaited: place in line of the files that this process is about to read.
+        files: the files of the index that is being read.
+        needed: {file: place in the order} of the files that this process still needs.
 
     Returns:
-        0: of another index, by last use; 1: read, the latest first; 2: awaited, the farthest first; 3 and 4:
-        downloaded ahead and not read yet, for others and for this process.
+        First number: 0: a shard of another index, the least recently used first; 1: not needed any more, the last one
+        read first; 2: still needed, or downloaded for another process, the one that is needed last first.
     """
-    if file.name not in ours:
+    if file.name not in files:
         return 0, file.used_ns
-    if file.name in awaited:
-        return (2 if file.read_ns else 4), -awaited[file.name]
-    return (1, -file.read_ns) if file.read_ns else (3, file.used_ns)
+    if file.name in needed or not file.read_ns:
+        return 2, -needed.get(file.name, 0)
+    return 1, -file.read_ns
+
+
+def file_name(shard: Shard, endpoint_url: str | None) -> str:
+    """Return the name of a shard's file: a different one for each URL, store, size and MD5.
+
+    Args:
+        shard: the shard.
+        endpoint_url: of s3:// URLs.
+    """
+    endpoint = endpoint_url if shard.url.startswith("s3:") else None
+    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
+    readable = re.sub(r"[^\w.-]", "_", shown(shard.url).rpartition("/")[2], flags=re.ASCII)
+    readable = re.sub(r"(\.tar(\.gz)?|\.tgz)$", "", readable)[-60:]
+    return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{readable}.tar"
 
 
 def with_index(n_bytes: int) -> int:
-    """Return what a shard of so many bytes takes at most, together with the index of its members."""
+    """Return the most bytes that a shard of `n_bytes` takes together with the index of its members."""
     return n_bytes + n_bytes // 16 + 4096 if n_bytes else 0
-
-
-POLITE = 1
-"""Up to this rank a shard may go for one that is not needed yet."""
 
 
 class ShardFolder:
     """Finds, adds and evicts the files of one folder.
 
-    Every reader holds a shared lock on the file it reads, every writer an exclusive one on the `.part` that it
-    fills: the kernel lets go of them when a process dies. Nobody waits for a lock that belongs to a name: after
-    each lock it is checked that the name still means the same file.
+    Every reader holds a shared lock on the file that it reads, every writer an exclusive lock on the `.part` file that
+    it fills. The kernel releases the locks when a process dies. A name may get another file at any time, so after each
+    lock it is checked that the name still means the locked file.
 
     Args:
-        path: the folder; it is made where it is missing. Where others may write to it, a part of it is used, see
+        path: the folder; it is made if it is missing. If others may write to it, a folder in it is used, see
             `private_folder`.
-        budget_bytes: what all its shards may take.
+        budget_bytes: the most that all shards in it may take.
 
     Raises:
         OSError: it can't be made.
@@ -92,7 +104,7 @@ class ShardFolder:
         self.budget_bytes = budget_bytes
 
     def open(self, name: str) -> int | None:
-        """Open a shard for reading: nobody evicts it before the descriptor, and all that is mapped of it, is gone."""
+        """Open a shard for reading, or return None; it stays until its descriptor and all mappings are closed."""
         while True:
             try:
                 descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -104,13 +116,13 @@ class ShardFolder:
             time.sleep(_BUSY_S)
 
     def claim(self, name: str) -> int | None:
-        """Open the empty `.part` of a shard for writing; None where another is at it, or was just done.
+        """Open the empty `.part` file of a shard for writing; return None if another process fills it or has done so.
 
-        What a killed process left there is taken over.
+        A `.part` file that a killed process left is emptied and used.
         """
         part = self._part(name)
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not _lock(descriptor, fcntl.LOCK_EX) or not _is(part, descriptor):
+        if not _lock(descriptor, fcntl.LOCK_EX) or not _is_same_file(part, descriptor):
             os.close(descriptor)
             return None
         if (self.path / name).exists():
@@ -120,30 +132,29 @@ class ShardFolder:
         return descriptor
 
     def reserve(
-        self, part: int, n_bytes: int, ours: Collection[str], awaited: Mapping[str, int], polite: bool
+        self, part: int, n_bytes: int, files: Collection[str], needed: Mapping[str, int], evict_needed: bool
     ) -> str | None:
-        """Let a `.part` grow to so many bytes, and evict what must go for it.
+        """Let a `.part` file grow, and evict shards if that is necessary.
 
         Args:
             part: its descriptor.
-            n_bytes: the size it shall have.
-            ours: as in `eviction_rank`.
-            awaited: as in `eviction_rank`.
-            polite: evict nothing that may still be needed.
+            n_bytes: its new size.
+            files: as in `eviction_rank`.
+            needed: as in `eviction_rank`.
+            evict_needed: evict also shards that are still needed.
 
         Returns:
-            Why there is no room, or None where there is.
+            Why there is no space, or None if there is.
         """
-        with self._alone():
-            kept, total = self._look()
+        with self._exclusive():
+            kept, total = self._scan()
             size, disk = os.fstat(part).st_size, os.fstatvfs(part)
             beyond_budget = total + with_index(n_bytes) - with_index(size) - self.budget_bytes
             beyond_disk = n_bytes - size - disk.f_bavail * disk.f_frsize
-            ranks = {file.name: eviction_rank(file, ours, awaited) for file in kept}
-            candidates = [file for file in kept if not polite or ranks[file.name][0] <= POLITE]
-            candidates.sort(key=lambda file: ranks[file.name])
+            ranked = sorted((eviction_rank(file, files, needed), file.name, file) for file in kept)
+            candidates = [file for (kind, _), _, file in ranked if evict_needed or kind < 2]
             if not self._evict(candidates, max(beyond_budget, beyond_disk)):
-                return "the disk is full" if beyond_disk > beyond_budget else "all that is there is in use"
+                return "the disk is full" if beyond_disk > beyond_budget else "all shards in it are in use"
             try:
                 _allocate(part, n_bytes)
             except OSError as error:
@@ -153,49 +164,49 @@ class ShardFolder:
             return None
 
     def publish(self, part: int, name: str) -> None:
-        """Give a complete `.part` its name; its descriptor is then one of a reader."""
-        with self._alone():  # who counts meanwhile might find it under neither name
+        """Give a complete `.part` file its final name; its descriptor becomes that of a reader."""
+        with self._exclusive():  # a process that scans the folder now might find it under neither name
             self._part(name).rename(self.path / name)
         fcntl.flock(part, fcntl.LOCK_SH)
 
     def abandon(self, part: int, name: str) -> None:
-        """Remove a `.part`."""
+        """Remove a `.part` file."""
         self._part(name).unlink(missing_ok=True)
         os.close(part)
 
     def is_certain(self, descriptor: int, name: str) -> bool:
-        """Whether a shard is whole for sure.
+        """Return whether a shard is complete for sure.
 
-        It has its name before the disk has all of it, for that may take longer than the download did; the index of
-        its members is saved after. A shard without one that is older than the running system may have lost its
-        content when the last one crashed.
+        A shard gets its name before the disk has all of it, because writing may take longer than the download. The
+        index of its members is saved after that. A shard without an index that is older than the last boot may have
+        lost its content in a crash.
         """
         return self.index_path(name).exists() or os.fstat(descriptor).st_ctime > _booted_at()
 
     def discard(self, descriptor: int, name: str) -> None:
-        """Remove a shard that is damaged, if its name still means the opened file."""
-        if _is(self.path / name, descriptor):
+        """Remove a damaged shard, if its name still means the open file."""
+        if _is_same_file(self.path / name, descriptor):
             self._remove(name)
 
     def index_path(self, name: str) -> Path:
-        """Return where the index of a shard's members is saved."""
+        """Return the path of the saved index of a shard's members."""
         return self.path / f"{name}.npz"
 
     def note_read(self, name: str) -> None:
-        """Remember that a shard was read just now."""
+        """Note on the disk that a shard was read just now."""
         with contextlib.suppress(OSError):
             os.utime(self.path / name)
 
     def note_fetched(self, part: int) -> None:
-        """Remember that a shard has not been read yet."""
+        """Note on the disk that a shard has not been read yet."""
         os.utime(part, ns=(time.time_ns(), 0))
 
-    def ask_for_room(self) -> None:
-        """Ask all processes to let go of shards that they could open again."""
+    def ask_for_space(self) -> None:
+        """Ask all processes to close their shards."""
         (self.path / "wanted").touch(mode=0o600)
 
-    def last_asked_ns(self) -> int:
-        """Return when somebody asked for room; 0: never."""
+    def asked_ns(self) -> int:
+        """Return when a process last asked for space, ns since 1970; 0: never."""
         try:
             return (self.path / "wanted").stat().st_mtime_ns
         except OSError:
@@ -205,8 +216,8 @@ class ShardFolder:
         return self.path / f"{name}.part"
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep all others from counting and evicting."""
+    def _exclusive(self) -> Iterator[None]:
+        """Keep other processes from scanning and evicting during the block."""
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -214,8 +225,8 @@ class ShardFolder:
         finally:
             os.close(descriptor)
 
-    def _look(self) -> tuple[list[Kept], int]:
-        """Return the shards and the bytes that all files take, without those that a killed process left."""
+    def _scan(self) -> tuple[list[Kept], int]:
+        """Return the shards, and the bytes that all files take; remove the files that killed processes left."""
         files: dict[str, os.stat_result] = {}
         kinds: dict[str, str] = {}
         with os.scandir(self.path) as entries:
@@ -228,7 +239,7 @@ class ShardFolder:
             if kind == ".npz" and name.removesuffix(kind) not in files:
                 (self.path / name).unlink(missing_ok=True)
                 del files[name]
-            elif kind.endswith(".part") and self._remove_left_over(name):
+            elif kind.endswith(".part") and self._remove_if_abandoned(name):
                 del files[name]
         kept, total = [], 0
         for name, status in files.items():
@@ -242,14 +253,14 @@ class ShardFolder:
                 kept.append(Kept(name, size, used_ns, status.st_mtime_ns))
         return kept, total
 
-    def _remove_left_over(self, name: str) -> bool:
-        """Remove a `.part` that nobody fills, while nobody can begin to; whether it was one."""
+    def _remove_if_abandoned(self, name: str) -> bool:
+        """Remove a `.part` file if no process fills it; return whether it was removed."""
         try:
             descriptor = os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:
-            if not _lock(descriptor, fcntl.LOCK_EX) or not _is(self.path / name, descriptor):
+            if not _lock(descriptor, fcntl.LOCK_EX) or not _is_same_file(self.path / name, descriptor):
                 return False
             (self.path / name).unlink()
             return True
@@ -257,7 +268,7 @@ class ShardFolder:
             os.close(descriptor)
 
     def _evict(self, candidates: list[Kept], n_bytes: int) -> bool:
-        """Remove the first of the files that nobody uses, or none where they are too few."""
+        """Remove the first files that no process uses, until `n_bytes` are free; remove none if they are too few."""
         locked: list[tuple[int, str]] = []
         try:
             for file in candidates:
@@ -297,8 +308,8 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _is(path: Path, descriptor: int) -> bool:
-    """Whether a name still means an open file."""
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Return whether a name still means an open file."""
     try:
         there, here = path.stat(), os.fstat(descriptor)
     except FileNotFoundError:
@@ -307,7 +318,7 @@ def _is(path: Path, descriptor: int) -> bool:
 
 
 def _allocate(descriptor: int, n_bytes: int) -> None:
-    """Take the space at once, where the file system can: a disk that is full says so before the download."""
+    """Take the space at once, if the file system can: so a full disk is noticed before the download."""
     if not n_bytes:
         return
     try:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.data.shards import cache as shard_cache
 from ddp_hydra.data.shards import cache_folder as shard_folder
 from ddp_hydra.data.shards import download as shard_download
 from ddp_hydra.data.shards.cache import ShardCache
@@ -81,7 +80,7 @@ def files(folder: Path) -> list[str]:
 
 def settle(cache: ShardCache) -> None:
     """Wait for the indexes of members."""
-    cache._settling.submit(lambda: None).result()
+    cache._cached._index_saver.submit(lambda: None).result()
 
 
 def wait_until(condition, timeout_s: float = 10.0) -> None:
@@ -465,7 +464,7 @@ def test_what_is_in_use_is_not_evicted(server, cache_of, tmp_path):
     cache = cache_of(shards, 2 * SIZE, wait_s=0.2)
     views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
     with pytest.raises(
-        OSError, match=r"no room for a shard .* all that is there is in use.*data\.cache_gb=1"
+        OSError, match=r"no space for a shard .* all shards in it are in use.*data\.cache_gb=1"
     ) as caught:
         cache.open(2)
     assert "data.cache_dir=" in str(caught.value)
@@ -475,14 +474,23 @@ def test_what_is_in_use_is_not_evicted(server, cache_of, tmp_path):
     assert total(tmp_path / "cache") <= 2 * SIZE
 
 
-def test_room_that_others_keep_without_need_is_asked_for(server, cache_of):
+def test_other_processes_are_asked_to_close_the_shards_that_they_keep_open(server, cache_of):
     shards = serve(server, "abc")
-    mine, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
-    shard_cache._caches.discard(other)  # as if it was in another process
+    cache, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
     label(other, 0)
     label(other, 1)
-    assert label(mine, 2) == 2 * COUNT
+    assert label(cache, 2) == 2 * COUNT
     assert len(other.held) <= 1
+
+
+def test_a_process_that_waits_for_space_gets_it_from_one_that_will_read_on(server, cache_of):
+    shards = serve(server, "abc")
+    cache, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
+    other.expect([0, 1])
+    label(other, 0)
+    label(other, 1)
+    assert label(cache, 2) == 2 * COUNT
+    assert [label(other, number) for number in (0, 1)] == [0, COUNT]
 
 
 def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_path):
@@ -516,7 +524,7 @@ def test_on_a_full_disk_older_shards_go(server, cache_of, monkeypatch, tmp_path)
 
     monkeypatch.setattr(os, "fstatvfs", full)
     assert label(cache, 1) == COUNT
-    assert files(tmp_path / "cache") == ["b.tar", "lock", "wanted"]
+    assert files(tmp_path / "cache") == ["b.tar", "lock"]
 
 
 def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_path):
@@ -531,7 +539,7 @@ def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_p
     assert sum(path.stat().st_size == 10 * SIZE for path in folder.iterdir()) == 4
 
 
-def test_the_leftovers_of_killed_processes_go_when_room_is_needed(server, cache_of, tmp_path):
+def test_the_leftovers_of_killed_processes_go_when_space_is_needed(server, cache_of, tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     old = f"{'0' * 32}-old.tar"
@@ -563,20 +571,20 @@ def test_the_order_of_eviction():
     def kept(name: str, used: int, read: bool = True) -> Kept:
         return Kept(name, 1, used, used if read else 0)
 
-    ours = {"early", "late", "near", "far", "ahead", "for others"}
-    awaited = {"near": 3, "far": 9, "ahead": 2}
+    index = {"early", "late", "near", "far", "prefetched", "for others"}
+    needed = {"near": 3, "far": 9, "prefetched": 2}
     expected = [
         kept("other index, old", 1), kept("other index, new", 90), kept("late", 80), kept("early", 20), kept("far", 10),
-        kept("near", 50), kept("for others", 60, read=False), kept("ahead", 70, read=False),
+        kept("near", 50), kept("prefetched", 70, read=False), kept("for others", 60, read=False),
     ]  # fmt: skip
     shuffled = random.Random(0).sample(expected, len(expected))
-    assert sorted(shuffled, key=lambda file: eviction_rank(file, ours, awaited)) == expected
+    assert sorted(shuffled, key=lambda file: eviction_rank(file, index, needed)) == expected
 
 
-def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, prefetch: int) -> tuple[float, float]:
+def simulated_hits(n_shards: int, capacity: int, epochs: int, shuffled: bool, prefetch: int) -> tuple[float, float]:
     """Hit rates of `eviction_rank` and of the usual least recently used, after the first epoch."""
     chance, clock = random.Random(0), 0
-    ours = {str(number) for number in range(n_shards)}
+    index = {str(number) for number in range(n_shards)}
     cache: dict[str, Kept] = {}
     usual: OrderedDict[str, None] = OrderedDict()
     hits = usual_hits = 0
@@ -585,11 +593,11 @@ def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, prefet
         if shuffled:
             chance.shuffle(order)
         for place, name in enumerate(order):
-            awaited = {later: distance for distance, later in enumerate(order[place:])}
+            needed = {later: distance for distance, later in enumerate(order[place:])}
             for wanted in order[place : place + 1 + prefetch]:
                 if wanted not in cache:
-                    while len(cache) >= room:
-                        del cache[min(cache.values(), key=lambda file: eviction_rank(file, ours, awaited)).name]
+                    while len(cache) >= capacity:
+                        del cache[min(cache.values(), key=lambda file: eviction_rank(file, index, needed)).name]
                     cache[wanted] = Kept(wanted, 1, clock, 0)
                     hits -= epoch > 0
             clock += 1
@@ -598,7 +606,7 @@ def simulated_hits(n_shards: int, room: int, epochs: int, shuffled: bool, prefet
             usual_hits += epoch > 0 and name in usual
             usual[name] = None
             usual.move_to_end(name)
-            if len(usual) > room:
+            if len(usual) > capacity:
                 usual.popitem(last=False)
     reads = (epochs - 1) * n_shards
     return hits / reads, usual_hits / reads
@@ -677,7 +685,7 @@ def test_close_ends_downloads_that_are_under_way(server, cache_of, tmp_path):
     wait_until(lambda: server.gets("/a.tar") and server.gets("/b.tar"))
     threading.Timer(0.1, server.gate.set).start()
     cache.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "look-ahead"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "shard-prefetch"]
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
@@ -774,13 +782,13 @@ def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(t
     folder = ShardFolder(tmp_path, 2**30)
     done = threading.Event()
 
-    def look() -> None:
+    def scan() -> None:
         while not done.is_set():
-            folder._look()
+            folder._scan()
 
-    lookers = [threading.Thread(target=look) for _ in range(3)]
-    for looker in lookers:
-        looker.start()
+    scanners = [threading.Thread(target=scan) for _ in range(3)]
+    for scanner in scanners:
+        scanner.start()
     try:
         name, claimed = f"{0:032x}-a.tar", 0
         while claimed < 1500:
@@ -793,5 +801,5 @@ def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(t
             os.close(part)
     finally:
         done.set()
-        for looker in lookers:
-            looker.join()
+        for scanner in scanners:
+            scanner.join()

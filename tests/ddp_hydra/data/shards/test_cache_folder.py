@@ -18,7 +18,7 @@ def test_a_shard_that_gets_its_name_while_it_is_counted_is_counted(tmp_path, mon
     """The budget would be exceeded: a name is listed, the file has another one when its size is asked for."""
     folder = ShardFolder(tmp_path, with_index(SIZE))
     part, other = folder.claim(NAME), folder.claim(OTHER)
-    assert folder.reserve(part, SIZE, {NAME, OTHER}, {}, polite=True) is None
+    assert folder.reserve(part, SIZE, {NAME, OTHER}, {}, evict_needed=False) is None
     publisher = threading.Thread(target=folder.publish, args=(part, NAME))
     listed = os.scandir
 
@@ -38,7 +38,7 @@ def test_a_shard_that_gets_its_name_while_it_is_counted_is_counted(tmp_path, mon
 
     monkeypatch.setattr(module.os, "scandir", Slow)
     try:
-        assert folder.reserve(other, SIZE, {NAME, OTHER}, {}, polite=True) == "all that is there is in use"
+        assert folder.reserve(other, SIZE, {NAME, OTHER}, {}, evict_needed=False) == "all shards in it are in use"
     finally:
         publisher.join()
         os.close(part)
