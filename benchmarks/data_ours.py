@@ -61,10 +61,10 @@ def listing(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 def shards(endpoint: str, folder: str) -> Any:
-    """The shards as a user opens them, undecoded as wids without transformations."""
+    """Return the shards as a user opens them."""
     from ddp_hydra.data.wids import WidsShards
 
-    return WidsShards(f"{endpoint}/{BUCKET}/shards/index.json", cache_dir=folder, decode=False)
+    return WidsShards(f"{endpoint}/{BUCKET}/shards/index.json", cache_dir=folder)
 
 
 def shards_random(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
@@ -91,7 +91,7 @@ def shards_cold(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 def read_shards(dataset: Any, order: list[int]) -> int:
     """Read samples in batches, as our loader does."""
-    return sum(common.touched(dataset.__getitems__(batch)) for batch in common.in_batches(order))
+    return sum(common.touched([dataset.fields(index) for index in batch]) for batch in common.in_batches(order))
 
 
 PARTS = {

@@ -1,10 +1,10 @@
-"""Samples in tar shards that a wids index lists, each within reach at any time."""
+"""Random access to the samples in tar shards that a wids index lists."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,42 +12,38 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.shards.cache import GIB, OpenShard, ShardCache
-from ddp_hydra.data.shards.decode import decode_field
+from ddp_hydra.data.shards.cache import ShardCache
+from ddp_hydra.data.shards.cached_shards import GIB
 from ddp_hydra.data.shards.index import read_index, shown
+from ddp_hydra.data.shards.open_shard import OpenShard
 from ddp_hydra.storage import Access
-
-Sample = dict[str, Any]
 
 
 class WidsShards(Dataset):
-    """The samples of tar shards, as dicts: each field under its extension, ".jpg" or ".cls".
+    """The samples of tar shards, as dicts: the bytes of each field under its extension, ".jpg" or ".cls".
 
-    The index is read once, here; shards are opened when they are first needed, in each process anew. Those of this
-    machine are used where they are, others are kept in a cache on the local disk that all processes of a host
-    share. Open shards are mapped into memory, and reading a sample copies nothing. It can be pickled at any time,
-    and read from many threads.
+    The index is read once, here. Each process opens a shard when it first needs it. Shards of this machine are used
+    where they are; others are kept in a cache on the local disk that all processes of a host share. Open shards are
+    mapped into memory. The data set can be pickled at any time, and read by many threads.
 
     Args:
         index: a wids-shard-index-v1 JSON file: s3://bucket/key, http(s)://host/path, or a path.
-        base: the folder or URL below which the shards are; None: where the index says, or else beside it.
-        dataset: only the shards of the sub-dataset of this name; None: all.
-        cache_dir: where shards from elsewhere are kept; None: ddp_hydra/shards in the user's cache folder
-            (XDG_CACHE_HOME) of each host. Where others may write to it, each user has a part of it.
-        cache_gb: what that folder may take, GiB.
-        prefetch_shards: shards downloaded before they are needed, where `expect` says which.
+        base: the folder or URL that holds the shards; None: the one that the index names, else the index's own.
+        dataset: read only the sub-dataset of this name; None: read all.
+        cache_dir: the folder for shards from elsewhere; None: ddp_hydra/shards in the user's cache folder
+            (XDG_CACHE_HOME) of each host. If others may write to it, each user gets a folder in it.
+        cache_gb: the most that this folder may hold, GiB.
+        prefetch_shards: how many of the shards that `expect` named are downloaded before they are needed.
         access: how URLs are read; None: as the environment says.
-        decode: decode the fields by their extensions, see `decode_field`; false: leave them as they are in the mapped
-            shard (memoryviews, which another process can't be sent: there, make them bytes).
 
     Attributes:
         shards: the shards of the index.
-        shard_lengths: samples in each of them.
+        shard_lengths: how many samples each shard has.
         info: what the index says about the data, e.g. its classes.
-        name: of the index, or the sub-dataset.
+        name: of the index, or of the sub-dataset.
 
     Raises:
-        ValueError: an argument out of its range, or a file that is no such index.
+        ValueError: an argument is out of its range, or the file is not such an index.
         FileNotFoundError: there is no such file.
         PermissionError: it may not be read.
         ConnectionError: its host is not reachable.
@@ -65,19 +61,16 @@ class WidsShards(Dataset):
         cache_gb: float = 50,
         prefetch_shards: int = 4,
         access: Access | None = None,
-        decode: bool = True,
     ) -> None:
         access = access or Access(setting="data.index")
         found = read_index(index, base=base, dataset=dataset, access=access)
         self.shards, self.name, self.info = found.shards, found.name, found.info
         self.shard_lengths = [shard.n_samples for shard in self.shards]
-        self.decode = decode
-        self._transforms: list[Callable[[Sample], Sample]] = []
         self._cache = ShardCache(self.shards, cache_dir, int(cache_gb * GIB), prefetch=prefetch_shards, access=access)
-        self._reset()
+        self._set_process_state()
 
-    def _reset(self) -> None:
-        """Set what belongs to one process, and what is quickly computed."""
+    def _set_process_state(self) -> None:
+        """Set what belongs to one process, and what is computed fast enough not to be pickled."""
         self._ends = list(accumulate(self.shard_lengths))
         self._lock = threading.Lock()
         self._unread = bytearray()
@@ -85,79 +78,66 @@ class WidsShards(Dataset):
         self._left: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_ends", "_lock", "_unread", "_expected", "_left")
-        return {name: value for name, value in self.__dict__.items() if name not in mine}
+        left_out = ("_ends", "_lock", "_unread", "_expected", "_left")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._reset()
-
-    def add_transform(self, transform: Callable[[Sample], Sample]) -> WidsShards:
-        """Let `transform` have each sample, after those that were added before; return this data set."""
-        self._transforms.append(transform)
-        return self
+        self._set_process_state()
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a sample.
 
         Args:
             index: of the sample; negative ones count from the end.
 
         Returns:
-            Its fields, and `__key__`, `__dataset__`, `__index__`, `__shard__` (URL) and `__shardindex__`.
+            The bytes of its fields, and `__key__`, `__dataset__`, `__index__`, `__shard__` (URL) and `__shardindex__`
+            (the place in the shard).
 
         Raises:
             IndexError: there is no such sample.
-            ValueError: its shard is damaged or not what the index says, or a field can't be decoded.
-            FileNotFoundError: its shard is not there.
+            ValueError: its shard is damaged, or not what the index says.
+            FileNotFoundError: its shard does not exist.
             PermissionError: its shard may not be read.
             ConnectionError: the store of its shard is not reachable.
-            OSError: there is no room for its shard.
+            OSError: there is no space for its shard.
         """
         number, inner = self._find(index)
         shard = self._open(number, inner)
         described = self.shards[number]
-        sample: Sample = dict(shard.fields(inner))
-        if self.decode:
-            for extension, content in sample.items():
-                try:
-                    sample[extension] = decode_field(extension, content)
-                except ValueError as error:
-                    raise ValueError(
-                        f"sample {shard.members.key(inner)!r} of {shown(described.url)}: {error}"
-                    ) from None
-        sample["__key__"] = shard.members.key(inner)
-        sample["__dataset__"] = described.dataset
-        sample["__index__"] = self._ends[number] - described.n_samples + inner
-        sample["__shard__"] = described.url
-        sample["__shardindex__"] = inner
-        for transform in self._transforms:
-            sample = transform(sample)
-        return sample
+        return {
+            **{extension: bytes(content) for extension, content in shard.fields(inner).items()},
+            "__key__": shard.members.key(inner),
+            "__dataset__": described.dataset,
+            "__index__": self._ends[number] - described.n_samples + inner,
+            "__shard__": described.url,
+            "__shardindex__": inner,
+        }
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the samples of a batch."""
         return [self[index] for index in indices]
 
     def fields(self, index: int) -> dict[str, memoryview]:
-        """Return the bytes of a sample's fields under their extensions, without a copy; raises as `__getitem__`."""
+        """Return the fields of a sample by extension, without a copy; raises as `__getitem__`."""
         number, inner = self._find(index)
         return self._open(number, inner).fields(inner)
 
     def key(self, index: int) -> str:
-        """Return the name of a sample, for messages: its shard's URL, and its key where the shard is open."""
+        """Return the name of a sample, for messages: its shard, and its key if the shard is open, else its place."""
         number, inner = self._find(index)
         shard = self._cache.held.get(number)
         return f"{shown(self.shards[number].url)}/{shard.members.key(inner) if shard else f'[{inner}]'}"
 
     def expect(self, indices: Sequence[int] | np.ndarray) -> None:
-        """Say which samples are going to be read, in order, so that their shards are there in time.
+        """Say which samples will be read, so that their shards are downloaded before that.
 
         Args:
-            indices: of the samples that this process reads; it takes the place of what was expected before.
+            indices: (n,), of the samples that this process will read, in order. They replace those of the last call.
         """
         unread = np.zeros(len(self), np.uint8)
         unread[np.asarray(indices, np.int64)] = 1
@@ -170,11 +150,11 @@ class WidsShards(Dataset):
         self._cache.expect(shards[np.argsort(first)].tolist())
 
     def stats(self) -> dict[str, float]:
-        """Return what the shards cost this process so far.
+        """Return what reading the shards has cost this process so far.
 
         Returns:
-            downloads; bytes; requests; retries; cache_hits: shards that were there when they were opened; cache_misses;
-            waited_s: for shards, over all threads.
+            downloads; bytes; requests; retries; cache_hits: shards that were on the disk when they were opened;
+            cache_misses; waited_s: time spent on opening shards, over all threads.
         """
         counts, traffic = dict(self._cache.counts), self._cache.access.traffic
         return {
@@ -188,11 +168,11 @@ class WidsShards(Dataset):
         }
 
     def close(self) -> None:
-        """Stop the downloads and let go of the shards."""
+        """Stop the downloads and close the shards."""
         self._cache.close()
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the number of a sample's shard, and the sample's place there."""
+        """Return the number of a sample's shard, and the place of the sample in it."""
         count = self._ends[-1]
         if not -count <= index < count:
             raise IndexError(f"sample {index} was asked for, and there are {count:,}")
@@ -201,7 +181,7 @@ class WidsShards(Dataset):
         return number, index - (self._ends[number] - self.shard_lengths[number])
 
     def _open(self, number: int, inner: int) -> OpenShard:
-        """Return the shard of a sample that is going to be read now."""
+        """Return the shard of a sample, and note that the sample is read."""
         shard = self._cache.held.get(number)
         if shard is None:
             shard = self._cache.open(number)
@@ -210,7 +190,7 @@ class WidsShards(Dataset):
         return shard
 
     def _note_read(self, number: int, index: int) -> None:
-        """Notice where an expected shard begins to be read, and where all of it has been."""
+        """Note that an expected sample is read; tell the cache when the first or the last one of a shard is."""
         with self._lock:
             if not self._unread[index]:
                 return
@@ -225,7 +205,12 @@ class WidsShards(Dataset):
 
 
 def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memoryview | None:
-    """Return the first field whose last extension is one of these, in lower case."""
+    """Return the first field whose last extension is one of `extensions`, or None.
+
+    Args:
+        fields: of a sample.
+        extensions: in lower case, e.g. ".jpg".
+    """
     for extension, content in fields.items():
         if f".{extension.lower().rpartition('.')[2]}" in extensions:
             return content

@@ -60,7 +60,6 @@ class WidsImages(StoredImages):
             cache_gb=cache_gb,
             prefetch_shards=prefetch_shards,
             access=self.access,
-            decode=False,
         )
         self.shard_lengths = self.shards.shard_lengths
         self._starts = np.cumsum([0, *self.shard_lengths])

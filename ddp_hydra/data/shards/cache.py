@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import resource
 import threading
 import time
@@ -10,10 +12,9 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.data.shards.cache_folder import file_name
 from ddp_hydra.data.shards.cached_shards import GIB, CachedShards
 from ddp_hydra.data.shards.download import is_packed
-from ddp_hydra.data.shards.index import Shard
+from ddp_hydra.data.shards.index import Shard, shown
 from ddp_hydra.data.shards.open_shard import LocalShards, OpenShard
 from ddp_hydra.storage import Access
 
@@ -65,7 +66,7 @@ class ShardCache:
         self._settings = folder, budget_bytes, prefetch, connections, wait_s, self.access
         # The name of each shard in the cache; None: it is used where it is.
         self._names = [
-            None if shard.local and not is_packed(shard.url) else file_name(shard, self.access.endpoint_url)
+            None if shard.local and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
             for shard in self.shards
         ]
         self._set_process_state()
@@ -162,3 +163,17 @@ class ShardCache:
         with self._lock:
             for number in [number for number in self.held if number not in kept]:
                 del self.held[number]
+
+
+def _file_name(shard: Shard, endpoint_url: str | None) -> str:
+    """Return the name of a shard's file: a different one for each URL, store, size and MD5.
+
+    Args:
+        shard: the shard.
+        endpoint_url: of s3:// URLs.
+    """
+    endpoint = endpoint_url if shard.url.startswith("s3:") else None
+    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
+    readable = re.sub(r"[^\w.-]", "_", shown(shard.url).rpartition("/")[2], flags=re.ASCII)
+    readable = re.sub(r"(\.tar(\.gz)?|\.tgz)$", "", readable)[-60:]
+    return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{readable}.tar"

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import os
 import re
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hydra.data.shards.index import Shard, shown
 from ddp_hydra.data.user_cache import private_folder
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
@@ -64,20 +62,6 @@ def eviction_rank(file: Kept, files: Collection[str], needed: Mapping[str, int])
     return 1, -file.read_ns
 
 
-def file_name(shard: Shard, endpoint_url: str | None) -> str:
-    """Return the name of a shard's file: a different one for each URL, store, size and MD5.
-
-    Args:
-        shard: the shard.
-        endpoint_url: of s3:// URLs.
-    """
-    endpoint = endpoint_url if shard.url.startswith("s3:") else None
-    identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
-    readable = re.sub(r"[^\w.-]", "_", shown(shard.url).rpartition("/")[2], flags=re.ASCII)
-    readable = re.sub(r"(\.tar(\.gz)?|\.tgz)$", "", readable)[-60:]
-    return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{readable}.tar"
-
-
 def with_index(n_bytes: int) -> int:
     """Return the most bytes that a shard of `n_bytes` takes together with the index of its members."""
     return n_bytes + n_bytes // 16 + 4096 if n_bytes else 0
@@ -120,16 +104,14 @@ class ShardFolder:
 
         A `.part` file that a killed process left is emptied and used.
         """
-        part = self._part(name)
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not _lock(descriptor, fcntl.LOCK_EX) or not _is_same_file(part, descriptor):
-            os.close(descriptor)
+        part = _open_locked(self._part(name), os.O_CREAT)
+        if part is None:
             return None
         if (self.path / name).exists():
-            self.abandon(descriptor, name)
+            self.abandon(part, name)
             return None
-        os.ftruncate(descriptor, 0)
-        return descriptor
+        os.ftruncate(part, 0)
+        return part
 
     def reserve(
         self, part: int, n_bytes: int, files: Collection[str], needed: Mapping[str, int], evict_needed: bool
@@ -255,40 +237,29 @@ class ShardFolder:
 
     def _remove_if_abandoned(self, name: str) -> bool:
         """Remove a `.part` file if no process fills it; return whether it was removed."""
-        try:
-            descriptor = os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        part = _open_locked(self.path / name)
+        if part is None:
             return False
-        try:
-            if not _lock(descriptor, fcntl.LOCK_EX) or not _is_same_file(self.path / name, descriptor):
-                return False
-            (self.path / name).unlink()
-            return True
-        finally:
-            os.close(descriptor)
+        (self.path / name).unlink()
+        os.close(part)
+        return True
 
     def _evict(self, candidates: list[Kept], n_bytes: int) -> bool:
         """Remove the first files that no process uses, until `n_bytes` are free; remove none if they are too few."""
-        locked: list[tuple[int, str]] = []
-        try:
+        names = []
+        with contextlib.ExitStack() as locks:
             for file in candidates:
                 if n_bytes <= 0:
                     break
-                with contextlib.suppress(FileNotFoundError):
-                    descriptor = os.open(self.path / file.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                    if _lock(descriptor, fcntl.LOCK_EX):
-                        locked.append((descriptor, file.name))
-                        n_bytes -= file.size
-                    else:
-                        os.close(descriptor)
+                if (descriptor := _open_locked(self.path / file.name)) is not None:
+                    locks.callback(os.close, descriptor)
+                    names.append(file.name)
+                    n_bytes -= file.size
             if n_bytes > 0:
                 return False
-            for _, name in locked:
+            for name in names:
                 self._remove(name)
             return True
-        finally:
-            for descriptor, _ in locked:
-                os.close(descriptor)
 
     def _remove(self, name: str) -> None:
         self.index_path(name).unlink(missing_ok=True)
@@ -298,6 +269,18 @@ class ShardFolder:
 @functools.cache
 def _booted_at() -> float:
     return psutil.boot_time()
+
+
+def _open_locked(path: Path, flags: int = 0) -> int | None:
+    """Open a file for writing and lock it; return None if it does not exist, or another process has locked it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except FileNotFoundError:
+        return None
+    if _lock(descriptor, fcntl.LOCK_EX) and _is_same_file(path, descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _lock(descriptor: int, kind: int) -> bool:

