@@ -1,25 +1,25 @@
-"""Everything that ddp_hydra raises on purpose.
+"""Define everything that ddp_hydra raises on purpose.
 
 DdpHydraError
 ├── ConfigError            the composed config cannot be a job
 │   └── TakenOver          another driver writes the results of this run
 ├── ClusterError           no cluster, or not enough workers in time
-│   └── SchedulerLost      the connection to the scheduler is cut, or it has ended
-├── RecordError            a record is malformed, or points out of the run directory
+│   └── SchedulerLost      the scheduler has ended, or the connection to it is lost
+├── RecordError            a record is malformed, or its path leaves the run directory
 ├── CheckpointError        a checkpoint is missing, damaged, or not for this model
-├── DataError              too much of a data set can't be read
+├── DataError              too much of a data set cannot be read
 ├── OutOfMemory            a rank's memory, or its GPU's, is full
-├── DiskFull               a worker's temporary folder is full, and stays so
-├── NonFiniteLoss          a loss, gradient or weight is NaN or infinite, and trainer.on_nonfinite says to give up
+├── DiskFull               a worker's temporary folder stays full
+├── NonFiniteLoss          a loss, gradient or weight is NaN or infinite, and trainer.on_nonfinite ends the job
 ├── SweepFailed            some jobs of a sweep failed
-├── RunFailed              a run failed that another process ran; its summary.json says how
+├── RunFailed              a run that another process executed failed; its summary.json has the reason
 └── JobFailed              the gang failed; carries the root cause
     └── RankFailed         a rank raised, exited, was killed, was lost with its worker, or hung
 
-Interrupted, a KeyboardInterrupt, is the end that was asked for.
+Interrupted, a KeyboardInterrupt, is an end that was requested.
 
 Each message says what was given, what is allowed or was found, and what to type; the command line shows it without
-a traceback. Workers and ranks load this module, too: it imports little.
+a traceback. Workers and ranks load this module, too, so it imports little.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class ClusterError(DdpHydraError):
 
 
 class SchedulerLost(ClusterError):
-    """The connection to the scheduler is cut, or it has ended: the run may go on from elsewhere."""
+    """The scheduler has ended, or the connection to it is lost; the run may continue from elsewhere."""
 
 
 class RecordError(DdpHydraError):
-    """A record is malformed, or points out of the run directory."""
+    """A record is malformed, or its path leaves the run directory."""
 
 
 class CheckpointError(DdpHydraError):
@@ -61,11 +61,11 @@ class CheckpointError(DdpHydraError):
 
 
 class DataError(DdpHydraError):
-    """Too much of a data set can't be read."""
+    """Too much of a data set cannot be read."""
 
 
 class DiskFull(DdpHydraError):
-    """A worker's temporary folder is full, and stays so."""
+    """A worker's temporary folder stays full."""
 
 
 class OutOfMemory(DdpHydraError):
@@ -77,7 +77,7 @@ class NonFiniteLoss(DdpHydraError):
 
     Args:
         message: one sentence for a person.
-        consequence: it was another rank's loss; this one goes along.
+        consequence: whether another rank had that loss, and this one only ends with it.
     """
 
     def __init__(self, message: str, consequence: bool = False) -> None:
@@ -86,15 +86,15 @@ class NonFiniteLoss(DdpHydraError):
 
 
 class SweepFailed(DdpHydraError):
-    """Some jobs of a sweep failed; the others were run all the same."""
+    """Some jobs of a sweep failed; the others have run."""
 
 
 class RunFailed(DdpHydraError):
-    """A run failed that another process ran; its summary.json says how."""
+    """A run that another process executed failed; its summary.json has the reason."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The job was asked to end, and has saved what it had: no failure, but not done."""
+    """The job was asked to end, and has saved a checkpoint: it did not fail, but it is not done."""
 
 
 class JobFailed(DdpHydraError):
@@ -103,7 +103,7 @@ class JobFailed(DdpHydraError):
     Args:
         message: one sentence for a person.
         failure: the root cause.
-        symptoms: failures of other ranks that followed from it.
+        symptoms: failures of other ranks that followed from the root cause.
     """
 
     def __init__(self, message: str, failure: Failure, symptoms: tuple[Failure, ...] = ()) -> None:
@@ -115,7 +115,7 @@ class JobFailed(DdpHydraError):
         return type(self), (str(self), self.failure, self.symptoms)
 
     def add_reason(self, reason: str) -> None:
-        """Say, too, why there was no other attempt."""
+        """Append why there was no other attempt to the message."""
         self.args = (f"{self}\n\n{reason}",)
 
 
@@ -129,28 +129,28 @@ SYMPTOMS = re.compile(
     r"|nccl.*(unhandled system error|remote error|aborted)|no peer|process group has been aborted",
     re.IGNORECASE,
 )
-"""What a collective says when its partner is gone (gloo, NCCL, TCPStore)."""
+"""Matches the errors of a collective whose partner is gone (gloo, NCCL, TCPStore)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's failure.
+    """Describe one rank's failure.
 
     Args:
-        kind: raised, exited, killed, lost (its worker went away), hung (no progress) or start (it never came up).
-        rank: who.
-        host: where.
+        kind: raised, exited, killed, lost (with its worker), hung (no progress) or start (it never started).
+        rank: the rank that failed.
+        host: the host that it ran on.
         message: one line: the exception and its text, the signal, or the exit code.
-        traceback: the Python traceback or the fatal-error stack, empty where there is none.
-        time_s: when, seconds since the epoch on the rank's host.
-        attempt: which start of the gang.
-        said: the last lines that the rank wrote.
-        mistake: the exception says what the user has to change, so its traceback adds nothing.
-        step: the step it was in, counted from 1; 0 before the first or where it said nothing of steps.
-        phase: what it was doing; see `pulse.PHASES`.
-        consequence: it says itself that another rank was the cause.
-        place: where in the user's files it was raised; see `tracebacks.place`.
-        deterministic: code of the project would raise it again.
+        traceback: the Python traceback or the fatal-error stack; empty if there is none.
+        time_s: time of the failure, in seconds since 1970 on the rank's clock.
+        attempt: number of the gang's attempt, from 0.
+        last_output: the last lines that the rank wrote.
+        mistake: whether the exception tells the user what to change, so that its traceback adds nothing.
+        step: step that the rank was in, counted from 1; 0 before the first, or if it did not report steps.
+        phase: one of `heartbeat.PHASES`.
+        consequence: whether the rank itself says that another rank was the cause.
+        place: place in the user's files where it was raised; see `tracebacks.place`.
+        deterministic: whether the project's code would raise it again.
     """
 
     kind: str
@@ -160,7 +160,7 @@ class Failure:
     traceback: str = ""
     time_s: float = 0.0
     attempt: int = 0
-    said: str = ""
+    last_output: str = ""
     mistake: bool = False
     step: int = 0
     phase: str = ""
@@ -170,11 +170,11 @@ class Failure:
 
     @property
     def is_symptom(self) -> bool:
-        """Whether it reads as the echo of another rank's end."""
+        """Tell whether the failure looks like the consequence of another rank's end."""
         return self.consequence or (self.kind == "raised" and bool(SYMPTOMS.search(self.message)))
 
     def as_dict(self) -> dict[str, Any]:
-        """What summary.json shows."""
+        """Return the fields that summary.json shows."""
         fields = asdict(self)
         return {
             key: fields[key] for key in ("kind", "rank", "host", "attempt", "step", "message", "place", "traceback")
@@ -182,11 +182,21 @@ class Failure:
 
     @classmethod
     def from_end(cls, end: Mapping[str, Any], rank: int, host: str, attempt: int) -> Failure | None:
-        """Read an end record; None where the rank ended well or because it was told to."""
+        """Read an end record. It comes from a rank, so odd values become harmless ones.
+
+        Args:
+            end: data of the record.
+            rank: the rank that sent it.
+            host: the host of that rank.
+            attempt: number of the gang's attempt, from 0.
+
+        Returns:
+            None if the rank ended well, or because it was asked to.
+        """
         status = end.get("status")
         if status in ("ok", "stopped"):
             return None
-        text = {key: harmless(end.get(key, ""), TRACE_CHARS) for key in ("traceback", "said", "phase", "place")}
+        text = {key: harmless(end.get(key, ""), TRACE_CHARS) for key in ("traceback", "last_output", "phase", "place")}
         text["message"] = harmless(end.get("message", ""), 2 * MESSAGE_CHARS)
         flags = {key: bool(end.get(key)) for key in ("mistake", "consequence", "deterministic")}
         step = end.get("step")
@@ -195,10 +205,10 @@ class Failure:
         time_s = end.get("time_s")
         if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not 0 <= time_s < 1e11:
             time_s = 0.0
-        more: dict[str, Any] = {**text, **flags, "step": step, "time_s": time_s, "attempt": attempt}
-        return cls(harmless(status, MESSAGE_CHARS), rank, host, **more)
+        fields: dict[str, Any] = {**text, **flags, "step": step, "time_s": time_s, "attempt": attempt}
+        return cls(harmless(status, MESSAGE_CHARS), rank, host, **fields)
 
 
 def harmless(value: Any, most: int) -> str:
-    """Make a text of what a rank says, fit for a terminal."""
+    """Convert a value from a rank to a short text without control characters."""
     return plain(shorten(str(value), most))

@@ -1,10 +1,10 @@
-"""What a rank is doing, readable from outside whatever state it is in.
+"""Share a rank's progress with its rank task, which can read it in any state of the rank.
 
-A page of memory that a rank shares with its relay. The rank writes where it is, at the price of an assignment: no
-message, no thread, no lock. The relay reads it while the rank computes, hangs or is stopped, and after it was killed.
-The other way, the relay writes what is asked of the rank, which looks there once a step.
+Both have one page of memory in common. The rank writes its step and phase there at the cost of an assignment: no
+message, no thread, no lock. The rank task reads them while the rank computes, hangs or is stopped, and after it was
+killed. In the other direction, the rank task writes its requests, and the rank looks at them once per step.
 
-Everything that may take long calls `progress` now and then, so that only what makes no progress at all looks hung.
+Everything that may take long calls `progress` from time to time, so that only a rank without any progress looks hung.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASES = ("join", "run", "start", "load", "forward", "backward", "update", "log", "validate", "save", "end")
-"""In the order of a step. `join` is the rendezvous, `run` a function that says nothing of itself."""
+"""In the order of a step. `join` is the rendezvous; `run` is a user's function that does not report its phase."""
 UNREADY = ("join", "run", "start")
-"""Phases in which nobody looks at what is asked of the rank, and nothing is there to be saved."""
+"""Phases in which the rank does not look at requests and has nothing to save."""
 DONE = ("log", "validate", "save", "end")
-"""Phases in which the step is done already."""
+"""Phases after the optimizer's step."""
 REASONS = ("", "interrupt", "time_limit", "preemption")
-"""Why a rank is asked to finish; by number on the page."""
+"""Reasons to ask a rank to finish; the page holds their index."""
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first
 _TICKS, _PLACE = struct.Struct("<Q"), struct.Struct("<qBB")
 _FINISH, _DIE, _SAVING, _SIZE = 64, 65, 66, 128
 SAVE_S = 30.0
-"""How long a checkpoint under way may take to be complete, when its gang has failed."""
+"""Longest wait for a checkpoint that is being saved when the gang has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is.
+    """Hold a rank's step and phase.
 
     Args:
-        ticks: counts up with everything it does.
-        step: the step it works on, counted from 1; 0 before the first.
+        ticks: a counter that grows with everything the rank does.
+        step: step that the rank works on, counted from 1; 0 before the first.
         phase: one of `PHASES`.
-        first: it is in this phase for the first time, when things are set up and compiled.
+        first: whether the rank is in this phase for the first time, when things are set up and compiled.
     """
 
     ticks: int = 0
@@ -52,20 +52,20 @@ class Place:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who is further: ranks pass the same places in the same order."""
+        """Return a sort key: all ranks pass the same places in the same order."""
         return self.step, PHASES.index(self.phase)
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps behind it."""
+        """Return the number of optimizer steps that the rank has done."""
         return self.step if self.phase in DONE else max(0, self.step - 1)
 
 
 class SharedStatus:
-    """The page that a rank and its relay share.
+    """Read and write the page of memory that a rank and its rank task share.
 
     Args:
-        memory: of at least `_SIZE` bytes.
+        memory: at least `_SIZE` bytes.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -75,9 +75,9 @@ class SharedStatus:
 
     @classmethod
     def create(cls) -> tuple[SharedStatus, int]:
-        """Make a page, and a descriptor by which another process can have it."""
+        """Create a page; return it with a file descriptor by which another process can map it."""
         if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("ddp_hydra-pulse")
+            fd = os.memfd_create("ddp_hydra-heartbeat")
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
@@ -87,12 +87,12 @@ class SharedStatus:
         except OSError:
             os.close(fd)
             raise
-        _STATE.pack_into(shared_status.memory, 0, 0, 0, 0, True)  # until there is a rank to say more
+        _STATE.pack_into(shared_status.memory, 0, 0, 0, 0, True)  # until the rank writes
         return shared_status, fd
 
     @classmethod
     def of(cls, fd: int) -> SharedStatus:
-        """Take the page of a descriptor, and close that."""
+        """Map the page of a file descriptor, and close the descriptor."""
         shared_status = cls(mmap.mmap(fd, _SIZE))
         os.close(fd)
         return shared_status
@@ -100,7 +100,7 @@ class SharedStatus:
     # -- the rank's side -----------------------------------------------------------------------------------
 
     def enter(self, phase: str, step: int) -> None:
-        """Say where the rank is now."""
+        """Set the rank's phase and step."""
         number = PHASES.index(phase)
         self.first = number not in self.visited or (self.first and number == self.phase and step == self.step)
         self.visited.add(number)
@@ -109,46 +109,46 @@ class SharedStatus:
         self.progress()
 
     def progress(self) -> None:
-        """Say that something was done; from any thread, so it leaves the place alone."""
+        """Count one more tick. Any thread may call this, so it does not write step and phase."""
         self.ticks += 1
         _TICKS.pack_into(self.memory, 0, self.ticks)
 
     @property
     def finish(self) -> int:
-        """Number of the reason for which the rank is asked to finish; 0 while it is not."""
+        """Return the index in `REASONS` of the reason to finish; 0 while nobody asks for it."""
         return self.memory[_FINISH]
 
     @property
     def die(self) -> bool:
-        """Whether the rank is to end at once."""
+        """Tell whether the rank shall end at once."""
         return bool(self.memory[_DIE])
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint of this rank is under way."""
+        """Tell whether this rank is saving a checkpoint."""
         return bool(self.memory[_SAVING])
 
     @saving.setter
-    def saving(self, under_way: bool) -> None:
-        self.memory[_SAVING] = under_way
+    def saving(self, is_saving: bool) -> None:
+        self.memory[_SAVING] = is_saving
 
-    # -- the relay's side ----------------------------------------------------------------------------------
+    # -- the rank task's side ----------------------------------------------------------------------------------
 
     def read(self) -> Place:
-        """Where the rank is."""
+        """Return the rank's step and phase."""
         ticks, step, phase, first = _STATE.unpack_from(self.memory, 0)
         return Place(ticks, step, PHASES[min(phase, len(PHASES) - 1)], bool(first))
 
     def ask_to_finish(self, reason: int) -> None:
-        """Have the rank make a checkpoint at its next step, and end."""
+        """Ask the rank to save a checkpoint at its next step, and to end."""
         self.memory[_FINISH] = self.memory[_FINISH] or reason
 
     def ask_to_die(self) -> None:
-        """Have the rank end as soon as it is told to by a signal."""
+        """Ask the rank to end as soon as a signal reaches it."""
         self.memory[_DIE] = 1
 
     def close(self) -> None:
-        """Give the page back."""
+        """Release the page."""
         if isinstance(self.memory, mmap.mmap):
             self.memory.close()
 
@@ -158,28 +158,28 @@ _hooks: list[Callable[[str, int], None]] = []
 
 
 def connect(shared_status: SharedStatus | None) -> None:
-    """Make `at` and `progress` of this process write on `shared_status`; None for nobody's."""
+    """Make `at` and `progress` of this process write to `shared_status`; None: to a page that nobody reads."""
     global _here
     _here = shared_status or SharedStatus(bytearray(_SIZE))
     _hooks.clear()
 
 
 def here() -> SharedStatus:
-    """The shared_status of this process."""
+    """Return the page of this process."""
     return _here
 
 
 def on_phase(hook: Callable[[str, int], None]) -> None:
-    """Call `hook(phase, step)` at each phase of this process, until the next `connect`."""
+    """Call `hook(phase, step)` when this process enters a phase, until the next `connect`."""
     _hooks.append(hook)
 
 
 def at(phase: str, step: int) -> None:
-    """Say where this rank is.
+    """Set this rank's phase and step.
 
     Args:
         phase: one of `PHASES`.
-        step: the step it works on, counted from 1.
+        step: step that the rank works on, counted from 1.
     """
     _here.enter(phase, step)
     for hook in _hooks:
@@ -187,12 +187,12 @@ def at(phase: str, step: int) -> None:
 
 
 def await_saved() -> None:
-    """Wait until this process has no checkpoint under way, but not for ever."""
+    """Wait until this process has saved its checkpoint, but at most `SAVE_S`."""
     until = time.monotonic() + SAVE_S
     while _here.saving and time.monotonic() < until:
         time.sleep(0.02)
 
 
 def progress() -> None:
-    """Say that this rank has done something, in whatever it is busy with."""
+    """Report that this rank has done something, in any phase."""
     _here.progress()

@@ -1,8 +1,8 @@
-"""What a rank says while it runs: records, and the sender that carries them away.
+"""Send records from a rank: metrics, texts, images and files.
 
-Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image` and `submit`. Each
-makes one `Record`, encoded as one line of JSON and pushed into a pipe; nothing here knows who reads it. A
-full pipe blocks the caller, so a slow reader slows the rank down instead of filling memory.
+Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image` and `submit`. Each call makes one
+`Record` and writes it into a pipe as one line of JSON; nothing here knows who reads it. A full pipe blocks the caller,
+so a slow reader slows the rank down instead of filling memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ddp_hydra.storage import wait_for_space
 
 KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "warning", "stack", "preempted", "end")
 INLINE_BYTES = 32 * 1024
-"""Larger data goes as a file beside the records: events stay in the scheduler's memory for a while."""
+"""Larger data is sent as a file beside the records, because the scheduler keeps records in memory for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +34,26 @@ class Record:
     """One message of a rank.
 
     Args:
-        kind: one of `KINDS`; it says what `data` holds.
+        kind: one of `KINDS`; it decides what `data` holds.
 
-            up       the relay is there; from rank 0, rendezvous: the address where the ranks meet
-            beat     where the rank is: step, phase, first, age_s (since it moved), stopped; about once a second
+            up       the rank task has started; from rank 0, rendezvous: the address where the ranks meet
+            beat     the rank's progress: step, phase, first, age_s (since it moved), stopped; about once a second
             start    lines (list[str]), total_steps, epochs, steps_per_epoch, world_size
             metrics  metrics ({name: float}), epoch, samples
             text     name, text
             image    name, png (base64)
-            file     path (inside the run directory), size, sha256, and either inline (base64) or source (an
-                     absolute path on the rank's host); checkpoint: None or what the
-                     checkpoint holds ({step, epoch, samples, metrics, best})
-            log      text, what the rank wrote to its stdout and stderr
-            warning  text: a sentence for whoever watches
-            stack    text: the Python stacks of the rank's threads, as it was asked for them
+            file     path (inside the run directory), size, sha256, and either inline (base64) or source (an absolute
+                     path on the rank's host); checkpoint: None, or {step, epoch, samples, metrics, best}
+            log      text: what the rank wrote to its stdout and stderr
+            warning  text: one sentence for the user
+            stack    text: the Python stacks of the rank's threads, sent on request
             preempted  the rank's worker is being shut down
-            end      how the rank ended, see `outcome.py`
-        data: plain JSON values.
-        rank: who said it.
-        step: optimizer steps done, where that means something.
-        time_s: seconds since the epoch, on the rank's clock.
-        attempt: which start of the gang.
+            end      how the rank ended, see `errors.Failure.from_end`
+        data: JSON values.
+        rank: the rank that sent it.
+        step: optimizer steps done; None where the record belongs to no step.
+        time_s: seconds since 1970, on the rank's clock.
+        attempt: number of the gang's attempt, from 0.
     """
 
     kind: str
@@ -67,14 +66,14 @@ class Record:
     def encode(self) -> bytes:
         """Encode as one line of JSON, without the newline."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(fields, separators=(",", ":"), default=_plain).encode()
+        return json.dumps(fields, separators=(",", ":"), default=_json_value).encode()
 
     @classmethod
     def decode(cls, line: bytes | str) -> Record:
-        """Read one line of JSON; it comes from a rank, so nothing in it is trusted.
+        """Read one line of JSON. It comes from a rank, so nothing in it is trusted.
 
         Raises:
-            RecordError: it is not a record.
+            RecordError: the line is not a record.
         """
         try:
             fields = json.loads(line)
@@ -100,19 +99,19 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Sender(Protocol):
-    """Carries encoded records away from a rank."""
+    """Carry records away from a rank."""
 
     def send(self, record: Record) -> None:
-        """Send one record; blocks while the reader is behind."""
+        """Send one record; block while the reader is behind."""
 
     @property
     def spool(self) -> Path:
-        """A folder on the rank's host for files on their way."""
+        """Return the folder on the rank's host where files wait until the reader fetches them."""
 
 
 @dataclass
-class _Here:
-    """Who this process is; set once by `connect`."""
+class _Process:
+    """Hold what `connect` has set for this process."""
 
     sender: Sender | None = None
     rank: int = 0
@@ -120,59 +119,59 @@ class _Here:
     retry_s: float = 0.0
 
 
-_here = _Here()
+_process = _Process()
 
 
 def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: float = 0.0) -> None:
-    """Make `log`, `text`, `image` and `submit` of this process go through `sender`.
+    """Send this process's records through `sender`.
 
     Args:
-        sender: None where there is nobody (any more).
-        rank: this rank.
-        attempt: which start of the gang.
-        retry_s: how long room is waited for where the disk of the spool is full.
+        sender: None if nobody reads records, or does so no longer.
+        rank: rank of this process.
+        attempt: number of the gang's attempt, from 0.
+        retry_s: how long to wait for space when the spool's disk is full.
     """
-    _here.sender, _here.rank, _here.attempt, _here.retry_s = sender, rank, attempt, retry_s
+    _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
 
 
 def emit(kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
     """Send one record of any kind.
 
     Raises:
-        RecordError: this process is no rank.
+        RecordError: this process is not a rank.
     """
-    record = Record(kind, data, _here.rank, step, time.time(), _here.attempt)
+    record = Record(kind, data, _process.rank, step, time.time(), _process.attempt)
     _sender().send(record)
 
 
 def _sender() -> Sender:
-    if _here.sender is None:
+    if _process.sender is None:
         raise RecordError(
             "results.* was called outside a rank, where nobody listens; call it in the function that "
             "dispatch.run or a job runs"
         )
-    return _here.sender
+    return _process.sender
 
 
 def warn(sentence: str) -> None:
-    """Tell whoever watches the job, and this rank's log."""
+    """Send a warning to the user, and write it to this rank's log."""
     print(sentence, file=sys.stderr, flush=True)  # noqa: T201
     emit("warning", {"text": sentence})
 
 
 def _wait(seconds: float) -> None:
-    """Wait for a disk: that is no hang."""
+    """Wait for disk space, and report progress, because waiting for a disk is not a hang."""
     heartbeat.progress()
     time.sleep(seconds)
 
 
 def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
-    """Log scalars: a line of metrics.jsonl and a point of each TensorBoard curve.
+    """Log scalars: one line of metrics.jsonl, and one point on each TensorBoard curve.
 
     Args:
-        metrics: name -> number (Python, numpy or a 0-d tensor), e.g. {"train/loss": 0.3}.
+        metrics: name -> number (Python's, numpy's or a tensor of one element), e.g. {"train/loss": 0.3}.
         step: optimizer steps done.
-        context: epoch and samples, for the x-axis.
+        context: epoch and samples, other values for the x-axis.
     """
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     emit("metrics", {"metrics": numbers, **context}, step)
@@ -196,7 +195,7 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
     """Show an image in TensorBoard.
 
     Args:
-        name: the tag.
+        name: TensorBoard's tag.
         png: the encoded PNG, at most 512 KiB.
         step: optimizer steps done.
     """
@@ -206,7 +205,7 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
 
 
 def submit(path: str, data: bytes | str) -> None:
-    """Put a file into a folder of the run directory, from any rank.
+    """Write a file into a folder of the run directory, from any rank.
 
     Args:
         path: relative to the run directory, e.g. "samples/epoch-3.txt".
@@ -233,23 +232,23 @@ def submit_file(
     step: int | None = None,
     checkpoint: Mapping[str, Any] | None = None,
 ) -> None:
-    """Let `write` make a file in the spool, and send it off. The reader takes it away when it has it.
+    """Let `write` create a file in the spool, and send it. The reader deletes it after fetching it.
 
     Args:
         path: relative to the run directory.
-        write: writes the file at the path it is given.
+        write: writes the file to the path that it is given.
         step: optimizer steps done.
-        checkpoint: what the checkpoint holds, where the file is one.
+        checkpoint: {step, epoch, samples, metrics, best} if the file is a checkpoint.
     """
     check_path(path)
     emit("file", {"path": path, **spool_file(write), "checkpoint": checkpoint}, step)
 
 
 def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
-    """Let `write` make a file in the spool, and describe it: source, size, sha256.
+    """Let `write` create a file in the spool, and return its source, size and sha256.
 
     Raises:
-        DiskFull: there is no room for it, and was none for a while.
+        DiskFull: there was no space for it during the time that `connect` was given.
     """
     source = _sender().spool / f"{threading.get_ident()}-{time.monotonic_ns()}"
 
@@ -257,29 +256,29 @@ def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
         try:
             write(source)
         except BaseException:
-            source.unlink(missing_ok=True)  # a full disk, say: nobody would take it away
+            source.unlink(missing_ok=True)  # nobody would delete it, e.g. after a full disk
             raise
 
-    wait_for_space.retry(attempt, lambda: wait_for_space.of_worker(source.parent), _here.retry_s, warn, _wait)
+    wait_for_space.retry(attempt, lambda: wait_for_space.of_worker(source.parent), _process.retry_s, warn, _wait)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}
 
 
 RESERVED = ("tensorboard", "checkpoints", "logs")
-"""Folders of a run directory that belong to the run. A submitted file goes into another folder, never beside them: the
-files there end a run, or say where it is and how it ended."""
+"""Folders of a run directory that belong to the run. A submitted file goes into another folder, and never into the run
+directory itself, whose files tell how far a run is and how it ended."""
 
 
 def check_path(path: str) -> PurePosixPath:
-    """Return `path` if it stays inside a run directory.
+    """Return `path` if it stays inside the run directory.
 
     Raises:
-        RecordError: it is absolute, climbs out with `..`, is hidden, or is not a plain name.
+        RecordError: it is absolute, leaves the run directory with `..`, is hidden, or has unusual characters.
     """
     pure = PurePosixPath(path if isinstance(path, str) else "")
-    plain = bool(pure.parts) and not pure.is_absolute() and not any(part.startswith(".") for part in pure.parts)
-    if not plain or not path.isprintable() or any(char in path for char in "\\=,"):
+    is_inside = bool(pure.parts) and not pure.is_absolute() and not any(part.startswith(".") for part in pure.parts)
+    if not is_inside or not path.isprintable() or any(char in path for char in "\\=,"):
         raise RecordError(
             f"path {path!r} is not allowed: give a relative path inside the run directory as a string, without "
             "'..', hidden parts, '=', ',', backslashes or unprintable characters, for example 'samples/epoch-3.txt'"
@@ -288,12 +287,12 @@ def check_path(path: str) -> PurePosixPath:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace NaN and infinities by None: JSON has no word for them."""
+    """Replace NaN and infinities by None, because JSON cannot hold them."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-def _plain(value: Any) -> Any:
-    """Numbers of numpy and torch, as JSON knows them."""
+def _json_value(value: Any) -> Any:
+    """Convert a number of numpy or torch, or a path, to what JSON can hold."""
     if hasattr(value, "item"):
         with contextlib.suppress(ValueError, RuntimeError):  # more than one element
             return value.item()

@@ -1,4 +1,4 @@
-"""Residual networks of torchvision, with a stem for small images."""
+"""Build torchvision's residual networks, with an optional stem for small images."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def resnet18(
 
     Args:
         num_classes: width of the last layer.
-        weights: None for random ones, else a name of torchvision's `ResNet18_Weights`, e.g. "DEFAULT". The
-            last layer is new unless `num_classes` is the 1000 of ImageNet.
-        small_images: a 3x3 stem without stride and max pool, for images of about 32x32 pixels: slower, as
-            every layer then sees 16 times the pixels.
-        norm_momentum: a step's part in the statistics that BatchNorm validates with; more for runs of few steps.
+        weights: None for random ones, else a name of torchvision's `ResNet18_Weights`, e.g. "DEFAULT". The last layer
+            is random unless `num_classes` is 1000, as for ImageNet.
+        small_images: whether to use a 3x3 stem without stride and max pool, for images of about 32x32 pixels. It is
+            slower, because every layer then gets 16 times the pixels.
+        norm_momentum: weight of one step in the statistics that BatchNorm validates with; use more for short runs.
 
     Returns:
         A module: images float (batch, 3, height, width) -> logits (batch, num_classes).
 
     Raises:
-        ValueError: `weights` names none, or `num_classes` is no positive number.
+        ValueError: `weights` is not a known name, or `num_classes` is not a positive number.
     """
     chosen = _weights(ResNet18_Weights, weights)
     return _adapt(_resnet18(weights=chosen), _positive(num_classes), chosen is not None, small_images, norm_momentum)
@@ -73,7 +73,7 @@ def _positive(num_classes: int) -> int:
 
 
 def _adapt(network: ResNet, num_classes: int, pretrained: bool, small_images: bool, norm_momentum: float) -> ResNet:
-    """Give the network the last layer, the stem and the norms that were asked for."""
+    """Replace the last layer and the stem as needed, and set the momentum of the norms."""
     if not (pretrained and num_classes == network.fc.out_features):
         network.fc = nn.Linear(network.fc.in_features, num_classes)
     if small_images:

@@ -153,7 +153,7 @@ def states() -> Iterator[str]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         yield "a process group"
     results = sys.modules.get("ddp_hydra.results")
-    if results is not None and results._here.sender is not None:
+    if results is not None and results._process.sender is not None:
         yield "a connected sender (results.connect)"
 
 

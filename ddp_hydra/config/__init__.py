@@ -1,1 +1,1 @@
-"""Reads and checks a job's config: the schema, the project space, the keys that are allowed."""
+"""Read and check a job's config: the schema, the project space, the allowed keys and values."""

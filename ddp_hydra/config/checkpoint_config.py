@@ -1,7 +1,8 @@
-"""The config that a checkpoint keeps: with its interpolations, so that it is composed anew, and without the cluster.
+"""Convert a job's config to the one that a checkpoint keeps, and back.
 
-What a cluster is reached with may be secret, and a trained model needs no cluster. Other values whose keys are called
-like a secret are taken out, and have to be given again; interpolations such as ${oc.env:NAME} stay.
+A checkpoint keeps interpolations, so that other values can follow a changed key. It does not keep the cluster: a
+trained model needs none, and its address or credentials may be secret. Other values whose keys look like a secret are
+removed, and have to be given again; interpolations such as ${oc.env:NAME} stay.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
 
-_OF_THE_MOMENT = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
-"""In an interpolation: a resolver that only the job has, such as hydra's and now's, or the cluster."""
+_OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
+"""Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster."""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
-"""What a command may say anew without changing what is trained."""
+"""Keys that a command may change without changing what is trained."""
 _NEEDED = ("data", "model", "loss", "metrics")
-"""What a trained model is brought back with."""
+"""Keys that are needed to load a trained model."""
 
 
 def of(cfg: DictConfig) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a job's config.
+    """Return the config that a checkpoint keeps.
 
     Args:
-        cfg: the composed config, whose values can all be resolved.
+        cfg: the composed config; all its values can be resolved.
     """
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)
@@ -39,11 +40,11 @@ def of(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _kept(raw: Any, node: Any) -> Any:
-    """Resolve the interpolations that would mean nothing later.
+    """Resolve the interpolations that cannot be resolved later.
 
     Args:
-        raw: a dict or a list, unresolved.
-        node: the same, which resolves.
+        raw: a dict or a list with its interpolations.
+        node: the same part of the config, which resolves them.
     """
     if isinstance(raw, dict):
         return {str(key): _kept_value(value, node, key) for key, value in raw.items()}
@@ -53,14 +54,14 @@ def _kept(raw: Any, node: Any) -> Any:
 def _kept_value(raw: Any, parent: Any, key: Any) -> Any:
     if isinstance(raw, dict | list):
         return _kept(raw, parent[key])
-    if not isinstance(raw, str) or "${" not in raw or not _OF_THE_MOMENT.search(raw):
+    if not isinstance(raw, str) or "${" not in raw or not _OF_THE_JOB.search(raw):
         return raw
     value = parent[key]
     return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
 
 
 def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose a stored config with changes, which the keys that interpolate them follow.
+    """Apply changes to a stored config, and then resolve its interpolations.
 
     Args:
         config: from `of`.
@@ -70,7 +71,7 @@ def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictCo
         The resolved config.
 
     Raises:
-        ConfigError: a change does not fit, or a value can't be had here.
+        ConfigError: a change does not fit, or a value cannot be resolved here.
     """
     cfg = OmegaConf.create(dict(config))
     OmegaConf.set_struct(cfg, True)
@@ -83,7 +84,7 @@ def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictCo
         for secret in redact.hidden(OmegaConf.to_container(cfg).get(part), f"{part}."):  # type: ignore[union-attr]
             raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
     try:
-        OmegaConf.to_container(cfg, resolve=True)  # unlike `resolve`, it names the key that can't be had
+        OmegaConf.to_container(cfg, resolve=True)  # unlike `resolve`, it names the key that fails
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
         key = error.full_key
@@ -92,11 +93,11 @@ def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictCo
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say what differs between two stored configs: "optimizer.lr 0.1 -> 0.01".
+    """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01".
 
     Args:
-        before: of a checkpoint.
-        now: of the job that goes on from it.
+        before: config of a checkpoint.
+        now: config of the job that continues from it.
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND]

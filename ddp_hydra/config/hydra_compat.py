@@ -1,4 +1,4 @@
-"""What Hydra 1.3 and Hydra 1.4 want to be told in different words."""
+"""Hide the differences between Hydra 1.3 and Hydra 1.4."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hydra.core.object_type import ObjectType
 from hydra.errors import InstantiationException
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
-"""For `hydra.main` and the like: Hydra 1.3 warns where it is left out, 1.4 where it is given."""
+"""Arguments of `hydra.main` and the like: Hydra 1.3 warns if version_base is missing, 1.4 warns if it is given."""
 
 _ALLOWED: dict[str, Any] = (
-    # 1.4 asks which targets may be called. A config is its user's own code, as the modules are that it names.
+    # 1.4 asks which targets may be called. A config is its user's own code, and so are the modules that it names.
     {"_execution_whitelist_": utils.UNSAFE_DISABLE_EXECUTION_CHECKS}
     if hasattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS")
     else {}
@@ -23,12 +23,12 @@ _ALLOWED: dict[str, Any] = (
 
 
 def register(name: str, node: Any) -> None:
-    """Make a schema or config known to Hydra, once: 1.4 warns of the second time.
+    """Make a schema or config known to Hydra, unless it is already: 1.4 warns about a second time.
 
-    It is there already where the state of another process was taken over before this was imported.
+    It is known already if this process took over the state of another one before it imported this.
 
     Args:
-        name: with its group, as in `hydra/launcher/dask_ddp`.
+        name: name with its group, as in `hydra/launcher/dask_ddp`.
         node: a dataclass, or a dict.
     """
     store = ConfigStore.instance()
@@ -38,7 +38,7 @@ def register(name: str, node: Any) -> None:
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the `_target_` of a node of the user's config, whatever it is.
+    """Call the `_target_` of a node of the user's config.
 
     Raises:
         InstantiationException: there is no such target.
@@ -54,12 +54,12 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def targets_allowed_by(context: Any) -> Any:
-    """Which targets somebody else's app lets its configs call, as its `HydraContext` has it; None for Hydra 1.3."""
+    """Return the targets that another app's `HydraContext` lets its configs call; None for Hydra 1.3."""
     return getattr(context, "execution_whitelist", None)
 
 
 def allowing(targets: Any) -> AbstractContextManager[Any]:
-    """Hold all `instantiate` inside the block to what `targets_allowed_by` returned, maybe in another process."""
+    """Restrict `instantiate` inside the block to what `targets_allowed_by` returned, maybe in another process."""
     if targets is None or not hasattr(utils, "execution_whitelist"):
         return nullcontext()
     return utils.execution_whitelist(targets, reset=True)

@@ -1,4 +1,4 @@
-"""The metric that best.pt, early stopping and sweeps go by, and which way it is better."""
+"""Find the metric that best.pt, early stopping and sweeps go by, and whether more or less of it is better."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MORE_IS_BETTER = re.compile(r"acc|top\d|f1|precision|recall|auc|auroc|iou|dice|
 
 
 def class_axis(cfg: Any) -> int | None:
-    """Return the axis of the model's output that holds the classes; None for a loss that knows none.
+    """Return the axis of the model's output that holds the classes; None for a loss without classes.
 
     Args:
-        cfg: the config; its loss decides, and a `mix` always mixes classes.
+        cfg: the config. Its loss decides; a `mix` always mixes classes.
     """
     target = str(OmegaConf.select(cfg, "loss._target_"))
     if _CLASS_LOSS.match(target) or OmegaConf.select(cfg, "mix._target_"):
@@ -29,13 +29,13 @@ def class_axis(cfg: Any) -> int | None:
 
 
 def of(cfg: Any) -> tuple[str, str]:
-    """Return the objective's metric and direction; those that are null follow from the rest of the config.
+    """Return the objective's metric and direction, derived from the rest of the config where they are null.
 
     Args:
         cfg: the config.
 
     Raises:
-        ConfigError: the metric can't be there, or nobody knows which way it is better.
+        ConfigError: the job cannot have that metric, or it is not known whether more or less of it is better.
     """
     metric, direction = cfg.objective.metric, cfg.objective.get("direction")
     direction = getattr(direction, "name", direction)
@@ -51,10 +51,10 @@ def of(cfg: Any) -> tuple[str, str]:
 
 
 def direction_of(metric: str) -> str:
-    """Return which way a metric is better, by its name.
+    """Return minimize or maximize, by the metric's name.
 
     Raises:
-        ConfigError: the name doesn't say.
+        ConfigError: the name does not tell.
     """
     if _LESS_IS_BETTER.search(metric):
         return "minimize"
@@ -71,8 +71,8 @@ def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
 
     Args:
         metric: the objective.
-        metrics: those of an epoch and its validation; those of the training are not there where a run was resumed
-            just before a validation.
+        metrics: metrics of an epoch and its validation; those of the training are missing if the run was resumed just
+            before a validation.
     """
     return metric not in metrics and (metric.startswith("val/") or "train/loss" in metrics)
 
@@ -82,17 +82,17 @@ def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> Co
 
     Args:
         metric: the objective.
-        metrics: those there are.
+        metrics: the run's metrics.
         saved: whether the run can be resumed.
     """
-    judging = sorted(name for name in metrics if name.startswith(("train/", "val/")))
+    known = sorted(name for name in metrics if name.startswith(("train/", "val/")))
     resume = "The run is saved: go on with resume=<its run directory>" if saved else "Give"
     return ConfigError(
-        f"objective.metric={metric}: this run has no such metric; there are {', '.join(judging)}. {resume} "
-        f"objective.metric={nearest(metric, judging)}"
+        f"objective.metric={metric}: this run has no such metric; there are {', '.join(known)}. {resume} "
+        f"objective.metric={nearest(metric, known)}"
     )
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return the one of some words that is most like another."""
+    """Return the most similar one of some words."""
     return max(words, key=lambda one: difflib.SequenceMatcher(None, word, one).ratio())

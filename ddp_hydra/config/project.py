@@ -1,7 +1,7 @@
-"""The project space (conf, models, data): found, packed under its content hash, unpacked on a worker.
+"""Find the project space (conf, models, data), pack it under its content hash, and unpack it on a worker.
 
-Ranks are fresh processes that put the unpacked folder first on their path, so what was composed is what runs,
-on machines that lack the checkout and after an edit.
+Ranks are fresh processes that put the unpacked folder first on their path. So they run the code that was there when the
+config was composed, also on machines without the checkout, and after an edit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_BYTES = 10 * 2**20
 
 @dataclass(frozen=True)
 class Project:
-    """A packed project space.
+    """Hold a packed project space.
 
     Args:
-        sha256: hash over the names and contents of its files; equal content packs equally.
+        sha256: hash of the names and contents of its files; equal content gives an equal archive.
         archive: the zip file.
     """
 
@@ -37,7 +37,7 @@ class Project:
     archive: bytes
 
     def unpack(self, folder: Path) -> Path:
-        """Unpack under `folder`, unless that is done already; returns the folder to import from."""
+        """Unpack under `folder`, unless that is done already; return the folder to import from."""
         target = folder / f"project-{self.sha256[:16]}"
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,18 +45,18 @@ class Project:
             try:
                 with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
                     archive.extractall(draft)
-            except BaseException:  # a full disk, say
+            except BaseException:  # e.g. a full disk
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
             try:
                 draft.rename(target)
-            except OSError:  # another rank of this worker was quicker
+            except OSError:  # another rank of this worker was faster
                 shutil.rmtree(draft)
         return target
 
 
 def find(start: Path | None = None) -> Path:
-    """The folder that holds `conf/config.yaml`: the current one, or `DDP_HYDRA_PROJECT`.
+    """Return the folder that holds `conf/config.yaml`: the current one, or `DDP_HYDRA_PROJECT`.
 
     Raises:
         ConfigError: there is none.
@@ -71,8 +71,8 @@ def find(start: Path | None = None) -> Path:
 
 
 def typed_in() -> Path:
-    """Return the folder that the command was typed in: with `hydra.job.chdir=true`, a job is in its run directory."""
-    module = sys.modules.get("hydra.core.hydra_config")  # on a worker, it need not be imported
+    """Return the folder that the command was typed in: with `hydra.job.chdir=true`, jobs run in their run directory."""
+    module = sys.modules.get("hydra.core.hydra_config")  # on a worker, it may not be imported
     if module is not None and module.HydraConfig.initialized() and module.HydraConfig.get().job.chdir:
         return Path(module.HydraConfig.get().runtime.cwd)
     return Path.cwd()

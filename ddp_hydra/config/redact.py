@@ -1,4 +1,4 @@
-"""What of a config looks like a secret, and configs without it: for tables and stores that others read."""
+"""Remove what looks like a secret from a config, before others can read it in a table or a store."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HARMLESS = {
     "bos", "caption", "class", "cls", "column", "eos", "group", "image", "index", "input", "label", "mask", "output",
     "pad", "primary", "sep", "sort", "special", "start", "stop", "target", "text", "unk",
 }  # fmt: skip
-"""Beside "key" and "token", in names of columns and of a vocabulary."""
+"""Words beside which "key" and "token" belong to a column or a vocabulary."""
 HIDDEN = "***"
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
-"""An override inside a text, such as hydra.job.override_dirname."""
+"""Matches an override inside a text, such as hydra.job.override_dirname."""
 
 
 def named_secret(name: str) -> bool:
-    """Whether a key, "cluster.auth.password", is called like a secret."""
+    """Tell whether the name of a key, "cluster.auth.password", looks like that of a secret."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
     words = [word for word in re.split("[^a-z]+", plain) if word]
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
@@ -35,31 +35,31 @@ def named_secret(name: str) -> bool:
 
 
 def holds_secret(value: object) -> bool:
-    """Whether a value has a key inside that is called like a secret."""
+    """Tell whether a value contains a key whose name looks like that of a secret."""
     if isinstance(value, dict):
         return any(named_secret(str(key)) or holds_secret(inner) for key, inner in value.items())
     return isinstance(value, list) and any(holds_secret(inner) for inner in value)
 
 
 def bare(text: str) -> str:
-    """Without what an address may hold of secrets: user and password, and the query of a signed one."""
+    """Remove the parts of an address that may be secret: user and password, and the query of a signed address."""
     return re.sub(r"(?<=://)[^/@\s]*@", "", re.sub(r"(://[^?\s]*)\?[^\s'\",\]}]*", r"\1", text))
 
 
 def hydra_files(folder: Path) -> dict[str, bytes]:
-    """Return what Hydra has saved of a job, by name, without secrets. Interpolations stay what they are.
+    """Return the files that Hydra has saved for a job, by name, without secrets. Interpolations stay.
 
     Args:
-        folder: its `.hydra`.
+        folder: the job's `.hydra`.
     """
     return {path.name: _saved(path)[1] for path in sorted(folder.glob("*.yaml"))}
 
 
 def rewrite(*paths: Path) -> None:
-    """Take the secrets out of files that Hydra has written; one without stays as it is.
+    """Remove the secrets from files that Hydra has written; a file without any is not changed.
 
     Args:
-        paths: files, or folders of such.
+        paths: files, or folders of files.
     """
     for path in paths:
         for file in sorted(path.glob("*.yaml")) if path.is_dir() else [path] if path.is_file() else []:
@@ -71,16 +71,16 @@ def rewrite(*paths: Path) -> None:
 
 
 def _saved(path: Path) -> tuple[bool, bytes]:
-    """Return whether a file holds a secret, and its content without."""
+    """Return whether a file holds a secret, and its content without it."""
     before = OmegaConf.to_container(OmegaConf.load(path))
     after = without(before)
-    return after != before, OmegaConf.to_yaml(
-        OmegaConf.create(after)
-    ).encode() if after != before else path.read_bytes()
+    if after == before:
+        return False, path.read_bytes()
+    return True, OmegaConf.to_yaml(OmegaConf.create(after)).encode()
 
 
 def without(value: Any) -> Any:
-    """Return a config of plain values, or a list of overrides, with `HIDDEN` for each secret."""
+    """Return a config of dicts and values, or a list of overrides, with `HIDDEN` in place of each secret."""
     if isinstance(value, dict):
         return {key: _hidden(inner) if named_secret(str(key)) else without(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def without(value: Any) -> Any:
 
 
 def hidden(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the keys whose value, or a part of it, was taken out by `without`."""
+    """Yield the keys whose value, or a part of it, was removed by `without`."""
     items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
     for key, value in items:
         if isinstance(value, str) and HIDDEN in value:
@@ -99,7 +99,7 @@ def hidden(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _override(text: str) -> str:
-    """Hide what a text, such as an override, gives as a secret: a value, a password or a signature in an address."""
+    """Hide the secrets in a text, such as an override: a value, or a password or a signature in an address."""
     name, given, value = text.partition("=")
     if given and re.fullmatch(r"[+~]*[\w./@]+", name) and named_secret(name.partition("@")[0]):
         return f"{name}={_hidden(value)}"

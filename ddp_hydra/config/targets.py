@@ -1,7 +1,7 @@
-"""Look up the project's own `_target_`s in its source files: nothing is imported, so it is known before a cluster is.
+"""Look up the project's own `_target_`s in its source files, before a cluster is started; nothing is imported.
 
-A mistake in a file that a rank would import (a syntax error, a missing import, a misspelt class) is told with the file,
-the line and the nearest name there is.
+The error for a mistake in a file that a rank would import (a syntax error, a missing import, a misspelt class) names
+the file, the line and the most similar name.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ddp_hydra.console import tracebacks
 from ddp_hydra.errors import ConfigError
 
 
-def check(plain: dict[str, Any], root: Path, installed_here: bool) -> None:
+def check(config: dict[str, Any], root: Path, installed_here: bool) -> None:
     """Refuse a config whose `_target_`s the ranks could not import.
 
     Args:
-        plain: the config as plain values.
+        config: the config as dicts and values.
         root: the folder with the project space.
-        installed_here: the ranks have the packages of this process, so one that is missing here is missing there.
+        installed_here: whether the ranks have the packages of this process, so that one missing here is missing there.
 
     Raises:
         ConfigError: with the key, the file and the line.
     """
     sources = Sources(root, installed_here)
-    for key, target in targets(plain):
+    for key, target in targets(config):
         try:
             sources.check_target(target, installed_here and not key.startswith("cluster."))
         except ConfigError as error:
@@ -52,7 +52,7 @@ def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Sources:
-    """The modules of a project space, read but not imported.
+    """Read the modules of a project space without importing them.
 
     Args:
         root: the folder with the project space.
@@ -64,10 +64,10 @@ class Sources:
         self.trees: dict[Path, ast.Module] = {}
 
     def check_target(self, target: str, installed_here: bool) -> None:
-        """Find what a `_target_` names.
+        """Find the class or function that a `_target_` names.
 
         Raises:
-            ConfigError: there is no such thing.
+            ConfigError: there is none.
         """
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
@@ -89,33 +89,33 @@ class Sources:
             return
         if path is None or (path.name == "__init__.py" and len(rest) > 1):
             raise self.no_module((*module, rest[0]))
-        raise ConfigError(f"{self.told(path)} has no {rest[0]}{_hint(rest[0], names)}")
+        raise ConfigError(f"{self.shown(path)} has no {rest[0]}{_hint(rest[0], names)}")
 
     def find(self, module: str) -> Path | None:
-        """Return the file of a module of the project, None where it has none."""
+        """Return the file of a module of the project; None if there is none."""
         base = self.root.joinpath(*module.split("."))
         return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
 
     def is_folder(self, parts: Iterable[str]) -> bool:
-        """Whether a module is a folder without `__init__.py`."""
+        """Tell whether a module is a folder without `__init__.py`."""
         return self.root.joinpath(*parts).is_dir()
 
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
-        """Say that a module is not there, and which one may be meant."""
+        """Return the error for a module that does not exist, with the one that may be meant."""
         folder = self.root.joinpath(*parts[:-1])
         near = difflib.get_close_matches(parts[-1], [path.stem for path in folder.glob("[!_]*") if _is_module(path)], 1)
         meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.root}"
         return ConfigError(f"there is no {'/'.join(parts)}.py{meant}")
 
-    def told(self, path: Path) -> str:
-        """Return a path as its user knows it."""
+    def shown(self, path: Path) -> str:
+        """Return a path relative to the project, as its user knows it."""
         return path.relative_to(self.root).as_posix()
 
     def names(self, path: Path) -> set[str] | None:
-        """Return what a module defines, None where only running it would tell.
+        """Return the names that a module defines; None if only running it would tell.
 
         Raises:
-            ConfigError: it, or a module of the project that it imports, can't be imported.
+            ConfigError: it, or a module of the project that it imports, cannot be imported.
         """
         return defined(self.read(path).body)
 
@@ -128,14 +128,14 @@ class Sources:
                     tree = ast.parse(source, str(path))
                     compile(tree, str(path), "exec", dont_inherit=True)
             except (SyntaxError, ValueError) as error:
-                raise ConfigError(describe_syntax(error, self.told(path))) from None
+                raise ConfigError(describe_syntax(error, self.shown(path))) from None
             self.trees[path] = tree
-            for statement in tree.body:  # one inside a `try` or an `if` may be there to fail
+            for statement in tree.body:  # an import inside a `try` or an `if` may fail on purpose
                 self.check_import(path, statement)
         return self.trees[path]
 
     def check_import(self, path: Path, statement: ast.stmt) -> None:
-        """Refuse an import of what is not there."""
+        """Refuse an import of a module or a name that does not exist."""
         if isinstance(statement, ast.Import):
             modules = [(alias.name, ()) for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
@@ -149,12 +149,12 @@ class Sources:
             try:
                 self.check_module(module, names)
             except ConfigError as error:
-                told = str(error)
-                where = f"{self.told(path)}, line {statement.lineno}: "
-                raise ConfigError(told if ", line " in told else where + told) from None
+                message = str(error)
+                where = f"{self.shown(path)}, line {statement.lineno}: "
+                raise ConfigError(message if ", line " in message else where + message) from None
 
     def check_module(self, module: str, names: tuple[str, ...]) -> None:
-        """Refuse a module, or names of it, that are not there."""
+        """Refuse a module that does not exist, or does not have the names."""
         parts = tuple(module.split("."))
         if parts[0] not in PACKAGES:
             if self.installed_here and parts[0] and not _is_installed(parts[0]):
@@ -171,11 +171,11 @@ class Sources:
             elif known is not None and name != "*" and name not in known and not self.is_folder((*parts, name)):
                 if path is None:
                     raise self.no_module((*parts, name))
-                raise ConfigError(f"{self.told(path)} has no {name}{_hint(name, known)}")
+                raise ConfigError(f"{self.shown(path)} has no {name}{_hint(name, known)}")
 
 
 def explain(target: str, error: BaseException) -> str:
-    """Say why a rank could not import what a `_target_` names: what its file raised, or the nearest name there is."""
+    """Return why a rank could not import a `_target_`: what its file raised, or the most similar name."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -190,14 +190,14 @@ def explain(target: str, error: BaseException) -> str:
 
 
 def _importable(target: str) -> tuple[ModuleType | None, list[str]]:
-    """Return the innermost module of what a `_target_` names that is imported, and what follows in it."""
+    """Return the innermost imported module of a `_target_`, and the rest of its parts."""
     parts = target.split(".")
     found = [n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules]
     return (sys.modules[".".join(parts[: found[0]])], parts[found[0] :]) if found else (None, parts)
 
 
 def describe_syntax(error: Exception, path: str) -> str:
-    """Say where a file is no Python, and why."""
+    """Return the place and the reason of a syntax error."""
     if not isinstance(error, SyntaxError):
         return f"{path}: {error}"
     line = f"\n    {error.text.strip()}" if error.text else ""
@@ -205,7 +205,7 @@ def describe_syntax(error: Exception, path: str) -> str:
 
 
 def defined(body: Iterable[ast.stmt]) -> set[str] | None:
-    """Return the names that statements of a module define; None where only running them would tell."""
+    """Return the names that a module's statements define; None if only running them would tell."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -220,7 +220,7 @@ def defined(body: Iterable[ast.stmt]) -> set[str] | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package can be found, without importing it."""
+    """Tell whether a package can be found, without importing it."""
     try:
         return package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):

@@ -1,4 +1,4 @@
-"""Keys that a config can't have or nobody reads, and values of the wrong kind: said with the keys there are."""
+"""Refuse unknown keys and values of a wrong kind, and warn of keys that nothing reads; the messages name known keys."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ddp_hydra.errors import ConfigError
 
 log = logging.getLogger(__name__)
 SCHEMAS = {field.name: field.default_factory for field in fields(Config) if is_dataclass(field.default_factory)}
-"""The groups with a schema."""
+"""Schemas of the groups that have one."""
 OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb")
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse keys that no schema has, which `+` lets through.
+    """Refuse keys that no schema has: Hydra accepts them after `+`.
 
     Args:
         cfg: the composed config.
 
     Raises:
-        ConfigError: with the key that may be meant, and those there are.
+        ConfigError: with the key that may be meant, and the known keys.
     """
     raw = OmegaConf.to_container(cfg)
     assert isinstance(raw, dict)
@@ -44,7 +44,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def _interpolated(node: Any) -> Iterator[str]:
-    """Yield the words inside all interpolations: the keys that others take over are among them."""
+    """Yield the words inside all interpolations: the keys that other values refer to are among them."""
     if isinstance(node, str):
         if "${" in node:
             yield from re.findall(r"\w+", node)
@@ -54,12 +54,12 @@ def _interpolated(node: Any) -> Iterator[str]:
 
 
 def unknown(key: str, known: Iterable[str], more: str = "") -> str:
-    """Say that there is no such key.
+    """Return the message for an unknown key.
 
     Args:
-        key: "trainer.epoch".
-        known: the keys beside it.
-        more: what else there is to say.
+        key: the key, "trainer.epoch".
+        known: known keys of its group.
+        more: text to append.
     """
     group, _, name = key.rpartition(".")
     names = [one for one in known if not one.startswith("_") and one != "hydra"]
@@ -69,7 +69,7 @@ def unknown(key: str, known: Iterable[str], more: str = "") -> str:
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Return what to say of a key that Hydra did not find; None for another error."""
+    """Return the message for a key that Hydra did not find; None for another error."""
     if not isinstance(error, ConfigAttributeError | ConfigKeyError) or not isinstance(error.parent_node, DictConfig):
         return None
     key, node = str(error.full_key), error.parent_node
@@ -80,7 +80,7 @@ def explain(error: BaseException | None) -> str | None:
 
 
 def meant(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Return ": did you mean …?", where a word is like one of others: misspelt, or one that is written out."""
+    """Return ": did you mean …?" if a word is a misspelling or the initials of one of `words`, or the reverse."""
     names = list(words)
     short = [name for name in names if name == _initials(word) or _initials(name) == word]
     near = difflib.get_close_matches(word, names, 1, 0.7) or (short if len(word) > 1 else [])
@@ -92,22 +92,22 @@ def _initials(name: str) -> str:
 
 
 def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any) -> None:
-    """Refuse words that were typed where the group's own file has a number; warn of new keys that nothing reads.
+    """Refuse texts where the group's own file has a number or a boolean; warn of new keys that nothing reads.
 
     Args:
         cfg: the composed config.
         typed: the overrides.
-        choices: the option that was chosen of each group.
-        repository: of Hydra, it reads the files of the search path; None where it is not known.
+        choices: the chosen option of each group.
+        repository: Hydra's config repository, which reads the files of the search path; None if it is not known.
 
     Raises:
-        ConfigError: with what is there otherwise.
+        ConfigError: with the value in the group's file.
     """
     _warn_of_unread(cfg, [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")])
     for word in typed:
         key = word.partition("=")[0]
         group, _, name = key.partition(".")
-        # of a cluster, memory_limit=4GB is fine where 0 was
+        # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group) or repository is None:
             continue
         value = OmegaConf.select(cfg, key, throw_on_missing=False)
@@ -120,7 +120,7 @@ def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any
 
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
-    """Warn of keys of groups that are no arguments of a `_target_`, where no other key takes them over."""
+    """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
     read = set(_interpolated(OmegaConf.to_container(cfg)))
     for key in new:
         group, _, name = key.partition(".")
@@ -133,7 +133,7 @@ def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
 
 
 def _usual(repository: Any, path: str, name: str) -> Any:
-    """Return what a file of the search path has for a key, or one that it is based on; None for nothing."""
+    """Return a key's value in a file of the search path, or in a file that it is based on; None if there is none."""
     found = repository.load_config(path)
     if found is None:
         return None

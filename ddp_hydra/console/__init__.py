@@ -1,1 +1,1 @@
-"""What the command reads from a terminal and prints to it: signals, standard output, text, tracebacks."""
+"""Handle the terminal of a command: signals, standard output, text, tracebacks."""

@@ -1,4 +1,4 @@
-"""Standard output and error that outlast whoever reads them: `| head`, a terminal that is closed."""
+"""Keep printing harmless after the reader of standard output or error has gone: `| head`, a closed terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, TextIO
 
 
 class LastingFile(io.FileIO):
-    """A descriptor to write to, which takes all and drops what it cannot pass on.
+    """Write to a file descriptor, and drop what cannot be written.
 
     Args:
-        descriptor: stays open.
+        descriptor: file descriptor; it is not closed.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
 
     def write(self, data: Any) -> int:
-        """Write as much as goes in one call; what nobody takes any more counts as written."""
+        """Write as much as one call can; what nobody reads any more counts as written."""
         try:
             return super().write(data) or 0
         except OSError:
@@ -30,9 +30,9 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Let no run fail inside the block because nobody reads what it prints.
+    """Let nothing inside the block fail because nobody reads what it prints.
 
-    What a test or a notebook has put in the place of the standard streams is left alone.
+    Streams that a test or a notebook uses instead of the standard ones are not changed.
     """
     before = sys.stdout, sys.stderr
     sys.stdout = _lasting(sys.stdout) if sys.stdout is sys.__stdout__ else sys.stdout
@@ -46,7 +46,7 @@ def lasting() -> Iterator[None]:
 
 
 def _lasting(stream: Any) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # None, where the descriptor was closed before Python began
+    if not isinstance(stream, io.TextIOWrapper):  # None if the descriptor was closed before Python began
         return stream
     with contextlib.suppress(OSError):
         stream.flush()

@@ -1,4 +1,4 @@
-"""Numbers with their nouns, for people."""
+"""Write numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ def counted(number: float, noun: str) -> str:
     """Return for example "1 thread" or "1,442 samples".
 
     Args:
-        number: how many.
-        noun: of one.
+        number: any number.
+        noun: the noun in the singular.
     """
     if round(number) == 1:
         return f"1 {noun}"

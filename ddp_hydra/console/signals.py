@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that is closed: the first asks for a good end, the second ends at once."""
+"""Handle Ctrl-C, SIGTERM and a closed terminal: the first signal asks for a regular end, the second ends at once."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
-"""Those that a terminal sends to all processes of a command at once; only the first of them is to answer."""
+"""Signals that a terminal sends to all processes of a command at once; only the first process may react."""
 SECOND = "A second one ends at once"
 
 
 class Interrupts:
-    """What the user of this process wants.
+    """Note the signals by which the user asks this process to end.
 
     Args:
-        notice: returns what is said at the first signal; "" for nothing.
+        notice: returns the line to print at the first signal; "" for none.
 
     Attributes:
-        wanted: the user wants to end.
-        patient: there is something to be saved first; otherwise the first signal ends at once, too.
+        wanted: whether the user wants the process to end.
+        is_deferring: whether somebody looks at `wanted`; otherwise the first signal ends the process at once, too.
     """
 
     def __init__(self, notice: Callable[[], str] = lambda: f"ending, once all is saved. {SECOND}") -> None:
         self.notice = notice
         self.wanted = False
-        self.patient = False
+        self.is_deferring = False
 
     @contextmanager
     def caught(self, graceful: bool = True) -> Iterator[None]:
         """Catch the signals inside the block, if it is in the main thread.
 
         Args:
-            graceful: otherwise they do what they did before.
+            graceful: False leaves the signals to their earlier handlers.
 
         Raises:
-            KeyboardInterrupt: where nothing is to be saved, or at the second.
+            KeyboardInterrupt: outside of `deferred`, or at the second signal.
         """
         if not graceful:
             yield
@@ -51,19 +51,19 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block, somebody looks at `wanted`."""
-        self.patient = True
+        """Have the first signal only set `wanted`, which the code inside the block has to look at."""
+        self.is_deferring = True
         try:
             yield
         finally:
-            self.patient = False
+            self.is_deferring = False
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self.wanted or not self.patient:
+        if self.wanted or not self.is_deferring:
             raise KeyboardInterrupt
         self.wanted = True
-        if said := self.notice():
-            say(f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}: {said}")
+        if notice := self.notice():
+            say(f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}: {notice}")
 
 
 @contextmanager
@@ -75,9 +75,9 @@ def raised() -> Iterator[None]:
 
 @contextmanager
 def held_back(numbers: Iterable[int] = OF_TERMINALS) -> Iterator[None]:
-    """Have signals come after the block: an exception in the middle of an import would be lost, or told at length.
+    """Deliver signals after the block: an exception inside an import would be lost, or shown with a traceback.
 
-    Threads that are started inside the block never hear of them, nor do their processes.
+    Threads that are started inside the block never get these signals, nor do their processes.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -87,25 +87,25 @@ def held_back(numbers: Iterable[int] = OF_TERMINALS) -> Iterator[None]:
 
 
 def leave_at_once() -> None:
-    """Have the signals end this process in a line, while it imports and composes and has nothing to tidy up.
+    """Have the signals end this process with one line, while it imports and composes and has nothing to clean up.
 
-    An exception in the middle of that would be told at length, lost, or taken for another by who catches it.
+    An exception in the middle of that would be shown with a traceback, lost, or caught as something else.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in _heard():
+        for number in _handled_signals():
             signal.signal(number, _leave)
 
 
 def leave_tidily() -> None:
-    """Have the signals raise KeyboardInterrupt again from now on, where they would end this process at once."""
+    """Undo `leave_at_once`: have the signals raise KeyboardInterrupt again."""
     if threading.current_thread() is threading.main_thread():
-        for number in _heard():
+        for number in _handled_signals():
             if signal.getsignal(number) is _leave:
                 signal.signal(number, signal.default_int_handler)
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, also in the middle of whatever else is being written there."""
+    """Write a line to stderr, also while something else is being written there."""
     with contextlib.suppress(OSError):
         os.write(2, f"{chr(10) if os.isatty(2) else ''}{line}\n".encode())
 
@@ -115,8 +115,8 @@ def _leave(number: int, frame: Any) -> NoReturn:
     os._exit(130)
 
 
-def _heard() -> list[signal.Signals]:
-    """All of them, but SIGHUP where `nohup` has it ignored."""
+def _handled_signals() -> list[signal.Signals]:
+    """Return all signals, but not SIGHUP if `nohup` ignores it."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
@@ -125,9 +125,9 @@ def _handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in _heard()}
+    before = {number: signal.signal(number, handler) for number in _handled_signals()}
     try:
         yield
     finally:
-        for number, was in before.items():
-            signal.signal(number, was if was is not None else signal.SIG_DFL)
+        for number, earlier in before.items():
+            signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Text of ranks and of errors, made harmless for a terminal: no escape sequences, and never too long."""
+"""Make texts of ranks and errors safe for a terminal: no escape sequences, and never too long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 
 MESSAGE_CHARS = 4_000
 TRACE_CHARS = 32_000
-"""What is kept of an error's message, and of its traceback."""
+"""Longest message and traceback of an error."""
 
 _ESCAPES = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # operating system commands: titles, links, the clipboard
@@ -26,8 +26,8 @@ def shorten(text: str, most: int) -> str:
     """Keep the head and the tail of a text that is too long, and say how much is left out.
 
     Args:
-        text: of any length.
-        most: characters to keep.
+        text: a text of any length.
+        most: number of characters to keep.
     """
     if len(text) <= most:
         return text
@@ -36,7 +36,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def message_of(error: object) -> str:
-    """Return what an error says of itself, also where it fails to."""
+    """Return the message of an error, also if its `__str__` fails."""
     try:
         return shorten(str(error), MESSAGE_CHARS)
     except Exception as failed:

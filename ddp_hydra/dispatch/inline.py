@@ -262,7 +262,7 @@ class FinishHere(Interrupts):
     """Ctrl-C has the loop of this process finish at its next step, once there is one."""
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self.patient = heartbeat.here().read().phase not in heartbeat.UNREADY
+        self.is_deferring = heartbeat.here().read().phase not in heartbeat.UNREADY
         super()._on_signal(number, frame)
         heartbeat.here().ask_to_finish(heartbeat.REASONS.index("interrupt"))
 

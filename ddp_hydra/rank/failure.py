@@ -50,8 +50,8 @@ def explain(failure: Failure, symptoms: Sequence[Failure] = ()) -> str:
     lines = [f"rank {failure.rank} on {failure.host}: {failure.message}" + (f" ({'; '.join(where)})" if where else "")]
     if failure.traceback and not failure.mistake:
         lines += ["", failure.traceback.rstrip()]
-    elif failure.said and not failure.mistake:
-        lines += ["", "its last words:", *(f"  {line}" for line in failure.said.rstrip().splitlines()[-20:])]
+    elif failure.last_output and not failure.mistake:
+        lines += ["", "its last words:", *(f"  {line}" for line in failure.last_output.rstrip().splitlines()[-20:])]
     if symptoms:
         lines += ["", "the other ranks followed:"]
         lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in symptoms]

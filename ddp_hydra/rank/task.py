@@ -478,7 +478,7 @@ class RankTask:
         place = self.shared_status.read()
         where = {"step": place.step, "phase": place.phase}
         if self.end is not None:
-            return {**where, **self.end, "said": said}
+            return {**where, **self.end, "last_output": said}
         if self.stopping_since is not None:
             return {**where, "status": "stopped"}
         if "refused" in self.exit:
@@ -494,5 +494,5 @@ class RankTask:
             "status": status,
             "message": message,
             "traceback": said[fatal:] if fatal >= 0 else "",
-            "said": said,
+            "last_output": said,
         }

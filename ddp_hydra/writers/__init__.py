@@ -1,20 +1,25 @@
-"""Writers turn a job's records into files and a display, where the command was typed.
+"""Turn a job's records into files and a live display.
 
-    handler      the one consumer of a job's records: checks each, hands it to every writer
-    validate     what a record must look like before a writer sees it
-    jsonl        metrics.jsonl
-    tensorboard  tensorboard/events…
-    hparams      what TensorBoard's HParams tab wants; no writer, for it knows how the job ended
-    submitted_files    any file a rank submits
-    checkpoints  checkpoints/, with last.pt, best.pt, manifest.json and retention
+    base               the protocol of a writer
+    default            the writers of a run directory
+    handler            checks each record of a job, and gives it to every writer
+    validate           the fields of each kind of record
+
+    jsonl              metrics.jsonl
+    tensorboard        tensorboard/events…
+    submitted_files    files that ranks submit
+    checkpoints        checkpoints/, with last.pt, best.pt, manifest.json and retention
     checkpoint_mirror  a copy of checkpoints/ in a bucket
-    logs         logs/rank-<r>.log
-    progress     the live display
-    status       status.json, while the job runs
-    base         what a writer is; default: the writers of a run directory
-    receive_file, disk_retry, tfevents, progress_state    what they share: complete files, waiting for a full disk,
-                                                          TensorBoard's format, progress in words
+    logs               logs/rank-<r>.log
+    progress           the live display
+    status             status.json, while the job runs
+    hparams            TensorBoard's HParams tab; not a writer, because it needs to know how the job ended
 
-No torch here, and nothing that a rank sent is unpickled. The writers themselves are imported by
-`default_writers` only, so that a reader of checkpoints pays for none of them.
+    receive_file       receives a file completely or not at all
+    disk_retry         waits for a full disk
+    tfevents           encodes TensorBoard's event files
+    progress_state     describes the progress of a job in words
+
+Nothing here imports torch, and nothing that a rank sent is unpickled. Only `default_writers` imports the writers, so
+that a reader of checkpoints does not load them.
 """

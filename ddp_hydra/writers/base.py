@@ -1,4 +1,4 @@
-"""What a writer is."""
+"""Define the protocol of a writer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 from ddp_hydra.results import Record
 
 Fetch = Callable[[Record, Path], None]
-"""Brings the complete content of a file record's `source` to a path that does not exist yet."""
+"""Copies the content of a file record's `source` to a path that does not exist yet."""
 
 
 class Writer(Protocol):
-    """Turns records into files. It gets every record and picks the kinds that it knows."""
+    """Turn records into files. A writer gets every record, and picks the kinds that it knows."""
 
     def write(self, record: Record) -> None:
-        """Take one record, already checked by the handler."""
+        """Take one record that the handler has checked."""
 
     def close(self) -> None:
-        """End well; called once, also after a failure."""
+        """Finish; the handler calls this once, also after a failure."""

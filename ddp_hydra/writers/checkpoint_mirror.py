@@ -1,8 +1,9 @@
-"""A copy of the checkpoints in a bucket, made in the background.
+"""Copy the checkpoints of a run to a bucket, in the background.
 
-The order makes every moment safe, as in `checkpoints.py`: a step file is complete in the bucket before the manifest
-there names it, and only then older ones go. No object is ever replaced by another content but the manifest: the
-name of a step file has the beginning of its sha256 in it. `last.pt` and `best.pt` are entries of the manifest only.
+The order of the steps makes an interruption at any moment safe, as in `checkpoints.py`: a step file is complete in the
+bucket before the manifest there names it, and only then are older files deleted. Only the manifest ever changes its
+content: the name of a step file holds the beginning of its sha256. `last.pt` and `best.pt` are entries of the manifest,
+not objects.
 """
 
 from __future__ import annotations
@@ -32,32 +33,32 @@ from ddp_hydra.storage.manifest import (
 from ddp_hydra.storage.results_root import Store
 
 FIRST_TIMEOUT_S = 5.0
-"""The job waits for the first question to the store, so it is short."""
+"""Timeout of the first request to the store: the job waits for it, so it is short."""
 
 log = logging.getLogger(__name__)
 
 
 class MirrorWriter:
-    """Bring each checkpoint of a run into a bucket, after it is complete in the run directory.
+    """Copy each checkpoint of a run to a bucket, after it is complete in the run directory.
 
-    A bucket that fails is tried again for a while, then a warning says so, and the next checkpoint brings along
-    what is missing. Training never waits for it. What other runs have put there stays there, and is named in the
-    manifest before ours.
+    Copying to a bucket that fails is retried for a while. Then a warning is logged, and with the next checkpoint
+    everything that is missing is copied. Training never waits for the bucket. Checkpoints of other runs stay there, and
+    the manifest names them before those of this run.
 
     Args:
-        run_dir: the job's run directory, whose `checkpoints` another writer fills, before this one is asked.
-        url: where to put them, "s3://bucket/folder".
-        retry_s: how long one checkpoint is tried again.
-        give_up: ends all waiting at once, when set.
-        timeout_s: of one request.
-        before: called before checkpoints are brought; what it brings is there when they are.
-        remote: the folder, where it is not opened by the URL.
+        run_dir: the job's run directory; another writer fills its `checkpoints` before this one is called.
+        url: destination, "s3://bucket/folder".
+        retry_s: how long copying one checkpoint is retried.
+        give_up: an event that ends all waiting at once.
+        timeout_s: timeout of one request.
+        before: called before checkpoints are copied; what it copies is in the bucket before they are.
+        remote: the destination, if it is open already.
 
     Attributes:
-        failures: how many times a checkpoint did not get there in time.
+        failures: how many times a checkpoint could not be copied in time.
 
     Raises:
-        ConfigError: the URL, the bucket or the credentials are not good, or obstore is not installed.
+        ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
     """
 
     def __init__(
@@ -77,22 +78,22 @@ class MirrorWriter:
         self._retry_s = retry_s
         self._give_up = give_up or threading.Event()
         self._changed = threading.Condition()
-        self._asked = self._done = 0  # checkpoints
+        self._asked = self._done = 0  # counts of checkpoints
         self._closed_at: float | None = None
         self._thread: threading.Thread | None = None
         self._own: set[str] = {_key(name, entry) for name, entry in _steps(self._local).items()}
-        self._sent: set[str] = set()  # of these, the ones that are known to be in the bucket
+        self._sent: set[str] = set()  # those of `_own` that are known to be in the bucket
         self._newest_sent = ""
-        self._reason = ""  # of the last try, if it failed
+        self._reason = ""  # why the last try failed
         self._is_reported = False
-        self._damaged: dict[str, str] = {}  # why a step file can't be sent
+        self._damaged: dict[str, str] = {}  # why a step file cannot be copied
         try:
             _entries(folder_of(url, min(timeout_s, FIRST_TIMEOUT_S)))
         except ConnectionError as error:
             log.warning("%s; it is asked again when there is a checkpoint", error)
 
     def write(self, record: Record) -> None:
-        """Have the checkpoint of a 'file' record that holds one brought to the bucket, some time."""
+        """Ask the background thread to copy the checkpoint of a 'file' record that holds one."""
         if record.kind != "file" or record.data.get("checkpoint") is None:
             return
         with self._changed:
@@ -103,7 +104,7 @@ class MirrorWriter:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for what is on its way, as long as it moves on, and say so if the newest checkpoint did not arrive."""
+        """Wait while checkpoints are being copied or retried, and log a warning if the newest one did not arrive."""
         with self._changed:
             self._closed_at = time.monotonic()
             self._changed.notify()
@@ -126,10 +127,10 @@ class MirrorWriter:
                 asked = self._asked
             if asked == self._done:
                 return
-            self._mirror_patiently()
+            self._mirror_with_retry()
             self._done = asked
 
-    def _mirror_patiently(self) -> None:
+    def _mirror_with_retry(self) -> None:
         began, pause, tries = time.monotonic(), FIRST_PAUSE_S, 0
         while True:
             tries += 1
@@ -138,7 +139,7 @@ class MirrorWriter:
             except TakenOver as error:
                 self._reason = str(error)
                 return
-            except Exception as error:  # whatever it is, the next checkpoint gets its chance
+            except Exception as error:  # the next checkpoint is tried whatever happened
                 self._sent.clear()
                 self._reason = str(error) or type(error).__name__
             else:
@@ -162,7 +163,7 @@ class MirrorWriter:
         )
 
     def _mirror(self) -> None:
-        """Bring all step files of the local manifest that the bucket lacks, the newest first."""
+        """Copy all step files of the local manifest that the bucket lacks, the newest first."""
         local = read_manifest(self._local)
         self._before()
         before = _entries(self._remote)
@@ -185,12 +186,12 @@ class MirrorWriter:
         self._newest_sent = newest
 
     def _send(self, path: Path, entry: dict[str, Any], key: str) -> bool:
-        """Bring one file there, if it is not there already. Returns whether it is."""
+        """Copy one file unless the bucket has it; return whether the bucket has it then."""
         if self._remote.size(key) != entry["size"]:
             try:
-                content = path.open("rb")  # stays readable when it is removed meanwhile
+                content = path.open("rb")  # an open file stays readable when its name is removed
             except FileNotFoundError:
-                return False  # a newer one is on its way
+                return False  # removed: a newer one will be copied
             with content:
                 if (reason := damage(path, entry)) is not None:
                     if path.exists() and self._damaged.get(path.name) != reason:
@@ -202,16 +203,16 @@ class MirrorWriter:
         return True
 
     def _save(self, local: Entries, keys: dict[str, str], before: Entries, there: set[str]) -> Entries:
-        """Have the manifest of the bucket name what is there: of others first, then ours, the newest last.
+        """Write the bucket's manifest: the step files of other runs first, then those of this run, the newest last.
 
         Args:
             local: the local manifest.
-            keys: its step files by their names here, the newest first, with their names in the bucket.
-            before: what the manifest of the bucket named.
-            there: names of step files that are in the bucket.
+            keys: names of the local step files, the newest first, with their names in the bucket.
+            before: entries of the bucket's manifest so far.
+            there: names of the step files that are in the bucket.
 
         Returns:
-            What it names now. As long as the newest one is not there, nothing is left out for being too old.
+            The new entries. None is left out for its age until the newest one is in the bucket.
         """
         ours = {keys[name]: local[name] for name in local if keys.get(name) in there}
         left_out = self._own if next(iter(keys.values())) in there else set(keys.values())
@@ -228,7 +229,7 @@ class MirrorWriter:
 
 
 def _entries(remote: Store) -> Entries:
-    """Return what the manifest in the bucket names."""
+    """Return the entries of the bucket's manifest."""
     try:
         return read_manifest_text(remote.get(NAME))
     except FileNotFoundError:
@@ -241,7 +242,7 @@ def _entries(remote: Store) -> Entries:
 
 
 def _steps(folder: Path) -> Entries:
-    """Return the step files that a local manifest names, the newest first; none if it cannot be read."""
+    """Return the step files of a local manifest, the newest first; none if it cannot be read."""
     try:
         entries = read_manifest(folder)
     except CheckpointError:
@@ -250,7 +251,7 @@ def _steps(folder: Path) -> Entries:
 
 
 def _key(name: str, entry: dict[str, Any]) -> str:
-    """Return the name in the bucket, which no other content ever gets."""
+    """Return the name in the bucket, which no file with another content ever gets."""
     match = STEP_FILE.fullmatch(name)
     assert match is not None
     return f"step-{match[1]}-{entry['sha256']:.12}.pt"

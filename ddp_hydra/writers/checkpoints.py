@@ -1,7 +1,7 @@
-"""checkpoints/: step files, last.pt, best.pt, the manifest, and what to keep.
+"""Write checkpoints/: step files, last.pt, best.pt and the manifest; delete old step files.
 
-The order makes every moment safe: a step file is complete and verified before the manifest names it, the
-manifest names it before last.pt and best.pt move to it, and only then older ones go.
+The order of the steps makes an interruption at any moment safe: a step file is complete and verified before the
+manifest names it, the manifest names it before last.pt and best.pt move to it, and only then are older files deleted.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from ddp_hydra.results import Record, check_path, finite
 from ddp_hydra.storage.files import commit, part_of, place, remove_parts, write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
 from ddp_hydra.writers.base import Fetch
-from ddp_hydra.writers.receive_file import Incoming
+from ddp_hydra.writers.receive_file import FileReceiver
 
 
 class CheckpointWriter:
     """Keep a run's checkpoints.
 
     Args:
-        run_dir: the job's run directory; an older manifest there is continued.
-        fetch: brings files that are not inline.
-        keep: newest step files to keep, beside those that last.pt and best.pt are; None keeps all.
+        run_dir: the job's run directory; a manifest that is there already is continued.
+        fetch: copies files that are not inline.
+        keep: newest step files to keep, besides those that last.pt and best.pt point to; None keeps all.
 
     Raises:
         ConfigError: `keep` is less than 1.
-        CheckpointError: the manifest that is already there cannot be read.
+        CheckpointError: the manifest that is there already cannot be read.
     """
 
     def __init__(self, run_dir: Path, fetch: Fetch | None = None, keep: int | None = 3) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
         self._run_dir = run_dir
-        self._incoming = Incoming(fetch)
+        self._receiver = FileReceiver(fetch)
         self._keep = keep
         self._folder = run_dir / FOLDER
         present = self._folder.is_dir() and not self._folder.is_symlink()
@@ -47,19 +47,18 @@ class CheckpointWriter:
                 remove_parts(self._folder)
 
     def write(self, record: Record) -> None:
-        """Take the checkpoint of a 'file' record that holds one; after an error, the same record may come again.
+        """Receive the checkpoint of a 'file' record that holds one. After an error, the same record may come again.
 
         Raises:
-            RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be
-                written.
+            RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be written.
         """
         checkpoint = record.data.get("checkpoint")
         if record.kind != "file" or checkpoint is None:
             return
         name = _step_name(record)
-        self._incoming.receive(record, place(self._run_dir, f"{FOLDER}/{name}"))
+        self._receiver.receive(record, place(self._run_dir, f"{FOLDER}/{name}"))
         self._outdated.discard(name)
-        # A name that comes again, after a rollback, is the newest again.
+        # After a rollback, a name may come again; then it is the newest.
         entries = {known: entry for known, entry in self._entries.items() if known != name}
         entries[name] = {
             "size": record.data["size"],
@@ -79,8 +78,8 @@ class CheckpointWriter:
         self._remove_outdated()
 
     def close(self) -> None:
-        """Leave no half of a file."""
-        self._incoming.drop()
+        """Delete the file that was not received completely."""
+        self._receiver.drop()
 
     def _save(self, entries: Entries) -> None:
         write_atomic(self._folder / NAME, write_manifest_text(entries))
@@ -93,7 +92,7 @@ class CheckpointWriter:
             self._outdated.discard(name)
 
     def _point(self, alias: str, name: str) -> None:
-        """Make `alias` the same file as `name`, in one move."""
+        """Make `alias` the same file as `name`, atomically."""
         target = self._folder / alias
         part = part_of(target)
         with writing(target):
@@ -112,7 +111,7 @@ class CheckpointWriter:
 
 
 def _step_name(record: Record) -> str:
-    """Return the file name, if the record's path is that of its step."""
+    """Return the file name; refuse a path that does not belong to the record's step."""
     path = check_path(record.data["path"])
     match = STEP_FILE.fullmatch(path.name)
     step = record.data["checkpoint"]["step"]
@@ -125,12 +124,12 @@ def _step_name(record: Record) -> str:
 
 
 def _metrics(checkpoint: dict[str, Any]) -> dict[str, float | None]:
-    given = checkpoint.get("metrics") or {}
-    return finite({name: float("nan") if value is None else float(value) for name, value in given.items()})
+    metrics = checkpoint.get("metrics") or {}
+    return finite({name: float("nan") if value is None else float(value) for name, value in metrics.items()})
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
         target.hardlink_to(source)
-    except OSError:  # some file systems know no links
+    except OSError:  # some file systems have no links
         shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""The writers of a run directory."""
+"""Make the writers of a run directory."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def default_writers(
     progress: bool = True,
     console: Console | None = None,
 ) -> list[Writer]:
-    """Return the writers of a run directory as designed.
+    """Return the writers of a run directory.
 
     Args:
-        run_dir: made if it is missing.
-        fetch: brings files from the ranks' hosts; None where every file comes inline.
+        run_dir: created if it is missing.
+        fetch: copies files from the ranks' hosts; None if every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
-        mirror: copy checkpoints to this folder, "s3://bucket/folder", too.
-        before_mirror: called before each time.
-        mirror_store: that folder, where it is not opened by its URL.
-        retry_s: how long to try a failing bucket again.
-        give_up: ends all waiting for the bucket at once, when set.
-        tensorboard: write TensorBoard events.
-        progress: show the live display.
-        console: where to show it; None is stdout.
+        mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
+        before_mirror: called each time before checkpoints are copied.
+        mirror_store: the mirror, if it is open already.
+        retry_s: how long to retry a failing bucket.
+        give_up: an event that ends all waiting for the bucket at once.
+        tensorboard: whether to write TensorBoard events.
+        progress: whether to show the live display.
+        console: console of the live display; None: stdout.
 
     Raises:
         RecordError: the run directory cannot be written.
-        ConfigError: `keep` or `mirror` is not good, or the bucket lets nobody in.
+        ConfigError: `keep` or `mirror` is wrong, or the bucket refuses access.
     """
     from ddp_hydra.storage.files import open_run_dir
     from ddp_hydra.writers.checkpoints import CheckpointWriter

@@ -1,4 +1,4 @@
-"""Waiting for a disk that is full or away."""
+"""Retry writes while a disk is full or away."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class DiskRetry:
-    """Has a record written again while what keeps it from the disk may pass.
+    """Retry the write of a record while the disk's error may be temporary.
 
-    It waits in vain only once: after that, every error is raised at once.
+    After the first write that failed for `retry_s`, every error is raised at once.
 
     Args:
-        retry_s: how long one write is tried again; 0 for not at all.
-        give_up: ends all waiting at once, when set.
+        retry_s: how long one write is retried; 0: not at all.
+        give_up: an event that ends all waiting at once.
     """
 
     def __init__(self, retry_s: float, give_up: threading.Event) -> None:
@@ -35,10 +35,10 @@ class DiskRetry:
         self._is_spent = retry_s <= 0
 
     def write(self, writer: Writer, record: Record) -> None:
-        """Have `writer` take `record`; it must bear to get the same one again after an OSError.
+        """Give `record` to `writer`, which must accept the same record again after an OSError.
 
         Raises:
-            RecordError: it cannot be written, and that does not pass, or not in time.
+            RecordError: the record cannot be written, and the error is not temporary or lasted too long.
         """
         tries, began, pause = 1, time.monotonic(), FIRST_PAUSE_S
         while True:
@@ -62,7 +62,7 @@ class DiskRetry:
                     raise RecordError(f"{error}; it was tried {tries} times in {waited_s:.0f} s") from obstacle
             tries, pause = tries + 1, min(2 * pause, LONGEST_PAUSE_S)
         if tries > 1:
-            log.warning("written after all, after %.0f s: %s", time.monotonic() - began, what.removeprefix(_CANNOT))
+            log.warning("written, after %.0f s of retrying: %s", time.monotonic() - began, what.removeprefix(_CANNOT))
 
     def _warn(self, what: str, obstacle: OSError) -> None:
         reason = (obstacle.strerror or str(obstacle)).lower()

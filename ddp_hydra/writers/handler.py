@@ -1,4 +1,4 @@
-"""The one consumer of a job's records."""
+"""Consume a job's records."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ddp_hydra.writers.validate import check_record, metric_values
 
 
 class ResultsHandler:
-    """Give each record of a job to every writer, and remember what the job's summary needs.
+    """Give each record of a job to every writer, and keep the values that the job's summary needs.
 
     Call it from one thread. Leaving its `with` block closes all writers, also when one of them fails.
 
     Args:
         writers: each gets every record, in this order.
-        retry_s: how long a write is tried again while the disk is full or away; 0 for not at all.
-        give_up: ends all waiting at once, when set.
+        retry_s: how long a write is retried while the disk is full or away; 0: not at all.
+        give_up: an event that ends all waiting at once; None: a new one.
 
     Attributes:
-        give_up: as given, or its own.
+        give_up: that event.
         metrics: the last value of each metric that rank 0 logged.
-        step: optimizer steps done, by the last metrics of rank 0; None before the first.
-        epoch: its epoch, where it said one.
-        samples: its samples seen, where it said them.
+        step: optimizer steps done at the last metrics of rank 0; None before the first.
+        epoch: epoch of the last metrics of rank 0; None if they had none.
+        samples: samples seen at the last metrics of rank 0; None if they had none.
     """
 
     def __init__(self, writers: Iterable[Writer], retry_s: float = 0.0, give_up: threading.Event | None = None) -> None:
@@ -42,18 +42,18 @@ class ResultsHandler:
         self.samples: float | None = None
 
     def handle(self, record: Record) -> None:
-        """Take one record. A failing writer does not keep it from the others.
+        """Give one record to every writer, also after one of them has failed.
 
         Raises:
-            RecordError: the record is malformed, points out of the run directory, or cannot be written.
+            RecordError: the record is malformed, its path leaves the run directory, or it cannot be written.
         """
         check_record(record)
         if record.kind == "metrics" and record.rank == 0:
-            self._remember(record)
+            self._note_metrics(record)
         self._each("write", record)
 
     def close(self) -> None:
-        """Close every writer, then raise the first error, if any. A second call does nothing."""
+        """Close every writer, then raise the first error if there is one. A second call does nothing."""
         try:
             self._each("close")
         finally:
@@ -72,7 +72,7 @@ class ResultsHandler:
                 raise
             error.add_note(f"and the results could not be closed: {failure}")
 
-    def _remember(self, record: Record) -> None:
+    def _note_metrics(self, record: Record) -> None:
         self.metrics.update(metric_values(record))
         self.step = record.step if record.step is not None else self.step
         self.epoch = record.data.get("epoch", self.epoch)

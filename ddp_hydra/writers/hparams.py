@@ -1,8 +1,8 @@
-"""What TensorBoard's HParams tab knows of a job, and of a sweep.
+"""Write what TensorBoard's HParams tab shows of a job and of a sweep.
 
-The tab wants a session start and a session end in the folder of a job's curves, and, in the folder above, an
-experiment: the columns of its table. Each is a file of its own, named `….hparams`: TensorBoard believes the first
-session of a folder, so a job that runs again in its old folder takes the old ones away.
+The tab reads a session start and a session end from the folder of a job's curves, and an experiment, which defines the
+columns of its table, from the folder above. Each is a file of its own, named `….hparams`. TensorBoard uses the first
+session of a folder, so a job that runs again in its old folder deletes the old files.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _NO_HPARAMS = {"resume", "dry_run", "fault", "faults", "results", "hydra"}
 
 
 def values(overrides: Iterable[str]) -> dict[str, Value]:
-    """What tells a job from others: each key that was given, with its value.
+    """Return the keys that were given for a job, with their values.
 
-    Numbers and booleans are such, everything else is text as it was typed: a group's option, a list, an interpolation
-    (what that stands for may be a secret). Left out are keys and addresses that look like holding a secret, and keys
-    that do not make another job.
+    Numbers and booleans keep their type. Everything else is the text that was typed: a group's option, a list, an
+    interpolation (its value may be a secret). Keys and addresses that seem to hold a secret are left out. So are keys
+    that do not change what is trained.
 
     Args:
-        overrides: of the command line. What Hydra cannot read is left out.
+        overrides: overrides of the command line. Those that Hydra cannot parse are left out.
     """
     parser = OverridesParser.create()
     found: dict[str, Value] = {}
@@ -75,21 +75,21 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
 
 @contextmanager
 def session(run_dir: Path, overrides: Iterable[str]) -> Iterator[None]:
-    """Show a job in the HParams tab: what it was given, when it began and ended, and whether it succeeded.
+    """Show a job in the HParams tab: its overrides, when it began and ended, and whether it succeeded.
 
-    One that is interrupted ends with an unknown status. Where this cannot be written, the job goes on without.
+    An interrupted job ends with an unknown status. If the files cannot be written, the job runs without them.
 
     Args:
-        run_dir: of the job.
-        overrides: of the command line; none: it is not shown.
+        run_dir: the job's run directory.
+        overrides: overrides of the command line; without any, the job is not shown.
     """
-    given = values(overrides)
-    _forget(run_dir / "tensorboard")
-    if not given:
+    hparams = values(overrides)
+    _delete_old(run_dir / "tensorboard")
+    if not hparams:
         yield
         return
     start = SessionStartInfo(start_time_secs=time.time())
-    for name, value in given.items():
+    for name, value in hparams.items():
         kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
         setattr(start.hparams[name], kind, value)
     _put(run_dir, "session_start_info", HParamsPluginData(session_start_info=start))
@@ -106,23 +106,23 @@ def session(run_dir: Path, overrides: Iterable[str]) -> Iterator[None]:
 
 
 def write_experiment(folder: Path, jobs: Iterable[Iterable[str]], metrics: Iterable[str]) -> None:
-    """Name the columns of the HParams tab, for `tensorboard --logdir <folder>`: what differs between the jobs.
+    """Define the columns of the HParams tab for `tensorboard --logdir <folder>`: the keys that differ between jobs.
 
-    Without this, the tab has a column for every override and every metric, by name.
+    Without this, the tab has a column for every override and every metric, ordered by name.
 
     Args:
-        folder: of a sweep.
-        jobs: the overrides of each.
-        metrics: to be shown, in this order.
+        folder: the sweep's folder.
+        jobs: the overrides of each job.
+        metrics: metrics to show, in this order.
     """
-    given = [values(overrides) for overrides in jobs]
-    columns = {name: [job.get(name) for job in given] for name in dict.fromkeys(name for job in given for name in job)}
+    rows = [values(overrides) for overrides in jobs]
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     experiment = Experiment(time_created_secs=time.time())
     for name, column in columns.items():
-        if len(given) == 1 or any(value != column[0] for value in column):
+        if len(rows) == 1 or any(value != column[0] for value in column):
             experiment.hparam_infos.append(_info(name, column))
     experiment.metric_infos.extend(MetricInfo(name=MetricName(tag=_utf8(name))) for name in metrics)
-    _forget(folder)
+    _delete_old(folder)
     _put(folder, "experiment", HParamsPluginData(experiment=experiment), below=".")
 
 
@@ -130,7 +130,7 @@ def _value(override: Override, typed: str) -> Value:
     value = override.value()
     if isinstance(value, bool):
         return value
-    if isinstance(value, (int, float)) and abs(value) < 1e300 and not math.isnan(value):  # JSON has no word for those
+    if isinstance(value, (int, float)) and abs(value) < 1e300 and not math.isnan(value):  # JSON cannot hold the others
         return float(value)
     return _utf8(bare(value if isinstance(value, str) else typed))
 
@@ -140,7 +140,7 @@ def _is_secret(name: str, value: object) -> bool:
 
 
 def _info(name: str, column: Iterable[Value | None]) -> HParamInfo:
-    """A column; where it has few values, of one type, a box to tick for each."""
+    """Return a column. If it has few values of one type, the tab shows a checkbox for each."""
     found = dict.fromkeys(value for value in column if value is not None)
     kinds = {type(value) for value in found}
     data_type = DATA_TYPE_BOOL if kinds == {bool} else DATA_TYPE_FLOAT64 if kinds == {float} else DATA_TYPE_STRING
@@ -167,12 +167,12 @@ def _put(folder: Path, tag: str, data: HParamsPluginData, below: str = "tensorbo
             folder.mkdir(parents=True, exist_ok=True)
         write_atomic(place(folder, f"{below}/{file_name()}.hparams"), b"".join(map(encoded, events)))
     except RecordError as error:
-        log.warning("TensorBoard's HParams tab goes without %s: %s", folder, error)
+        log.warning("TensorBoard's HParams tab does not show %s: %s", folder, error)
 
 
-def _forget(folder: Path) -> None:
+def _delete_old(folder: Path) -> None:
     try:
         for old in folder.glob("events.out.tfevents.*.hparams"):
             old.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("TensorBoard may show what is past: %s", error)
+        log.warning("TensorBoard's HParams tab may show an earlier run: %s", error)

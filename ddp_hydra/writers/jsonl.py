@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line."""
+"""Write metrics.jsonl: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddp_hydra.writers.validate import metric_values
 class JsonLinesWriter:
     """Append each metrics record as a line: time, attempt, step, epoch, samples, then the metrics by name.
 
-    `time` is in seconds since the epoch; NaN and infinities are null. A metric that is called like one of the
-    line's own fields goes in as `metrics/<name>`; metrics of a rank other than 0 say their `rank`.
+    `time` is in seconds since 1970; NaN and infinities are null. A metric with the name of one of the line's own fields
+    is written as `metrics/<name>`. Metrics of a rank other than 0 have the field `rank`.
 
-    Where a new attempt starts, or the run is resumed in its folder, the lines behind the step from which it goes on are
-    cut off: each step is there once.
+    When a new attempt starts, or the run is resumed in its folder, the lines after the step from which it continues are
+    removed, so that the file has each step once.
 
     Args:
-        run_dir: gets or already has `metrics.jsonl`.
+        run_dir: the job's run directory.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -30,7 +30,7 @@ class JsonLinesWriter:
         self._attempt = 0
 
     def write(self, record: Record) -> None:
-        """Append the line of a metrics record; a start may cut others off.
+        """Append the line of a metrics record; a start record may remove lines.
 
         Raises:
             RecordError: the file cannot be written.
@@ -54,7 +54,7 @@ class JsonLinesWriter:
         self._file.append(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
     def _cut(self, step: int) -> None:
-        """Keep what was measured up to a step; half a line, of a process that was killed, goes as well."""
+        """Keep the lines up to a step, and remove the incomplete line of a process that was killed."""
         with writing(self._path):
             lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
         kept = [line for line in lines if _is_kept(line, step)]

@@ -1,4 +1,4 @@
-"""The live display: a bar on a terminal, now and then a line elsewhere."""
+"""Show a job's progress: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from rich.text import Text
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.writers.progress_state import Pace
+from ddp_hydra.writers.progress_state import ProgressState
 
 
 class StdoutConsole(Console):
-    """Standard output; rich would end the whole program when nobody reads it any more."""
+    """Print to standard output, and survive its end: rich would end the whole program when nobody reads it."""
 
     def on_broken_pipe(self) -> None:
-        """Say no more."""
+        """Stop printing."""
         self.quiet = True
 
 
 class ProgressWriter:
-    """Show a job while it runs: a header, the step it is at, and one lasting line per validation or epoch.
+    """Show a job while it runs: a header, the current step, and a permanent line per validation or epoch.
 
-    A terminal gets a live bar. Anything else gets lines without control characters, and in between at most
-    one per `interval_s`. A closed output (`| head`) ends the display, not the job.
+    A terminal gets a live bar. Other outputs get lines without control characters, and between the permanent lines at
+    most one line per `interval_s`. A closed output (`| head`) ends the display, not the job.
 
     Args:
-        console: where to show it; None is stdout.
-        interval_s: seconds between two lines in between.
-        restarts: say where an attempt begins; otherwise somebody else does.
-        clock: seconds, growing.
+        console: console to print to; None: stdout.
+        interval_s: least seconds between two lines of progress.
+        restarts: whether to print a line where an attempt begins; False if the caller does that.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class ProgressWriter:
         self._restarts = restarts
         self._clock = clock
         self._printed_at = clock()
-        self._pace = Pace(clock)
-        self._reported: float | None = None  # the epoch (or step) that has its lasting line
+        self._state = ProgressState(clock)
+        self._reported: float | None = None  # the epoch (or step) that has its permanent line
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._gone = False
-        self._told: list[str] = []
+        self._is_closed = False
+        self._header: list[str] = []
 
     def write(self, record: Record) -> None:
         """Show a start or metrics record of rank 0."""
-        if self._gone or record.rank != 0:
+        if self._is_closed or record.rank != 0:
             return
         try:
             if record.kind == "start":
@@ -65,55 +65,55 @@ class ProgressWriter:
             elif record.kind == "metrics":
                 self._metrics(record)
         except OSError:
-            self._gone = True
+            self._is_closed = True
 
     def close(self) -> None:
-        """Show the last epoch's line if it is missing, and leave a clean terminal."""
+        """Print the last epoch's line if it is missing, and remove the bar."""
         try:
-            if not self._gone and self._pace.step is not None and self._reported != self._pace.mark():
-                self._lasting_line()
+            if not self._is_closed and self._state.step is not None and self._reported != self._state.mark():
+                self._permanent_line()
         except OSError:
-            self._gone = True
+            self._is_closed = True
         finally:
             self._stop_bar()
 
     def _start(self, record: Record) -> None:
         self._stop_bar()
         if record.attempt and self._restarts:
-            self._say(f"restart {record.attempt}, from step {record.step or 0}")
+            self._print(f"restart {record.attempt}, from step {record.step or 0}")
         lines = [plain(line) for line in record.data.get("lines") or ()]
         for line in lines:
-            if line not in self._told:  # a new attempt says what is new
-                self._say("  " + line)
-        self._told = lines
-        self._pace.start(record)
+            if line not in self._header:  # a new attempt prints only lines that have changed
+                self._print("  " + line)
+        self._header = lines
+        self._state.start(record)
         self._reported = None
         self._printed_at = self._clock()
 
     def _metrics(self, record: Record) -> None:
-        before = self._pace.epoch
-        if before is not None and self._reported != before != self._pace.epoch_of(record):
-            self._lasting_line()
-        self._pace.update(record)
+        before = self._state.epoch
+        if before is not None and self._reported != before != self._state.epoch_of(record):
+            self._permanent_line()
+        self._state.update(record)
         if any(name.startswith("val/") for name in record.data["metrics"]):
-            self._lasting_line()
+            self._permanent_line()
         if self._live:
             self._move_bar()
         elif self._clock() - self._printed_at >= self._interval_s:
-            self._say("  ".join(filter(None, (self._pace.where(), self._pace.numbers(), self._pace.eta()))))
+            self._print("  ".join(filter(None, (self._state.where(), self._state.numbers(), self._state.eta()))))
 
-    def _lasting_line(self) -> None:
-        self._say(f"{self._pace.epoch_text()}  {self._pace.numbers(validation=True)}")
-        self._reported = self._pace.mark()
-        self._pace.forget_validation()
+    def _permanent_line(self) -> None:
+        self._print(f"{self._state.epoch_text()}  {self._state.numbers(validation=True)}")
+        self._reported = self._state.mark()
+        self._state.forget_validation()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
         self._printed_at = self._clock()
 
     def _move_bar(self) -> None:
-        step, where = self._pace.step or 0, self._pace.where()
-        numbers = "  ".join(filter(None, (self._pace.numbers(), self._pace.eta())))
+        step, where = self._state.step or 0, self._state.where()
+        numbers = "  ".join(filter(None, (self._state.numbers(), self._state.eta())))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=where, numbers=numbers)
             return
@@ -125,7 +125,7 @@ class ProgressWriter:
             transient=True,
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task(where, total=self._pace.total_steps, completed=step, numbers=numbers)
+        self._task = self._bar.add_task(where, total=self._state.total_steps, completed=step, numbers=numbers)
         self._bar.start()
 
     def _stop_bar(self) -> None:
@@ -135,4 +135,4 @@ class ProgressWriter:
         try:
             bar.stop()
         except OSError:
-            self._gone = True
+            self._is_closed = True

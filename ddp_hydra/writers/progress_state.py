@@ -1,4 +1,4 @@
-"""How far a job is and how fast it goes, in words."""
+"""Describe the progress and the speed of a job in words."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import metric_values
 
 
-class Pace:
-    """What the display needs of the records so far.
+class ProgressState:
+    """Collect from records what the display shows.
 
     Args:
-        clock: seconds, growing.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -43,20 +43,20 @@ class Pace:
         self.step = record.step if record.step is not None else self.step or 0
 
     def epoch_of(self, record: Record) -> float | None:
-        """Return which epoch a record belongs to, the first being 1.
+        """Return the epoch that a record belongs to, counted from 1.
 
-        The step tells it best: after the last step of epoch 3 it is still epoch 3.
+        The step decides, if there is one: after the last step of epoch 3 it is still epoch 3.
         """
         if self._steps_per_epoch and record.step is not None:
             return max(1, math.ceil(record.step / self._steps_per_epoch))
         return record.data.get("epoch", self.epoch)
 
     def forget_validation(self) -> None:
-        """Let later lines not repeat numbers that were not measured again."""
+        """Drop the validation's numbers, so that later lines do not repeat them."""
         self.metrics = {n: value for n, value in self.metrics.items() if not n.startswith("val/")}
 
     def mark(self) -> float | None:
-        """Return what a lasting line stands for: the epoch, or the step where there are no epochs."""
+        """Return the epoch, or the step if there are no epochs, that a permanent line stands for."""
         return self.step if self.epoch is None else self.epoch
 
     def where(self) -> str:
@@ -65,13 +65,13 @@ class Pace:
         return step if self.epoch is None else f"{self.epoch_text()}  {step}"
 
     def epoch_text(self) -> str:
-        """Return for example 'epoch 3/5', or the step where there are no epochs."""
+        """Return for example 'epoch 3/5', or the step if there are no epochs."""
         if self.epoch is None:
             return self.where()
         return f"epoch {_of(self.epoch, self.epochs)}"
 
     def numbers(self, validation: bool = False) -> str:
-        """Return the losses and accuracies, and the samples/s; with those of validation or without."""
+        """Return the losses and accuracies, of the validation if asked for, and the samples/s."""
         shown = [
             f"{plain(name)} {value:.4g}"
             for name, value in sorted(self.metrics.items(), key=_rank_of_name)
@@ -83,7 +83,7 @@ class Pace:
         return "  ".join(shown)
 
     def eta_s(self) -> float | None:
-        """Return how many seconds the rest is likely to take; None while it is not known."""
+        """Return the estimated seconds until the end; None while they are not known."""
         began, first = self._first
         step = self.step or 0
         if not self.total_steps or step <= first or self.total_steps <= step:
@@ -91,7 +91,7 @@ class Pace:
         return (self._clock() - began) / (step - first) * (self.total_steps - step)
 
     def eta(self) -> str:
-        """Return for example 'ETA 0:01:32', or nothing while it is not known."""
+        """Return for example 'ETA 0:01:32', or "" while it is not known."""
         seconds = self.eta_s()
         if seconds is None:
             return ""
@@ -100,7 +100,7 @@ class Pace:
 
 
 def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:
-    """Training first, loss before the others."""
+    """Return a sort key: training first, the loss before other metrics."""
     name = item[0]
     return not name.startswith("train/"), not name.endswith("/loss"), name
 

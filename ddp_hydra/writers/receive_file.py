@@ -1,4 +1,4 @@
-"""Bring the file of a record into the run directory: complete and verified, or not at all."""
+"""Receive the file of a record into the run directory: complete and verified, or not at all."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from ddp_hydra.writers.base import Fetch
 _PIECE = 2**20
 
 
-class Incoming:
-    """Brings the files of records into a run directory, one after the other.
+class FileReceiver:
+    """Receive the files of records into a run directory, one after the other.
 
-    A record whose file could not be put down may come again. What was fetched is kept for that, because nobody
-    else may have it any more.
+    A record whose file could not be written may come again. The fetched content is kept for that, because its sender
+    may have deleted it.
 
     Args:
-        fetch: brings content that is not inline.
+        fetch: copies content that is not inline.
     """
 
     def __init__(self, fetch: Fetch | None) -> None:
         self._fetch = fetch
-        self._record: Record | None = None  # the one that came last
-        self._part: Path | None = None  # its content, fetched but without its name
+        self._record: Record | None = None  # the last record
+        self._part: Path | None = None  # its content, fetched but not yet renamed
         self._in_place = False
 
     def receive(self, record: Record, target: Path) -> None:
-        """Put a file record's content at `target`, replacing an older file in one move.
+        """Write a file record's content to `target`, replacing an older file atomically.
 
         Args:
-            record: of kind 'file'; one that was received before is not fetched again.
-            target: in a folder that exists.
+            record: a record of kind 'file'; if it has been received before, it is not fetched again.
+            target: destination, in a folder that exists.
 
         Raises:
-            RecordError: the content does not come, is not what the record says, or cannot be written. What was
-                at `target` before is as it was.
+            RecordError: the content does not arrive, differs from what the record announces, or cannot be written. An
+                older file at `target` is unchanged then.
         """
         if record is not self._record:
             self.drop()
             self._record, self._in_place = record, False
         try:
             if not self._in_place:
-                self._bring(record, target)
+                self._place(record, target)
             with writing(target):
                 sync(target.parent)
         except BaseException as error:
@@ -60,12 +60,12 @@ class Incoming:
             raise
 
     def drop(self) -> None:
-        """Forget the last record, and what was fetched of it in vain."""
+        """Forget the last record, and delete its content if that is not in place."""
         part, self._part, self._record = self._part, None, None
         if part is not None:
             _remove(part)
 
-    def _bring(self, record: Record, target: Path) -> None:
+    def _place(self, record: Record, target: Path) -> None:
         if self._part is None:
             part = part_of(target)
             try:
@@ -77,9 +77,9 @@ class Incoming:
                 _remove(part)
                 raise
             self._part = part
-        else:  # after a failed fsync, the kernel takes for written what is not
+        else:  # after a failed fsync, the kernel may regard unwritten pages as written
             with writing(target):
-                _write_anew(self._part)
+                _rewrite(self._part)
         with writing(target):
             _verify(record, self._part)
             sync(self._part)
@@ -99,7 +99,7 @@ def _write_inline(record: Record, part: Path, target: Path) -> None:
 def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> None:
     source = record.data.get("source")
     if fetch is None or source is None:
-        raise RecordError(f"{_name(record)} came without content, and nothing here can bring it")
+        raise RecordError(f"{_name(record)} came without content, and nothing here can fetch it")
     try:
         fetch(record, part)
     except OSError as error:
@@ -107,44 +107,44 @@ def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> Non
             error.filename = str(target)
             raise cannot_write(target, error) from error
         raise RecordError(
-            f"{_name(record)} ({record.data['size']} bytes) cannot be brought from its host: {error}"
+            f"{_name(record)} ({record.data['size']} bytes) cannot be fetched from its host: {error}"
         ) from error
 
 
 def _remove(part: Path) -> None:
-    """Best effort: whoever calls has something more important to say."""
+    """Delete a file if possible: the caller has a more important error to raise."""
     with contextlib.suppress(OSError):
         part.unlink()
 
 
-def _write_anew(part: Path) -> None:
-    """Write a file's content over itself."""
+def _rewrite(part: Path) -> None:
+    """Write a file's content over itself, so that the kernel writes it to the disk again."""
     with part.open("r+b") as file:
         while piece := file.read(_PIECE):
             file.seek(-len(piece), os.SEEK_CUR)
             file.write(piece)
-            file.seek(0, os.SEEK_CUR)  # between a write and a read
+            file.seek(0, os.SEEK_CUR)  # required between a write and a read
 
 
 def _verify(record: Record, part: Path) -> None:
-    wanted = record.data
+    announced = record.data
     try:
         found = part.lstat()
     except FileNotFoundError:
-        raise RecordError(f"{_name(record)} did not arrive: {wanted['size']} bytes were announced") from None
+        raise RecordError(f"{_name(record)} did not arrive: {announced['size']} bytes were announced") from None
     if not stat.S_ISREG(found.st_mode):
         raise RecordError(f"{_name(record)} is not a plain file")
-    if found.st_size != wanted["size"]:
+    if found.st_size != announced["size"]:
         raise RecordError(
-            f"{_name(record)} did not arrive whole: {found.st_size} bytes of {wanted['size']}; what was "
+            f"{_name(record)} did not arrive whole: {found.st_size} bytes of {announced['size']}; what was "
             "there before is kept"
         )
     with part.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != wanted["sha256"].lower():
+    if digest != announced["sha256"].lower():
         raise RecordError(
             f"{_name(record)} was changed on its way: sha256 {digest[:12]}… instead of "
-            f"{wanted['sha256'][:12]!a}…; what was there before is kept"
+            f"{announced['sha256'][:12]!a}…; what was there before is kept"
         )
 
 

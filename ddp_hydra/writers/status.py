@@ -1,4 +1,4 @@
-"""Keep status.json up to date: where a job is while it runs, for other processes to read."""
+"""Keep status.json up to date, which shows other processes the progress of a running job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage.files import part_of
-from ddp_hydra.writers.progress_state import Pace
+from ddp_hydra.writers.progress_state import ProgressState
 
 NAME = "status.json"
 INTERVAL_S = 0.5
@@ -23,7 +23,7 @@ class JobStatus:
     """Collect the content of status.json from the records of rank 0.
 
     Args:
-        clock: seconds, growing.
+        clock: a monotonic clock, in seconds.
 
     Attributes:
         state: starting, then running; a remote job's driver sets further ones.
@@ -33,7 +33,7 @@ class JobStatus:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = "starting"
         self.start: Record | None = None
-        self._pace = Pace(clock)
+        self._progress = ProgressState(clock)
         self._eta_s: float | None = None
 
     def update(self, record: Record) -> bool:
@@ -43,27 +43,27 @@ class JobStatus:
         self.state = "running"
         if record.kind == "start":
             self.start = record
-            self._pace.start(record)
+            self._progress.start(record)
         else:
-            self._pace.update(record)
-        self._eta_s = self._pace.eta_s()
+            self._progress.update(record)
+        self._eta_s = self._progress.eta_s()
         return True
 
     def content(self) -> dict[str, Any]:
         """Return all fields but the time."""
-        pace, start = self._pace, self.start
+        progress, start = self._progress, self.start
         return {
             "state": self.state,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "attempt": start.attempt if start else 0,
             "world_size": start.data.get("world_size") or 0 if start else 0,
-            "step": pace.step,
-            "total_steps": pace.total_steps,
-            "epoch": pace.epoch,
-            "epochs": pace.epochs,
+            "step": progress.step,
+            "total_steps": progress.total_steps,
+            "epoch": progress.epoch,
+            "epochs": progress.epochs,
             "eta_s": self._eta_s,
-            "metrics": finite(pace.metrics),
+            "metrics": finite(progress.metrics),
         }
 
 
@@ -79,7 +79,7 @@ class StatusWriter:
 
     Args:
         run_dir: the job's run directory.
-        clock: seconds, growing.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
-"""TensorBoard events, written without torch.
+"""Write TensorBoard events without torch.
 
-tensorboardX imports torch where it is installed and loses a full disk in a background thread; the records of
-an events file are simple enough to append them here, one flush each.
+tensorboardX imports torch where it is installed, and its background thread swallows the error of a full disk. The
+format is simple enough to write it here, with one flush per event.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 class TensorBoardWriter:
     """Write scalars of rank 0, texts and images of any rank to `<run_dir>/tensorboard`.
 
-    When a new attempt starts, or the job is run again in the same folder, points after the step it starts from are
-    taken back: curves stay clean. (The fast loader of TensorBoard takes them back tag by tag instead, from the first
-    new point on.)
+    When a new attempt starts, or the job runs again in the same folder, an event has TensorBoard drop the points after
+    the step from which it starts, so that each curve has one line. (TensorBoard's fast loader drops them tag by tag,
+    from the first new point on.)
 
     Args:
         run_dir: the job's run directory.
@@ -43,12 +43,12 @@ class TensorBoardWriter:
         path = place(run_dir, f"tensorboard/{file_name()}")
         self._file = AppendFile(path)
         self._empty = True
-        self._seen: set[str] = set()  # counts that are more than 0
+        self._seen: set[str] = set()  # counts that have been more than 0
         self._attempt: int | None = None
-        self._purge = bool(_events_in(path.parent))  # a job that is run again, or goes on, where it was before
+        self._purge = bool(_events_in(path.parent))  # the job runs again, or continues, in its old folder
 
     def write(self, record: Record) -> None:
-        """Append the event of a metrics, text or image record; a start may take points back.
+        """Append the event of a metrics, text or image record; a start record may drop points.
 
         Raises:
             RecordError: an image is no PNG, or the file cannot be written.
@@ -60,7 +60,7 @@ class TensorBoardWriter:
         if record.kind == "metrics" and record.rank != 0:
             return
         if self._purge and record.step is not None:
-            self._take_back(record)
+            self._drop_points(record)
         if record.kind != "start":
             value = {"metrics": self._scalars, "text": _text, "image": _image}[record.kind](record)
             self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
@@ -69,16 +69,17 @@ class TensorBoardWriter:
         """Close the file."""
         self._file.close()
 
-    def _take_back(self, record: Record) -> None:
-        """A start names the last good step; anything else is itself the first new point."""
+    def _drop_points(self, record: Record) -> None:
+        """Drop the points after a start record's step, or from any other record's step on."""
         first = (record.step or 0) + (record.kind == "start")
         self._append(Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START)))
         self._purge = False
 
     def _scalars(self, record: Record) -> Summary:
-        """What trains and what validates come first on the screen, as its groups go by the alphabet.
+        """Return the points of a metrics record.
 
-        What they cost is under `work`; no curve is made of a count that is 0 all the time.
+        TensorBoard sorts its groups by name: `work` holds the costs, so that they come after `train` and `val`. A count
+        gets no curve while it is 0.
         """
         values = metric_values(record)
         self._seen |= {name for name in _COUNTS if values.get(name)}
@@ -93,7 +94,7 @@ class TensorBoardWriter:
 
 
 def _events_in(folder: Path) -> list[Path]:
-    """The files of an earlier writer."""
+    """Return the event files of earlier writers."""
     return [path for path in folder.glob("events.out.tfevents.*") if path.suffix != ".hparams"]
 
 

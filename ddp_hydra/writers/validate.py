@@ -1,4 +1,4 @@
-"""What a record must look like before a writer sees it: ranks are not trusted."""
+"""Check the fields of a record before a writer gets it: ranks are not trusted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CHECKPOINT: dict[str, type | tuple[type, ...]] = {
 
 
 def check_record(record: Record) -> None:
-    """Let a well-formed record pass.
+    """Refuse a malformed record.
 
     Raises:
         RecordError: a field is missing, of the wrong type, or out of range; the message names it.
@@ -78,26 +78,26 @@ def check_record(record: Record) -> None:
 
 
 def metric_values(record: Record) -> dict[str, float]:
-    """Return a metrics record's values; a null is a NaN that JSON had no word for."""
+    """Return a metrics record's values; null stands for NaN, which JSON cannot hold."""
     return {name: math.nan if value is None else float(value) for name, value in record.data["metrics"].items()}
 
 
 def _check_fields(record: Record, data: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]) -> None:
-    for name, wanted in fields.items():
+    for name, kind in fields.items():
         value = data.get(name)
         if value is None:
             continue
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise _malformed(record, name, value)
         if isinstance(value, _NUMBER) and not 0 <= value < 2**63:  # no NaN either
             raise _malformed(record, name, value)
-        if isinstance(value, str) and name in ("name", "path") and not _is_utf8(value):
+        if isinstance(value, str) and name in ("name", "path") and not _is_name(value):
             raise _malformed(record, name, value)
 
 
 def _check_metrics(record: Record, metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
-        if not isinstance(name, str) or not _is_utf8(name):
+        if not isinstance(name, str) or not _is_name(name):
             raise _malformed(record, "metrics", name)
         if value is None:
             continue
@@ -116,8 +116,8 @@ def _check_number(record: Record, name: str, value: Any, limit: float) -> None:
         raise _malformed(record, name, value)
 
 
-def _is_utf8(text: str) -> bool:
-    """JSON can spell lone surrogates, which no file takes."""
+def _is_name(text: str) -> bool:
+    """Tell whether a text is neither empty nor has lone surrogates: JSON can hold them, but no file can."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -133,7 +133,7 @@ def test_a_rank_keeps_only_a_few_files_on_the_way(client2, run_into, tmp_path):
         most = 0
         for number in range(12):
             results.submit(f"{rank()}/{number}.bin", bytes(100_000))
-            most = max(most, len(list(results._here.sender._spool.iterdir())))
+            most = max(most, len(list(results._process.sender._spool.iterdir())))
         return most
 
     assert max(run_into(client2, submit_many, slow_s=0.05)) <= 4

@@ -112,7 +112,7 @@ def test_afterwards_signals_do_what_they_did_before():
     with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.deferred():
         raise ZeroDivisionError
     assert handlers() == before
-    assert not interrupts.patient
+    assert not interrupts.is_deferring
 
 
 def test_without_grace_signals_are_left_alone():

@@ -99,7 +99,13 @@ def test_a_good_end_is_no_failure(status):
 
 
 def test_an_end_record_becomes_a_failure():
-    end = {"status": "raised", "message": "ValueError: x", "traceback": "Traceback", "time_s": 5, "said": "last words"}
+    end = {
+        "status": "raised",
+        "message": "ValueError: x",
+        "traceback": "Traceback",
+        "time_s": 5,
+        "last_output": "last words",
+    }
     assert Failure.from_end({**end, "mistake": True}, 2, "h", 1) == Failure(
         "raised", 2, "h", "ValueError: x", "Traceback", 5, 1, "last words", mistake=True
     )
@@ -118,7 +124,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=3,
 )
-KEYS = ("status", "message", "traceback", "said", "phase", "mistake", "consequence", "step", "time_s", "more")
+KEYS = ("status", "message", "traceback", "last_output", "phase", "mistake", "consequence", "step", "time_s", "more")
 
 
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, json_values)))
@@ -133,7 +139,7 @@ def test_whatever_a_rank_says_of_its_end_can_be_told_sorted_and_written_down(end
 
 @pytest.mark.parametrize(
     "end",
-    [{}, {"status": None}, {"status": [1], "message": {}}, {"status": "raised", "traceback": 3, "said": None}]
+    [{}, {"status": None}, {"status": [1], "message": {}}, {"status": "raised", "traceback": 3, "last_output": None}]
     + [{"status": "raised", "time_s": time_s} for time_s in (None, "x", [], True, -1, float("nan"), 10**400)],
 )
 def test_a_malformed_end_is_still_a_failure_that_can_be_told(end):
@@ -145,7 +151,9 @@ def test_a_malformed_end_is_still_a_failure_that_can_be_told(end):
 
 
 def test_the_story_has_the_cause_its_traceback_and_the_followers():
-    cause = Failure("raised", 1, "node-7", "ValueError: bad", "Traceback:\n  line 3\nValueError: bad\n", said="noise")
+    cause = Failure(
+        "raised", 1, "node-7", "ValueError: bad", "Traceback:\n  line 3\nValueError: bad\n", last_output="noise"
+    )
     told = explain(cause, [raised(0, GLOO + "\nmore"), raised(2, "x" * 500)])
     assert told.splitlines() == [
         "rank 1 on node-7: ValueError: bad",
@@ -162,7 +170,7 @@ def test_the_story_has_the_cause_its_traceback_and_the_followers():
 
 def test_without_a_traceback_the_last_words_are_told():
     said = "".join(f"line {n}\n" for n in range(50))
-    told = explain(Failure("killed", 0, "h", "killed by SIGSEGV", said=said)).splitlines()
+    told = explain(Failure("killed", 0, "h", "killed by SIGSEGV", last_output=said)).splitlines()
     assert told[:3] == ["rank 0 on h: killed by SIGSEGV", "", "its last words:"]
     assert told[3:] == [f"  line {n}" for n in range(30, 50)]
 
@@ -190,7 +198,7 @@ def test_who_says_that_another_rank_was_the_cause_is_a_symptom_however_early():
 
 
 def test_a_mistake_of_the_user_is_told_in_its_own_words_only():
-    failure = Failure("raised", 0, "h", "no images under s3://b/p", "Traceback …", said="noise", mistake=True)
+    failure = Failure("raised", 0, "h", "no images under s3://b/p", "Traceback …", last_output="noise", mistake=True)
     assert explain(failure) == "rank 0 on h: no images under s3://b/p"
 
 
@@ -212,7 +220,12 @@ def test_the_summary_shows_plain_fields():
 def test_what_a_rank_says_of_its_end_reaches_the_terminal_without_escape_sequences_and_within_bounds():
     red, clear = "\x1b[31m", "\x1b]0;title\x07\x1b[2J\r"
     end = {"status": red + "raised", "message": f"{clear}ValueError: {red}bad", "traceback": clear + "y" * 10**6}
-    failure = Failure.from_end({**end, "said": clear + "words", "phase": red}, 0, "h", 0)
-    assert (failure.kind, failure.message, failure.said, failure.phase) == ("raised", "ValueError: bad", "words", "")
+    failure = Failure.from_end({**end, "last_output": clear + "words", "phase": red}, 0, "h", 0)
+    assert (failure.kind, failure.message, failure.last_output, failure.phase) == (
+        "raised",
+        "ValueError: bad",
+        "words",
+        "",
+    )
     assert len(failure.traceback) < 40_000
     assert explain(failure).startswith("rank 0 on h: ValueError: bad\n\nyyy")

@@ -118,7 +118,7 @@ def fetch_folder(record, target):
     ("fetch", "sentence"),
     [
         (fetch_nothing, "did not arrive: 5 bytes"),
-        (fetch_half, r"cannot be brought from its host: the worker is gone"),
+        (fetch_half, r"cannot be fetched from its host: the worker is gone"),
         (fetch_folder, "is not a plain file"),
     ],
 )

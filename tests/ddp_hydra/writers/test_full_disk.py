@@ -133,7 +133,7 @@ def test_a_record_that_found_the_disk_full_lands_once_it_is_freed(small, freed, 
             handler.handle(record)
     said = [record.getMessage() for record in caplog.records if record.name == "ddp_hydra.writers.disk_retry"]
     assert re.fullmatch(r"cannot write .*: no space left on device; trying again for up to 60 s: free some.*", said[0])
-    assert re.fullmatch(r"written after all, after \d+ s: .*", said[1])
+    assert re.fullmatch(r"written, after \d+ s of retrying: .*", said[1])
     check_run(small / "run", coming)
 
 
@@ -252,14 +252,12 @@ def test_whatever_fails_for_a_while_nothing_is_lost_or_doubled(
 
 
 def test_a_failed_fsync_is_not_believed_when_it_works_later(tmp_path, monkeypatch, spooled, file_record):
-    """The kernel forgets what it could not write, so it is written anew."""
+    """The kernel forgets what it could not write, so it is written again."""
     record, anew = spooled("a/one.bin", os.urandom(3 * 2**20 + 5)), []
     (tmp_path / "run/a").mkdir(parents=True)
     with ResultsHandler(writers(tmp_path / "run"), retry_s=60.0) as handler:
         monkeypatch.setattr(os, "fsync", Failing(os.fsync, errno.EIO, 0, times=1))
-        monkeypatch.setattr(
-            receive_file, "_write_anew", lambda part, real=receive_file._write_anew: anew.append(real(part))
-        )
+        monkeypatch.setattr(receive_file, "_rewrite", lambda part, real=receive_file._rewrite: anew.append(real(part)))
         handler.handle(record)
     assert len(anew) == 1
     assert hashlib.sha256((tmp_path / "run/a/one.bin").read_bytes()).hexdigest() == record.data["sha256"]

@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_written_ends_no_job(tmp_path, caplog):
         pass
     hparams.write_experiment(tmp_path / "tensorboard" / "x", [["seed=1"]], [])
     assert len(caplog.messages) == 3
-    assert all("HParams tab goes without" in message for message in caplog.messages)
+    assert all("HParams tab does not show" in message for message in caplog.messages)
 
 
 def test_no_torch_and_no_tensorflow_are_imported():
