@@ -1,7 +1,6 @@
-"""Batches of a data set, made ahead of the loop by threads of the rank's own process.
+"""Makes the batches of a data set ahead of the loop, in threads of the same process.
 
-No worker processes: reading from an object store waits without the interpreter lock, decoding releases it, and
-there is nothing to fork.
+It needs no worker processes: reading from an object store and decoding both release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ddp_hydra import heartbeat
-
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes at once: a step's batch, or a part of it.
+    """The samples that a rank computes at once: a step's batch, or a part of it.
 
     Args:
-        x: the input.
-        y: the target.
+        x: the input, (batch, ...).
+        y: the target, (batch, ...).
         share: of the step's samples on this rank, 0..1.
-        last: the step's last part.
+        last: it is the step's last micro-batch.
     """
 
     x: torch.Tensor
@@ -42,11 +39,15 @@ class Loader:
     """Turns batches of indices into batches on a device.
 
     Args:
-        dataset: a map-style data set; see `build.py` for what it may offer.
+        dataset: a map-style data set; `training/builders.py` lists its optional methods.
         device: where batches go.
         channels_last: memory layout of 4-d inputs.
-        prefetch: batches being made while the model trains; 0 makes each when it is asked for.
+        prefetch: number of batches made while the model trains; 0 makes each when it is asked for.
         memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
+        progress: called after each sample and each batch, from any thread.
+
+    Attributes:
+        waited_s: seconds that the loop has waited for batches.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class Loader:
         channels_last: bool = False,
         prefetch: int = 3,
         memory_mb: float = 256,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.dataset = dataset
         self.device = device
         self.channels_last = channels_last
         self.prefetch = prefetch
         self.memory_mb = memory_mb
+        self.progress = progress
         self.collate = getattr(dataset, "collate", default_collate)
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
@@ -77,14 +80,14 @@ class Loader:
                 x = x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
             yield x, y
 
-    def steps(self, batches: Iterable[list[int]], parts: int) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the parts of each step, which are read while it is done.
+    def steps(self, batches: Iterable[list[int]], micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
+        """Yield the micro-batches of each step; they are loaded while the step is computed.
 
         Args:
             batches: indices of each step.
-            parts: in how many each is cut, as evenly as can be; a small one in fewer.
+            micro_batches: number of micro-batches in a step, as equal as possible; a small step has fewer.
         """
-        cut, ahead = tee(split(batch, parts) for batch in batches)
+        cut, ahead = tee(split(batch, micro_batches) for batch in batches)
         loaded = self.load(chain.from_iterable(cut))
         for pieces in ahead:
             total = sum(map(len, pieces))
@@ -92,7 +95,7 @@ class Loader:
                 MicroBatch(*next(loaded), share=len(piece) / total, last=number == len(pieces))
                 for number, piece in enumerate(pieces, start=1)
             )
-        next(loaded, None)  # its end lets go of the threads
+        next(loaded, None)  # at its end it closes the threads
 
     def on_demand(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Make each batch when it is asked for."""
@@ -117,29 +120,29 @@ class Loader:
                     future.cancel()
 
     def wait(self, batch: Callable[[], Any]) -> Any:
-        """The next batch, and how long the loop waits for it."""
+        """Return a batch, and count how long the loop waits for it."""
         begin = time.perf_counter()
         made = batch()
         self.waited_s += time.perf_counter() - begin
         return made
 
     def affordable(self, batch: Any) -> int:
-        """How many batches like this one are made ahead."""
-        room = self.memory_mb * 2**20 // max(1, n_bytes(batch))
-        return int(min(self.prefetch, max(1, room)))
+        """Return how many batches of this size may be made ahead."""
+        affordable = self.memory_mb * 2**20 // max(1, n_bytes(batch))
+        return int(min(self.prefetch, max(1, affordable)))
 
     def make(self, indices: list[int]) -> Any:
-        """Read one batch."""
+        """Read one batch of samples."""
         if hasattr(self.dataset, "__getitems__"):
             batch = self.collate(self.dataset.__getitems__(indices))
         else:
             batch = self.collate([self.read(index) for index in indices])
-        heartbeat.progress()
+        self.progress()
         return pin(batch) if self.device.type == "cuda" else batch
 
     def read(self, index: int) -> Any:
         """Read one sample."""
-        heartbeat.progress()
+        self.progress()
         return self.dataset[index]
 
     def to_device(self, batch: Any) -> Any:
@@ -155,14 +158,14 @@ class Loader:
 
 
 def split(batch: list[int], parts: int) -> list[list[int]]:
-    """Cut a batch into so many parts, as evenly as can be; none is empty."""
+    """Cut a batch into parts of nearly equal size; none is empty."""
     parts = min(parts, len(batch))
     ends = [len(batch) * number // parts for number in range(parts + 1)]
     return [batch[begin:end] for begin, end in pairwise(ends)]
 
 
 def n_bytes(batch: Any) -> int:
-    """Memory of the tensors in a batch."""
+    """Return the bytes of the tensors in a batch."""
     if isinstance(batch, torch.Tensor):
         return batch.nbytes
     if isinstance(batch, dict):
@@ -171,7 +174,7 @@ def n_bytes(batch: Any) -> int:
 
 
 def pin(batch: Any) -> Any:
-    """Pinned memory lets the copy to the GPU run beside the computation."""
+    """Copy a batch to pinned memory, so that its copy to the GPU runs beside the computation."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)

@@ -1,31 +1,31 @@
-"""From config to objects, on a rank: data sets, loader, model, optimizer, schedule.
+"""Builds the objects that the config names, on a rank: data sets, loader, model, optimizer, schedule.
 
-The framework knows no model and no data set; it asks of a data set
+The framework knows no model and no data set. A data set has these methods and attributes:
 
-    __len__, __getitem__              as every map-style data set has them
+    __len__, __getitem__              as every map-style data set
     __getitems__(indices)             optional: a whole batch at once
-    collate(samples) -> batch         optional: torch's default_collate otherwise
-    prepare(batch) -> (x, y)          optional: on the device; normalises, encodes
+    collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
+    prepare(batch) -> (x, y)          optional: works on the device; normalises, encodes
     classes or num_classes            optional: fills model.num_classes
     set_epoch(epoch)                  optional: for augmentation
-    expect(indices)                   optional: what this rank will ask for in this epoch, in order
-    shard_lengths, targets            optional: for samplers that go by them
-    built_once = True                 optional: built on rank 0, pickled to the others
+    expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
+    shard_lengths, targets            optional: some samplers use them
+    built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
     bad                               optional: {name: reason} of samples that were replaced
-    bad_counts                        optional: {name: number} where a name stands for more than one
+    bad_counts                        optional: {name: number} of samples, if a name stands for several
     skipped                           optional: {extension: number} of files that it left out
-    max_bad_fraction                  optional: share of them that all ranks together may have
-    stats() -> {name: number}         optional: what reading cost so far; see `data_report.py`
-    close()                           optional: at the end
+    max_bad_fraction                  optional: the largest share of bad samples that is allowed over all ranks
+    stats() -> {name: number}         optional: the cost of reading so far; see `monitoring/data_stats.py`
+    close()                           optional: called at the end
 
-An exception of it with `mistake = True` is one that only a person can put right: it is shown without a traceback, and
-the job is not tried again.
+If an exception of a data set has `mistake = True`, only a person can mend its cause: it is shown without a traceback,
+and the job is not tried again.
 
-And of a sampler (its arguments: n_samples, batch_size, rank, world_size, and those of the config)
+A sampler takes n_samples, batch_size, rank, world_size, and the arguments in the config. It has
 
     global_batch                      samples of all ranks in one step
-    steps(position)                   steps that an epoch still has behind so many samples
-    batches(epoch, position)          this rank's batches of indices, as many as all ranks have
+    steps(position)                   number of steps left in an epoch after so many samples
+    batches(epoch, position)          this rank's batches of indices, as many as every other rank has
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from hydra.utils import get_class, get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from ddp_hydra import heartbeat
 from ddp_hydra.config import objective, targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.data.loader import Loader
@@ -54,7 +55,7 @@ from ddp_hydra.training.parallel import Parallel
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a node of the config; what the class says of a bad argument is passed on as a ConfigError."""
+    """Instantiate a node of the config. If the class refuses an argument, raise its message as a ConfigError."""
     try:
         # Arguments go past Hydra, which would copy each into a config.
         return instantiate(node, _partial_=True)(*args, **kwargs)
@@ -69,7 +70,7 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def not_taken(node: DictConfig) -> str:
-    """Say which keys of a node its target does not take, as those of another optimizer; "" for none."""
+    """Return a message that names the keys of a node that its target does not take; "" if it takes all."""
     taken = parameters(str(node.get("_target_")))
     if not taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
         return ""
@@ -84,7 +85,7 @@ def not_taken(node: DictConfig) -> str:
 
 
 def dataset(node: DictConfig | None) -> Any:
-    """Build a data set, or let rank 0 build it for all where its class says `built_once`."""
+    """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective."""
     if node is None:
         return None
     if not dist.is_initialized() or dist.get_world_size() == 1 or not built_once(node):
@@ -96,7 +97,7 @@ def dataset(node: DictConfig | None) -> Any:
 
 @contextmanager
 def datasets(cfg: DictConfig) -> Iterator[tuple[Any, Any]]:
-    """The training and the validation set (None where there is none), closed at the end."""
+    """Build the training set and the validation set (or None), and close them at the end."""
     with ExitStack() as stack:
         built = []
         for node in (cfg.data.train, cfg.data.get("val")):
@@ -107,7 +108,7 @@ def datasets(cfg: DictConfig) -> Iterator[tuple[Any, Any]]:
 
 
 def built_once(node: DictConfig) -> bool:
-    """Whether the data set's class wants to be built by one rank only."""
+    """Return whether only one rank builds data sets of this class."""
     try:
         return bool(getattr(get_class(node["_target_"]), "built_once", False))
     except (ValueError, ImportError):  # not a class; a bad name is reported when it is built
@@ -115,41 +116,50 @@ def built_once(node: DictConfig) -> bool:
 
 
 def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
-    """Build the training sampler of a rank, and tell it what it wants to know of the data set."""
+    """Build the training sampler of a rank; pass the attributes of the data set that it takes."""
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
-    wanted = parameters(cfg.sampler["_target_"])
-    told = {name: value for name, value in known.items() if name in wanted and value is not None}
+    taken = parameters(cfg.sampler["_target_"])
+    of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
-    return make(cfg.sampler, **arguments, **told)
+    return make(cfg.sampler, **arguments, **of_data)
 
 
 def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
     """Build the loader of a data set."""
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
-    return Loader(data, device, channels_last, **bounds)
+    return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
 
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
-    """Build the model; a `num_classes` of null is what the data set has."""
-    return make(counted(cfg.model, data, "model"))
+    """Build the model. If its `num_classes` is null, the data set fills it."""
+    return make(fill_num_classes(cfg.model, data, "model"))
 
 
-def counted(node: DictConfig, data: Any, key: str) -> DictConfig:
-    """Fill a `num_classes` of null with what the data set has."""
+def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
+    """Return a node whose `num_classes`, if it is null, comes from the data set.
+
+    Args:
+        node: of the config.
+        data: the data set.
+        key: of the node, for the error message.
+
+    Raises:
+        ConfigError: the data set does not know its classes.
+    """
     if "num_classes" not in node or node.num_classes is not None:
         return node
-    found = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
-    if not found:
+    num_classes = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
+    if not num_classes:
         raise ConfigError(
             f"{key}.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
             f"take it from: give {key}.num_classes=<n>"
         )
-    return OmegaConf.merge(node, {"num_classes": found})  # type: ignore[return-value]
+    return OmegaConf.merge(node, {"num_classes": num_classes})  # type: ignore[return-value]
 
 
 def parallel(cfg: DictConfig, model: nn.Module) -> Parallel:
-    """Put a model among its ranks, and compile it if that is wanted."""
+    """Wrap a model for its ranks, and compile it if trainer.compile is set."""
     wrapped: Parallel = make(cfg.parallel, model)
     if cfg.trainer.compile is not None:
         wrapped.compile(cfg.trainer.compile.replace("_", "-"))
@@ -162,14 +172,14 @@ def loss(cfg: DictConfig) -> Any:
 
 
 def mix(cfg: DictConfig, data: Any) -> Any:
-    """Build what mixes the samples of a batch: (x, y) -> (x, shares of the classes)."""
+    """Build the function that mixes the samples of a batch: (x, y) -> (x, shares of the classes)."""
     if cfg.mix.get("_target_") is None:
         return lambda x, y: (x, y)
-    return make(counted(cfg.mix, data, "mix"))
+    return make(fill_num_classes(cfg.mix, data, "mix"))
 
 
-def scores(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics | None:
-    """Build the metrics of the validation beside loss and accuracy."""
+def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics | None:
+    """Build the additional metrics of the validation; None if the config has none."""
     if not cfg.metrics:
         return None
     of_torchmetrics = [name for name, node in cfg.metrics.items() if node["_target_"].startswith("torchmetrics.")]
@@ -178,21 +188,24 @@ def scores(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics | No
             f"the metrics {', '.join(map(str, of_torchmetrics))} need torchmetrics, which is not on this worker: type "
             "`pip install 'ddp-hydra[metrics]'` there, or metrics=none"
         )
-    metrics = {str(name): make(counted(node, data, f"metrics.{name}")).to(device) for name, node in cfg.metrics.items()}
+    metrics = {
+        str(name): make(fill_num_classes(node, data, f"metrics.{name}")).to(device)
+        for name, node in cfg.metrics.items()
+    }
     return EvalMetrics(metrics, getattr(data, "classes", ()))
 
 
 def evaluation(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Evaluation:
-    """Build what judges the model on the validation set."""
-    built = make(cfg.loss)
+    """Build the evaluation of the model on the validation set."""
+    criterion = make(cfg.loss)
     return Evaluation(
         loader(cfg, data, device, channels_last),
         len(data),
         cfg.data.batch_size,
         precision.autocast(cfg.trainer.precision, device),
-        getattr(built, "for_validation", built),
+        getattr(criterion, "for_validation", criterion),
         objective.class_axis(cfg),
-        scores(cfg, data, device),
+        eval_metrics(cfg, data, device),
     )
 
 
@@ -201,8 +214,8 @@ def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0) -> torch
 
     Args:
         cfg: the config.
-        model: whose parameters, but those that are frozen.
-        global_batch: samples of a step; with trainer.base_batch_size, lr grows with it.
+        model: the model; its frozen parameters are left out.
+        global_batch: samples in a step; with trainer.base_batch_size, lr grows with it.
     """
     node = cfg.optimizer
     if cfg.trainer.base_batch_size is not None and global_batch:
@@ -211,22 +224,22 @@ def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0) -> torch
 
 
 def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1) -> Any:
-    """Build the learning-rate schedule: ours, or any of torch's.
+    """Build the learning-rate schedule: one of ours or one of torch's.
 
     Args:
         cfg: the config.
-        optimizer: whose rate.
-        total_steps: of the run.
-        epoch_steps: of an epoch.
+        optimizer: its learning rate is scheduled.
+        total_steps: steps of the run.
+        epoch_steps: steps of an epoch.
     """
     known = {"total_steps": total_steps, "epoch_steps": epoch_steps}
-    wanted = parameters(cfg.scheduler["_target_"])
-    arguments = {name: value for name, value in known.items() if name in wanted}
-    return make(cfg.scheduler, optimizer, **(arguments if wanted else {"total_steps": total_steps}))
+    taken = parameters(cfg.scheduler["_target_"])
+    arguments = {name: value for name, value in known.items() if name in taken}
+    return make(cfg.scheduler, optimizer, **(arguments if taken else {"total_steps": total_steps}))
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of what a `_target_` names; none where there is no such thing."""
+    """Return the parameters of the object that a `_target_` names; empty if they can't be found."""
     try:
         return inspect.signature(get_object(target)).parameters
     except (ValueError, ImportError, TypeError, InstantiationException):
@@ -234,18 +247,18 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 def device(cfg: DictConfig) -> torch.device:
-    """The rank's device. Each rank sees its own GPU first, so that is always `cuda:0`."""
-    wanted = cfg.trainer.device
-    if wanted == "cuda" and not torch.cuda.is_available():
+    """Return the rank's device. Each rank sees its own GPU first, so that is always `cuda:0`.
+
+    Raises:
+        ConfigError: trainer.device=cuda, but there is no GPU.
+    """
+    given = cfg.trainer.device
+    if given == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch finds no GPU on this worker: give trainer.device=cpu or auto")
-    return torch.device("cuda:0" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda:0" if given != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def has_convolutions(model: nn.Module) -> bool:
-    """Whether the model has 2-d convolutions, for which channels_last pays."""
-    return any(isinstance(module, nn.Conv2d) for module in model.modules())
-
-
-def choose(given: bool | None, otherwise: bool) -> bool:
-    """What was given, or else the default."""
-    return otherwise if given is None else given
+def channels_last(cfg: DictConfig, model: nn.Module) -> bool:
+    """Return whether the model takes images as channels_last: by default, if it has 2-d convolutions."""
+    given: bool | None = cfg.trainer.channels_last
+    return any(isinstance(module, nn.Conv2d) for module in model.modules()) if given is None else given

@@ -1,7 +1,7 @@
-"""The state of a training run: captured, written beside the training, and restored.
+"""Captures the state of a training run, writes it in the background, and restores it.
 
-A checkpoint is a dict of tensors and plain values that `torch.load(weights_only=True)` takes. Randomness needs no
-state: the order of samples, their augmentation and the seed of each step are functions of the position.
+A checkpoint is a dict of tensors and plain values that `torch.load(weights_only=True)` can read. It holds no state of
+random generators: the order of samples, their augmentation and the seed of each step follow from the position.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FORMAT = 1
 
 @dataclass
 class Position:
-    """How far a run is.
+    """The place that a run has reached.
 
     Args:
         step: optimizer steps done.
         epoch: epochs completed.
-        samples: samples seen by all ranks together.
-        offset: of these, how many in the epoch under way.
+        samples: samples that all ranks together have seen.
+        offset: those among them that belong to the epoch under way.
     """
 
     step: int = 0
@@ -41,30 +41,34 @@ class Position:
     offset: int = 0
 
     def advance(self, samples: int) -> None:
-        """One step, over so many samples of all ranks."""
+        """Count one step.
+
+        Args:
+            samples: the step's samples on all ranks.
+        """
         self.step += 1
         self.samples += samples
         self.offset += samples
 
     def end_epoch(self) -> None:
-        """On to the next epoch."""
+        """Begin the next epoch."""
         self.epoch += 1
         self.offset = 0
 
 
 @dataclass
 class State:
-    """All that a run needs to go on.
+    """Everything that a checkpoint saves.
 
     Args:
-        model: not wrapped in DDP.
+        model: the model, not wrapped in DDP.
         optimizer: its optimizer.
         scheduler: its learning-rate schedule.
-        position: how far it is.
-        config: what is kept of the config, see `stored.of`.
+        position: the place that the run has reached.
+        config: the part of the config that is saved, see `checkpoint_config.of`.
+        extras: name -> another object with a state_dict, or None.
         best: the objective's best value so far.
-        extras: name -> what else has a state_dict, or None.
-        pending: the end of an epoch is reached, and its validation still to come.
+        validation_due: an epoch has ended, but its validation is still to come.
     """
 
     model: nn.Module
@@ -74,14 +78,14 @@ class State:
     config: dict[str, Any]
     extras: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
-    pending: bool = False
+    validation_due: bool = False
 
     def capture(self) -> dict[str, Any]:
-        """Copy the state to the CPU, where later steps don't change it."""
+        """Return a copy of the state on the CPU, which later steps don't change."""
         return self.begin_capture()()
 
     def begin_capture(self) -> Callable[[], dict[str, Any]]:
-        """Begin to copy the state to the CPU, and return a function that waits for the copy; see `begin_copy`."""
+        """Begin to copy the state to the CPU; return a function that waits for the copy. See `begin_copy`."""
         return begin_copy(
             {
                 "format": FORMAT,
@@ -91,7 +95,7 @@ class State:
                 **{name: part.state_dict() for name, part in self.extras.items() if part is not None},
                 "position": asdict(self.position),
                 "best": self.best,
-                "pending": self.pending,
+                "validation_due": self.validation_due,
                 "config": self.config,
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
                 "torch": str(torch.__version__),
@@ -121,17 +125,32 @@ class State:
                 "made with (resume=<run dir> brings it along)"
             ) from error
         self.best = content.get("best")
-        self.pending = bool(content.get("pending"))
+        self.validation_due = bool(content.get("validation_due"))
+
+    def improves_best(self, value: float | None, direction: str) -> bool:
+        """Return whether the objective is better than ever before, and remember its value if it is.
+
+        Args:
+            value: of the objective; None or NaN is never better.
+            direction: maximize or minimize it.
+        """
+        if value is None or value != value:
+            return False
+        sign = 1 if direction == "maximize" else -1
+        if self.best is not None and sign * value <= sign * self.best:
+            return False
+        self.best = value
+        return True
 
 
 def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
-    """Refuse a captured state with numbers that nothing can go on from: no checkpoint holds such.
+    """Raise an error if a captured state is not finite: no checkpoint may hold such numbers.
 
     Raises:
-        NonFiniteLoss: it names them.
+        NonFiniteLoss: it names the tensors.
     """
-    if found := not_finite(content, (name for name, _ in state.model.named_buffers())):
-        names = ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
+    if bad := not_finite(content, (name for name, _ in state.model.named_buffers())):
+        names = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise NonFiniteLoss(
             f"after step {content['position']['step']} not all that is to be saved is finite ({names}), though losses "
             "and gradients were; it is not saved. Lower optimizer.lr, or give trainer.clip_norm, and go on from the "
@@ -140,7 +159,7 @@ def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
 
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
-    """Put a checkpoint's weights into a model.
+    """Load a checkpoint's weights into a model.
 
     Raises:
         CheckpointError: they are of another model.
@@ -155,10 +174,10 @@ def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint file; it is never unpickled.
+    """Return the content of a checkpoint file; nothing in it is unpickled.
 
     Raises:
-        CheckpointError: it is missing, damaged, or something else.
+        CheckpointError: the file is missing or damaged, or is no checkpoint.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -176,7 +195,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_on_all_ranks(path: Path) -> dict[str, Any]:
-    """Read on rank 0 and send to the others. A collective.
+    """Read a checkpoint on rank 0, and send its content to the other ranks. A collective.
 
     Args:
         path: the file, on rank 0's host.
@@ -191,9 +210,9 @@ def read_on_all_ranks(path: Path) -> dict[str, Any]:
 
 
 def begin_copy(value: Any) -> Callable[[], Any]:
-    """Copy all tensors of a nested state to the CPU, and return a function that waits for the copy.
+    """Begin to copy all tensors of a nested state to the CPU; return a function that waits for the copy.
 
-    Copies from a GPU go to pinned memory while the loop goes on: what it gives to the GPU later comes after them.
+    Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
     """
     copied = _copy(value)
     if not torch.cuda.is_initialized():
@@ -201,11 +220,11 @@ def begin_copy(value: Any) -> Callable[[], Any]:
     done = torch.cuda.Event()
     done.record()
 
-    def arrived() -> Any:
+    def wait() -> Any:
         done.synchronize()
         return copied
 
-    return arrived
+    return wait
 
 
 def _copy(value: Any) -> Any:
@@ -221,24 +240,24 @@ def _copy(value: Any) -> Any:
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> None:
-    """Write a captured state to a file, with signs of life."""
+    """Write a captured state to a file, and report progress meanwhile."""
     with path.open("wb") as file:
-        ticking = Ticking(file, step)
+        reporting = ReportingFile(file, step)
         try:
-            torch.save(content, cast(IO[bytes], ticking))
+            torch.save(content, cast(IO[bytes], reporting))
         except Exception as error:
-            raise ticking.error or error from None  # torch would rather complain of the file's length
+            raise reporting.error or error from None  # torch reports only a wrong file length
 
 
-class Ticking:
-    """A file that tells the pulse of each piece written.
+class ReportingFile:
+    """A file that reports progress with each write.
 
     Args:
         file: where to write.
         step: of the checkpoint.
 
     Attributes:
-        error: the first of writing.
+        error: the first error of a write.
     """
 
     def __init__(self, file: BinaryIO, step: int) -> None:
@@ -246,7 +265,7 @@ class Ticking:
         self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
-        """Write one piece."""
+        """Write some bytes."""
         heartbeat.progress()
         try:
             if self.file.tell():
@@ -257,19 +276,25 @@ class Ticking:
             raise
 
     def flush(self) -> None:
-        """Pass on."""
+        """Flush the file."""
         self.file.flush()
 
 
-class Saver:
-    """Writes checkpoints in the background: the loop waits only for the copy of the tensors."""
+class CheckpointWriter:
+    """Writes checkpoints in the background. The loop waits only until the tensors are copied."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
     def save(self, state: State, metrics: dict[str, float], best: bool) -> None:
-        """Copy the state, and write it while training goes on. Waits for the one before."""
+        """Copy the state, and write it while training continues. Wait for the checkpoint before it.
+
+        Args:
+            state: of the run.
+            metrics: the last value of each metric, for the manifest.
+            best: the objective is better than ever before.
+        """
         self.wait()
         content = state.begin_capture()
         meta = {**asdict(state.position), "metrics": metrics, "best": best}
@@ -292,7 +317,7 @@ class Saver:
             heartbeat.here().saving = False
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on its way; raise what went wrong with it."""
+        """Wait until the last checkpoint is written and submitted; raise its error if it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None

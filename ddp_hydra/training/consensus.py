@@ -1,4 +1,4 @@
-"""What all ranks must decide alike: whether a step counts, and whether to stop after it; and what they must know."""
+"""Lets all ranks decide alike whether a step counts and whether to stop after it, and share their numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ddp_hydra import heartbeat
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks know after a vote.
+    """The result of a vote, the same on all ranks.
 
     Args:
-        stop: number of the reason to stop after this step (see `pulse.REASONS`), 0 to go on.
-        bad_rank: the first rank whose step is no good; None where all are good.
+        stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 to continue.
+        bad_rank: the first rank whose step may not count; None if all may.
     """
 
     stop: int = 0
@@ -28,44 +28,45 @@ class Decision:
 
 
 class Vote:
-    """One vote on its way.
+    """A vote under way.
 
     Args:
-        ballot: [stop, world_size - rank where bad], int64, being reduced to the maximum of all ranks.
-        work: to wait for; None where there is one rank only.
+        votes: (2,) int64: the reason to stop; world_size - rank if the step is bad, else 0. It is being reduced to
+            the maximum over all ranks.
+        work: the reduction to wait for; None for a single rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, ballot: torch.Tensor, work: dist.Work | None, world_size: int) -> None:
-        self.ballot, self.work, self.world_size = ballot, work, world_size
+    def __init__(self, votes: torch.Tensor, work: dist.Work | None, world_size: int) -> None:
+        self.votes, self.work, self.world_size = votes, work, world_size
 
     def result(self) -> Decision:
-        """Wait for the others."""
+        """Wait for the other ranks, and return the decision."""
         if self.work is not None:
             self.work.wait()
-        stop, bad = self.ballot.tolist()
+        stop, bad = self.votes.tolist()
         return Decision(stop, self.world_size - bad if bad else None)
 
 
 class DeferredVote:
-    """One vote that is cast when its result is asked for.
+    """A vote that is cast when its result is asked for.
 
     Args:
-        cast: begins it.
+        cast: casts the vote.
     """
 
     def __init__(self, cast: Callable[[], Vote]) -> None:
         self.cast = functools.cache(cast)
 
     def result(self) -> Decision:
-        """Cast it, and wait for the others. A collective."""
+        """Cast the vote, and wait for the other ranks. A collective."""
         return self.cast().result()
 
 
 class StepConsensus:
-    """Votes of a gang: 16 bytes that travel while the gradients do, so nobody waits for them.
+    """Reduces votes over all ranks: 16 bytes that travel together with the gradients, so they cost no time.
 
-    They go over the CPU: what is voted on has to be there.
+    They travel over the CPU, so the values voted on have to be there.
     """
 
     def __init__(self) -> None:
@@ -74,44 +75,44 @@ class StepConsensus:
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
     def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0) -> Vote | DeferredVote:
-        """Say what this rank thinks. A collective.
+        """Cast this rank's vote. A collective.
 
         Args:
-            good: this rank's step may count. Where that has to be waited for, a function, called when the result is
-                asked for: there is other work to do until then.
-            stop: number of the reason to stop after it; 0 for none.
+            good: whether this rank's step may count. If the answer takes time, a function that returns it: it is
+                called when the result is asked for, and other work is done until then.
+            stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 for none.
         """
         if callable(good):
             return DeferredVote(lambda: self._cast(good(), stop))
         return self._cast(good, stop)
 
     def _cast(self, good: bool, stop: int) -> Vote:
-        ballot = torch.tensor([stop, 0 if good else self.world_size - self.rank])
+        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank])
         if self.alone:
-            return Vote(ballot, None, 1)
-        work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return Vote(ballot, work, self.world_size)
+            return Vote(votes, None, 1)
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return Vote(votes, work, self.world_size)
 
     def gather(self, *parts: list[float]) -> list[list[list[float]]]:
-        """Tell each other numbers, all at once: what costs is not how many they are. A collective.
+        """Gather lists of numbers from all ranks, in one exchange. A collective.
 
         Args:
-            parts: lists of numbers, each as long on every rank.
+            parts: lists of numbers; each is as long on every rank.
 
         Returns:
-            For each part, that of every rank.
+            For each list, those of all ranks.
         """
-        mine = torch.tensor([number for part in parts for number in part], dtype=torch.float64)
-        rows = [mine]
+        local = torch.tensor([number for part in parts for number in part], dtype=torch.float64)
+        rows = [local]
         if not self.alone:
-            rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(rows, mine, group=self.group)
+            rows = [torch.empty_like(local) for _ in range(self.world_size)]
+            dist.all_gather(rows, local, group=self.group)
         split = [torch.split(row, [len(part) for part in parts]) for row in rows]
-        return [[part.tolist() for part in of_all] for of_all in zip(*split, strict=True)]
+        return [[part.tolist() for part in of_ranks] for of_ranks in zip(*split, strict=True)]
 
 
 def has_gloo() -> bool:
-    """Whether the gang's own process group takes tensors of the CPU."""
+    """Return whether the default process group takes tensors on the CPU."""
     try:
         return "gloo" in str(dist.get_backend_config())
     except (AttributeError, RuntimeError, ValueError):
@@ -119,17 +120,17 @@ def has_gloo() -> bool:
 
 
 class StopSignal:
-    """Whether this rank should stop at its next step: because it was asked to, or by the clock.
+    """Tells whether this rank should stop at its next step: it was asked to, or its time is up.
 
     Args:
-        time_limit_s: from now on; None for none.
+        time_limit_s: seconds from now; None for no limit.
     """
 
     def __init__(self, time_limit_s: float | None = None) -> None:
         self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
 
     def reason(self) -> int:
-        """Number of the reason, see `pulse.REASONS`; 0 to go on."""
+        """Return the reason to stop, a number of `heartbeat.REASONS`; 0 to continue."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return heartbeat.REASONS.index("time_limit")
         return heartbeat.here().finish

@@ -1,4 +1,4 @@
-"""Evaluation: every sample exactly once, whatever the number of ranks."""
+"""Evaluates a model: every sample counts exactly once, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_hydra.training.metrics import Meter, count
 
 @dataclass
 class Evaluation:
-    """Judges a model on a data set.
+    """Evaluates a model on a data set.
 
     Args:
         loader: of the data set.
@@ -28,7 +28,7 @@ class Evaluation:
         autocast: the context of the forward pass.
         criterion: the loss, a mean over a batch.
         class_axis: of the model's output; see `metrics.count`.
-        scores: other metrics; None for none.
+        metrics: additional metrics; None for none.
         prefix: of the metrics' names.
     """
 
@@ -38,23 +38,23 @@ class Evaluation:
     autocast: Any
     criterion: Callable[..., torch.Tensor]
     class_axis: int | None = -1
-    scores: EvalMetrics | None = None
+    metrics: EvalMetrics | None = None
     prefix: str = "val"
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any] = lambda: False) -> dict[str, float]:
-        """Return mean loss, accuracy where there are classes, and the other metrics.
+        """Return the mean loss, the accuracy if there are classes, and the additional metrics. A collective.
 
-        A collective, though the ranks' shares may differ.
+        The ranks' shares of the samples may differ in size.
 
         Args:
             model: not wrapped in DDP.
-            stop: whether to end early, with numbers that mean nothing then.
+            stop: returns whether to end early; then the numbers mean nothing.
         """
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         if distributed:
-            for buffer in model.buffers():  # BatchNorm's statistics may differ; rank 0's are those that are saved
+            for buffer in model.buffers():  # BatchNorm's statistics may differ; rank 0's are saved
                 dist.broadcast(buffer, src=0)
         model.eval()
         meter = Meter(self.loader.device)
@@ -63,14 +63,14 @@ class Evaluation:
                 logits = model(x)
                 loss = self.criterion(logits, y)
             meter.add(count(loss, logits, y, self.class_axis))
-            if self.scores is not None:
-                self.scores.add(logits, y)
+            if self.metrics is not None:
+                self.metrics.add(logits, y)
             heartbeat.progress()
             if stop():
                 break
-        return meter.result(self.prefix) | (self.scores.result(self.prefix) if self.scores is not None else {})
+        return meter.result(self.prefix) | (self.metrics.result(self.prefix) if self.metrics is not None else {})
 
     def show(self, step: int) -> None:
-        """Send pictures of what is no number in the last result; on rank 0."""
-        if self.scores is not None:
-            self.scores.show(step)
+        """Send pictures of the matrices among the last metrics; called on rank 0."""
+        if self.metrics is not None:
+            self.metrics.show(step)

@@ -1,10 +1,11 @@
 """Learning-rate schedules with warm-up, as factors of the optimizer's own rate.
 
-All take `total_steps`, the steps of the run, and `epoch_steps`, those of an epoch. The warm-up is a linear rise at the
-beginning, of `warmup_steps` and `warmup_epochs` together; with `by="epoch"` the rate stays the same within an epoch.
+Each takes `total_steps`, the steps of the run, and `epoch_steps`, those of an epoch. The warm-up is a linear rise at
+the beginning; it lasts `warmup_steps` and `warmup_epochs` together. With `by="epoch"` the rate stays the same within
+an epoch.
 
-Steps are those of the global batch that the run began with, see `training/progress.py`. After a resume with another
-one the run goes on between them, along the same curve.
+A step is one of the global batch that the run began with, see `training/schedule_progress.py`. After a resume with
+another global batch, the steps done need not be a whole number, and the rate follows the same curve.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any
 from torch.optim import Optimizer
 
 Factor = Callable[[float], float]
-"""From how far the run is, to a factor of the rate."""
+"""Maps the progress of the run to a factor of the rate."""
 
 
-class Curve:
-    """Sets the learning rate as a function of the steps done, which need not be a whole number.
+class FactorLR:
+    """Sets the learning rate by the steps done, which need not be a whole number.
 
-    It has what torch's schedulers have.
+    It has the methods of torch's schedulers.
 
     Args:
-        optimizer: whose rate to schedule.
-        factor: from steps done to a factor of the optimizer's own rate.
+        optimizer: its learning rate is scheduled.
+        factor: steps done -> factor of the optimizer's own rate.
 
     Attributes:
-        base_lrs: the optimizer's own rate, of each parameter group.
+        base_lrs: the optimizer's own rate of each parameter group.
         last_epoch: steps done.
     """
 
@@ -52,7 +53,7 @@ class Curve:
             group["lr"] = rate
 
     def step(self) -> None:
-        """Go one step further."""
+        """Count one more step as done, and set the rate of the next one."""
         self.go_to(self.last_epoch + 1)
 
     def get_last_lr(self) -> list[float]:
@@ -60,54 +61,54 @@ class Curve:
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back; the rates are in the optimizer's own state."""
+        """Restore the state of a checkpoint; the rates are in the optimizer's own state."""
         self.base_lrs, self.last_epoch = list(state["base_lrs"]), state["last_epoch"]
 
 
-def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> Curve:
-    """Stay at the optimizer's rate after the warm-up.
+def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> FactorLR:
+    """Keep the optimizer's rate after the warm-up.
 
     Args:
-        optimizer: whose rate to schedule.
-        total_steps: see above.
-        epoch_steps: see above.
+        optimizer: its learning rate is scheduled.
+        total_steps: steps of the run.
+        epoch_steps: steps of an epoch.
         options: warmup_steps, warmup_epochs, by.
     """
-    return _scheduled(optimizer, lambda done: 1.0, total_steps, epoch_steps, **options)
+    return _by_share(optimizer, lambda done: 1.0, total_steps, epoch_steps, **options)
 
 
 def linear(
     optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, min_factor: float = 0.0, **options: Any
-) -> Curve:
+) -> FactorLR:
     """Fall in a straight line.
 
     Args:
-        optimizer: whose rate to schedule.
-        total_steps: see above.
-        epoch_steps: see above.
+        optimizer: its learning rate is scheduled.
+        total_steps: steps of the run.
+        epoch_steps: steps of an epoch.
         min_factor: factor at the last step.
         options: warmup_steps, warmup_epochs, by.
     """
-    return _scheduled(optimizer, lambda done: 1 - (1 - min_factor) * done, total_steps, epoch_steps, **options)
+    return _by_share(optimizer, lambda done: 1 - (1 - min_factor) * done, total_steps, epoch_steps, **options)
 
 
 def cosine(
     optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, min_factor: float = 0.0, **options: Any
-) -> Curve:
+) -> FactorLR:
     """Fall along half a cosine (Loshchilov and Hutter, 2017, without restarts).
 
     Args:
-        optimizer: whose rate to schedule.
-        total_steps: see above.
-        epoch_steps: see above.
+        optimizer: its learning rate is scheduled.
+        total_steps: steps of the run.
+        epoch_steps: steps of an epoch.
         min_factor: factor at the last step.
         options: warmup_steps, warmup_epochs, by.
     """
-    return _scheduled(optimizer, lambda done: _wave(1.0, min_factor, done), total_steps, epoch_steps, **options)
+    return _by_share(optimizer, lambda done: _half_cosine(1.0, min_factor, done), total_steps, epoch_steps, **options)
 
 
 def step(
@@ -117,13 +118,13 @@ def step(
     milestones: Sequence[float] = (0.5, 0.75),
     gamma: float = 0.1,
     **options: Any,
-) -> Curve:
+) -> FactorLR:
     """Multiply by `gamma` at each milestone.
 
     Args:
-        optimizer: whose rate to schedule.
-        total_steps: see above.
-        epoch_steps: see above.
+        optimizer: its learning rate is scheduled.
+        total_steps: steps of the run.
+        epoch_steps: steps of an epoch.
         milestones: fractions of the run, 0 to 1.
         gamma: the factor.
         options: warmup_steps, warmup_epochs, by.
@@ -141,31 +142,31 @@ def one_cycle(
     rise: float = 0.3,
     first_factor: float = 0.04,
     min_factor: float = 1e-4,
-) -> Curve:
-    """Rise along half a cosine, and fall along another (Smith and Topin, 2018; the momentum stays).
+) -> FactorLR:
+    """Rise along half a cosine and fall along another (Smith and Topin, 2018); the momentum stays the same.
 
     Args:
-        optimizer: whose rate to schedule; its own is the highest.
-        total_steps: see above.
-        epoch_steps: see above.
-        rise: share of the run in which it rises, 0..1.
+        optimizer: its learning rate is scheduled; its own rate is the highest.
+        total_steps: steps of the run.
+        epoch_steps: steps of an epoch.
+        rise: share of the run in which the rate rises, 0..1.
         first_factor: factor at the first step.
         min_factor: factor at the last step.
     """
 
     def factor(done: float) -> float:
         if done < rise:
-            return _wave(first_factor, 1.0, done / rise)
-        return _wave(1.0, min_factor, (done - rise) / (1 - rise) if rise < 1 else 1.0)
+            return _half_cosine(first_factor, 1.0, done / rise)
+        return _half_cosine(1.0, min_factor, (done - rise) / (1 - rise) if rise < 1 else 1.0)
 
-    return _scheduled(optimizer, factor, total_steps, epoch_steps)
+    return _by_share(optimizer, factor, total_steps, epoch_steps)
 
 
-def _wave(begin: float, end: float, done: float) -> float:
+def _half_cosine(begin: float, end: float, done: float) -> float:
     return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _scheduled(
+def _by_share(
     optimizer: Optimizer,
     factor: Factor,
     total_steps: int,
@@ -173,8 +174,8 @@ def _scheduled(
     warmup_steps: int = 0,
     warmup_epochs: float = 0.0,
     by: str = "step",
-) -> Curve:
-    """Schedule by the share of the run behind the warm-up that is done, 0..1."""
+) -> FactorLR:
+    """Build a schedule whose factor depends on the share of the steps after the warm-up that is done, 0..1."""
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
     length = max(1, total_steps - warmup)
     done: Factor = lambda step: min(1.0, max(0, step - warmup) / length)  # noqa: E731
@@ -189,8 +190,8 @@ def _by_step(
     warmup_steps: int = 0,
     warmup_epochs: float = 0.0,
     by: str = "step",
-) -> Curve:
-    """Schedule by the step, with a linear rise in front; the first step already moves."""
+) -> FactorLR:
+    """Build a schedule whose factor depends on the step, after a linear warm-up from 1 / (warm-up steps + 1)."""
     if by not in ("step", "epoch"):
         raise ValueError(f"by is {by!r}, and is step or epoch: type scheduler.by=epoch")
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
@@ -200,4 +201,4 @@ def _by_step(
             return (step + 1) / (warmup + 1)
         return factor(step // epoch_steps * epoch_steps if by == "epoch" else step)
 
-    return Curve(optimizer, with_warmup)
+    return FactorLR(optimizer, with_warmup)

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite: given up, left out, or rolled back from, by all ranks alike."""
+"""Handles steps whose loss or gradient is not finite: all ranks stop, skip the step, or roll back together."""
 
 from __future__ import annotations
 
@@ -15,113 +15,118 @@ from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training.checkpoint import State, begin_copy, refuse_nonfinite
 
 SHOWN = 64
-"""Sample ids named in a message; all of them are in the record."""
+"""A message names so many sample ids; the record has all of them."""
 NAMED = 6
-"""Parameters named in a message; all of them are in the record."""
+"""A message names so many parameters; the record has all of them."""
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """A step that may not count.
+class NonFiniteStep:
+    """A step whose loss or gradient is not finite.
 
     Args:
         bad_rank: the first rank that found it.
         loss: of the step, on this rank.
-        gradients: names of parameters whose gradient is not finite; none where the loss is not.
-        ago: steps since then: 1 for the step before the one under way.
+        gradients: names of the parameters whose gradient is not finite; empty if the loss is not finite.
+        steps_ago: 0 for the step under way, 1 for the one before it.
     """
 
     bad_rank: int
     loss: float
     gradients: Sequence[str] = ()
-    ago: int = 0
+    steps_ago: int = 0
 
 
 class NonFinite:
-    """What to do about a step whose loss is not finite on some rank, or whose gradient is not.
+    """Handles steps that are not finite on some rank.
 
     Args:
-        policy: abort raises; skip leaves the step's update out; rollback also goes back to the last checkpoint
-            first, in case the weights had gone wrong before, and leaves the step out when it comes to it again.
-        most: bad steps to put up with.
+        policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
+            checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
+        max_steps: so many steps may fail.
         state: of the run.
+
+    Attributes:
+        steps: the steps that failed.
     """
 
-    def __init__(self, policy: str, most: int, state: State) -> None:
-        self.policy, self.most, self.state = policy, most, state
-        self.seen: list[int] = []
+    def __init__(self, policy: str, max_steps: int, state: State) -> None:
+        self.policy, self.max_steps, self.state = policy, max_steps, state
+        self.steps: list[int] = []
         self.buffers = list(state.model.buffers()) if policy != "abort" else []
-        self.kept_buffers = [buffer.clone() for buffer in self.buffers]
-        self.kept: Callable[[], dict[str, Any]] | None = None
-        self.keep()
+        self.saved_buffers = [buffer.clone() for buffer in self.buffers]
+        self.checkpoint: Callable[[], dict[str, Any]] | None = None
+        self.remember()
 
-    def keep(self) -> None:
-        """At a checkpoint: this is where a rollback goes."""
+    def remember(self) -> None:
+        """Copy the state: a rollback goes back to here. Called at each checkpoint."""
         if self.policy == "rollback":
-            self.kept = self.state.begin_capture()
+            self.checkpoint = self.state.begin_capture()
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Remember what a forward pass changes: BatchNorm's statistics take up a NaN for good."""
-        for kept, buffer in zip(self.kept_buffers, self.buffers, strict=True):
-            kept.copy_(buffer)
+        """Copy the buffers: a forward pass with NaN would spoil BatchNorm's statistics for good."""
+        for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
+            saved.copy_(buffer)
 
     @torch.no_grad()
-    def refuse(self, trouble: Trouble, rank: int, samples: Sequence[int]) -> bool:
-        """Deal with a bad step.
+    def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
+        """Record a step that is not finite, and undo it.
 
         Args:
-            trouble: what is bad.
+            found: the step.
             rank: this rank.
-            samples: this rank's, in the step.
+            samples: ids of this rank's samples in the step.
 
         Returns:
-            Whether the run went back to its last checkpoint; otherwise the step is to be left out.
+            Whether the run went back to its last checkpoint. If not, the step's update is to be left out.
 
         Raises:
-            NonFiniteLoss: by policy, or because there were too many.
+            NonFiniteLoss: the policy is "abort", or too many steps failed.
         """
-        step = self.state.position.step + 1 - trouble.ago
-        tell(step, trouble, rank, samples)
-        again = step in self.seen
+        step = self.state.position.step + 1 - found.steps_ago
+        record(step, found, rank, samples)
+        again = step in self.steps
         if not again:
-            self.seen.append(step)
-        if self.policy == "abort" or len(self.seen) > self.most:
-            raise NonFiniteLoss(self._say(step, trouble, rank, samples), consequence=rank != trouble.bad_rank)
-        for kept, buffer in zip(self.kept_buffers, self.buffers, strict=True):
-            buffer.copy_(kept)
+            self.steps.append(step)
+        if self.policy == "abort" or len(self.steps) > self.max_steps:
+            raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
+        for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
+            buffer.copy_(saved)
         if self.policy == "skip" or again:
             return False
-        assert self.kept is not None
-        content = self.kept()
+        assert self.checkpoint is not None
+        content = self.checkpoint()
         refuse_nonfinite(content, self.state)
-        self.state.restore(begin_copy(content)())  # a copy: the optimizer goes on with the very tensors it is given
+        self.state.restore(begin_copy(content)())  # a copy: the optimizer will change these tensors
         return True
 
-    def _say(self, step: int, trouble: Trouble, rank: int, samples: Sequence[int]) -> str:
-        gradients = trouble.gradients
-        if rank != trouble.bad_rank:
+    def _message(self, step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> str:
+        gradients = found.gradients
+        if rank != found.bad_rank:
             what = "gradient" if gradients else "loss"
-            return f"rank {trouble.bad_rank} found a {what} that is not finite in step {step}"
-        bad, advice = f"the loss is {trouble.loss} in step {step}", ""
+            return f"rank {found.bad_rank} found a {what} that is not finite in step {step}"
+        bad, advice = f"the loss is {found.loss} in step {step}", ""
         if gradients:
             names = ", ".join(gradients[:NAMED]) + (", …" if len(gradients) > NAMED else "")
-            bad = f"the gradient of {names} is not finite in step {step}, although the loss is {trouble.loss:.4g}"
+            bad = f"the gradient of {names} is not finite in step {step}, although the loss is {found.loss:.4g}"
             advice = ", have debug=anomaly name the operation that it comes from"
         ids = ", ".join(map(str, samples[:SHOWN])) + (", …" if len(samples) > SHOWN else "")
-        spent = f", and {self.most} such steps were allowed (trainer.max_nonfinite)" if self.policy != "abort" else ""
+        spent = (
+            f", and {self.max_steps} such steps were allowed (trainer.max_nonfinite)" if self.policy != "abort" else ""
+        )
         return (
             f"{bad}{spent}; samples of this rank: {ids}. Lower optimizer.lr, look at these samples{advice}, or go on "
             "without such steps with trainer.on_nonfinite=skip or rollback"
         )
 
 
-def tell(step: int, trouble: Trouble, rank: int, samples: Sequence[int]) -> None:
-    """Record the samples of a bad step: on the ranks whose loss was bad, on all whose gradient was."""
-    if trouble.gradients or not math.isfinite(trouble.loss):
-        found = {"step": step, "rank": rank, "loss": str(trouble.loss), "samples": [int(sample) for sample in samples]}
-        found |= {"gradients": list(trouble.gradients)} if trouble.gradients else {}
-        print(f"{'gradient' if trouble.gradients else 'loss'} not finite: {json.dumps(found)}")  # noqa: T201
-        results.text("nonfinite", json.dumps(found), step=step)
+def record(step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> None:
+    """Record the samples of a step: on the ranks whose loss is not finite; on all ranks if a gradient is not."""
+    if found.gradients or not math.isfinite(found.loss):
+        content = {"step": step, "rank": rank, "loss": str(found.loss), "samples": [int(sample) for sample in samples]}
+        content |= {"gradients": list(found.gradients)} if found.gradients else {}
+        print(f"{'gradient' if found.gradients else 'loss'} not finite: {json.dumps(content)}")  # noqa: T201
+        results.text("nonfinite", json.dumps(content), step=step)
     elif rank == 0:
-        print(f"loss or gradient not finite on rank {trouble.bad_rank} in step {step}")  # noqa: T201
+        print(f"loss or gradient not finite on rank {found.bad_rank} in step {step}")  # noqa: T201

@@ -1,4 +1,4 @@
-"""From a loss to new weights."""
+"""Turns gradients into new weights."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import nn
 
 from ddp_hydra.training.ema import Ema
-from ddp_hydra.training.finite import Gradients
+from ddp_hydra.training.finite import GradientNorms
 from ddp_hydra.training.parallel import Parallel
 
 
 class OptimizerStep:
-    """One optimizer step, with all that belongs to it.
+    """Takes optimizer steps: scales the loss, clips gradients, updates the weights and their average.
 
     Args:
-        model: whose weights.
+        model: the model among its ranks.
         optimizer: its optimizer.
-        scaler: of the gradients; disabled but for fp16.
-        clip_norm: longest gradient, over all parameters; None for any.
+        scaler: scales the loss of fp16; disabled for other precisions.
+        clip_norm: the largest norm of all gradients together; None for no limit.
         ema: the moving average of the weights; None for none.
 
     Attributes:
-        gradients: of the last step, where somebody looks at them.
+        gradients: norms of the last step's gradients; None if they are scaled.
         lr: learning rate of the last step.
-        grad_norm: length of the last gradient before it was clipped, where that is known.
+        grad_norm: norm of the last step's gradients before clipping; None without clipping.
     """
 
     def __init__(
@@ -39,43 +39,48 @@ class OptimizerStep:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
-        names = {part: name for name, part in model.model.named_parameters()}
-        self.trained = [(names[part], part) for group in optimizer.param_groups for part in group["params"]]
-        self.gradients: Gradients | None = None
+        names = {parameter: name for name, parameter in model.model.named_parameters()}
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.trained = [(names[parameter], parameter) for parameter in trained]
+        self.gradients: GradientNorms | None = None
         self.lr = 0.0
         self.grad_norm: torch.Tensor | None = None
-        # The schedule goes on where a step was left out, which torch takes for a mistake where it is the first.
+        # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Clear the last step's gradients."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add a part's gradients."""
-        self.scaler.scale(loss).backward()
-
-    def measure(self, losses: Sequence[torch.Tensor] = ()) -> Gradients | None:
-        """Take the lengths of the gradients, which are the same on all ranks now.
+        """Add the gradients of a micro-batch.
 
         Args:
-            losses: of the step's parts, on this rank.
+            loss: of the micro-batch, times its share of the step.
+        """
+        self.scaler.scale(loss).backward()
+
+    def measure(self, losses: Sequence[torch.Tensor] = ()) -> GradientNorms | None:
+        """Compute the norms of the gradients, after the backward pass.
+
+        Args:
+            losses: of the step's micro-batches, on this rank.
 
         Returns:
-            None where the loss is scaled: then it is for the scaler to look at them, and to lower the scale.
+            None if the loss is scaled: then the scaler checks the gradients, and lowers the scale.
         """
-        self.gradients = None if self.scaler.is_enabled() else Gradients(self.trained, losses)
+        self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, losses)
         return self.gradients
 
     def apply(self) -> None:
-        """Step."""
+        """Clip the gradients, and update the weights and their average."""
         if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
-            self.grad_norm = self.gradients.total
+            self.grad_norm = self.gradients.total_norm
             self.gradients.clip(self.clip_norm)
         elif self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            self.grad_norm = nn.utils.clip_grad_norm_([part for _, part in self.trained], self.clip_norm)
+            self.grad_norm = nn.utils.clip_grad_norm_([parameter for _, parameter in self.trained], self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.model.after_step()
@@ -83,15 +88,15 @@ class OptimizerStep:
             self.ema.update(self.model.model)
 
     def discard(self) -> None:
-        """Leave the step out."""
-        self.model.forget()
+        """Drop the gradients of a step that is left out."""
+        self.model.discard_gradients()
 
     def synchronise(self) -> None:
-        """Make the weights, and their average, the same on all ranks; before they are judged or saved. A collective."""
+        """Make the weights and their average the same on all ranks, before validation or a save. A collective."""
         self.model.synchronise(*([self.ema.model] if self.ema is not None else []))
 
     def metrics(self) -> dict[str, float]:
-        """What is logged: the learning rate, and what else there is."""
+        """Return the learning rate and, where they exist, the gradient norm and the loss scale."""
         found = {"lr": self.lr}
         if self.grad_norm is not None:
             found["grad_norm"] = float(self.grad_norm)

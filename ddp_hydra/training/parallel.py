@@ -1,6 +1,6 @@
-"""A model among its ranks: how gradients, and what else differs between them, are brought together.
+"""Wraps a model for its ranks: averages gradients, weights and BatchNorm statistics over them.
 
-The config chooses with `parallel=ddp`, `dp` or `none`.
+The config chooses `parallel=ddp`, `dp` or `none`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 
 
 class Parallel:
-    """A model that is called like the bare one.
+    """A wrapped model, called like the model itself.
 
     Args:
-        model: the bare one.
-        wrapped: what is called instead of it.
+        model: the model.
+        wrapped: the module that is called instead of it.
 
     Attributes:
-        call: `wrapped`, or what torch.compile made of it.
+        call: `wrapped`, or its compiled form.
         alike: all ranks have the same gradients after the backward pass.
     """
 
@@ -42,35 +42,39 @@ class Parallel:
         self.call: Callable[..., Any] = wrapped
 
     def __call__(self, *inputs: Any) -> Any:
-        """Compute."""
+        """Compute the forward pass."""
         return self.call(*inputs)
 
     def compile(self, mode: str) -> None:
-        """Have torch.compile make it faster; outside of DDP, so that it can cut the graph at DDP's buckets."""
+        """Compile the wrapped model. torch.compile sees DDP, so it can cut the graph at DDP's buckets."""
         self.call = torch.compile(self.wrapped, mode=mode)
 
     def train(self, frozen: Iterable[nn.Module] = ()) -> None:
-        """Go into training mode, all but some layers."""
+        """Set training mode, except for frozen layers."""
         self.wrapped.train()
         for layer in frozen:
             layer.eval()
 
-    def sync_gradients(self, wanted: bool) -> AbstractContextManager[Any]:
-        """The context of a forward and backward pass: whether its gradients are summed over the ranks."""
+    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+        """Return the context of a forward and backward pass.
+
+        Args:
+            enabled: average the gradients over the ranks after it; otherwise only add them up on this rank.
+        """
         return nullcontext()
 
     def after_step(self) -> None:
-        """Called after each optimizer step."""
+        """Run what follows each optimizer step."""
 
-    def forget(self) -> None:
-        """Called after a step whose gradients were refused: nothing of them may get into the next ones."""
+    def discard_gradients(self) -> None:
+        """Drop what is left of the gradients of a step that was left out, so that later steps don't use it."""
 
     def synchronise(self, *averages: nn.Module) -> None:
-        """Make the model, and averages of it, the same on all ranks; before they are judged or saved. A collective."""
+        """Make the model and averages of it the same on all ranks, before validation or a save. A collective."""
 
 
 class DDP(Parallel):
-    """DistributedDataParallel; see `ddp` for the arguments."""
+    """A model in DistributedDataParallel; see `ddp` for the arguments."""
 
     def __init__(self, model: nn.Module, wrapped: DistributedDataParallel, batchnorm: str) -> None:
         super().__init__(model, wrapped)
@@ -78,24 +82,24 @@ class DDP(Parallel):
         self.compression: Any = None
         self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
 
-    def sync_gradients(self, wanted: bool) -> AbstractContextManager[Any]:
-        """As the model; without, gradients are only added up."""
-        return nullcontext() if wanted else self.wrapped.no_sync()  # type: ignore[operator]
+    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+        """Return a context that averages gradients over the ranks, or only adds them up."""
+        return nullcontext() if enabled else self.wrapped.no_sync()  # type: ignore[operator]
 
     def after_step(self) -> None:
-        """Average the weights, where gradients were not."""
+        """Average the weights if the gradients are not averaged over all ranks."""
         if self.averager is not None:
             self.averager.average_parameters(self.model.parameters())
 
-    def forget(self) -> None:
-        """Let go of what compression owes from former steps, and of its factors."""
+    def discard_gradients(self) -> None:
+        """Clear the errors and factors that gradient compression keeps from former steps."""
         if self.compression is not None:
             for memory in (self.compression.error_dict, self.compression.p_memory_dict, self.compression.q_memory_dict):
                 memory.clear()
 
     @torch.no_grad()
     def synchronise(self, *averages: nn.Module) -> None:
-        """Average what the ranks have each for themselves."""
+        """Average the weights and statistics that differ between ranks."""
         for model in (self.model, *averages):
             if self.averager is not None:
                 average(model.parameters())
@@ -104,7 +108,7 @@ class DDP(Parallel):
 
 
 def statistics(model: nn.Module) -> Iterator[torch.Tensor]:
-    """What BatchNorm has seen of its inputs: means and variances."""
+    """Yield the running means and variances of BatchNorm layers."""
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
             yield from (buffer for buffer in (layer.running_mean, layer.running_var) if buffer is not None)
@@ -139,19 +143,19 @@ def ddp(
         static_graph: the model uses the same parameters in each step, in the same order.
         gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
         find_unused_parameters: the model does not use all of its parameters in each step.
-        comm_hook: how gradients travel: "none": by the backend, as they are; "shared": through memory that ranks on
-            the CPUs of one host share; "auto": as "shared" where that can be, else as "none"; "fp16", "bf16": in half
-            as many bytes; "powersgd": as products of thin matrices (Vogels et al., 2019); "post_local_sgd": within
-            each host only, and the weights are averaged over all now and then (Lin et al., 2020).
+        comm_hook: how gradients travel. "none": by the backend, unchanged. "shared": through memory that ranks on the
+            CPUs of one host share. "auto": "shared" where that is possible, else "none". "fp16", "bf16": in half as
+            many bytes. "powersgd": as products of thin matrices (Vogels et al., 2019). "post_local_sgd": within each
+            host only; the weights are averaged over all ranks now and then (Lin et al., 2020).
         powersgd_rank: width of those matrices.
-        start_step: steps without compression at first, for powersgd; with all ranks, for post_local_sgd.
-        average_every_steps: how often post_local_sgd averages the weights.
-        sync_batchnorm: BatchNorm counts over the batches of all ranks (GPUs only).
-        batchnorm: statistics of BatchNorm: "broadcast": those of rank 0 count, before each step; "average": each rank
-            keeps its own, and their mean is evaluated and saved.
+        start_step: first steps in which powersgd does not compress, and post_local_sgd averages over all ranks.
+        average_every_steps: steps between two averages of the weights by post_local_sgd.
+        sync_batchnorm: BatchNorm normalises over the batches of all ranks (GPUs only).
+        batchnorm: statistics of BatchNorm. "broadcast": all ranks take those of rank 0 before each step. "average":
+            each rank keeps its own, and their mean is evaluated and saved.
 
     Raises:
-        ConfigError: an argument is none of its values, or the device can't do it.
+        ConfigError: an argument has a value that is not allowed, or that the device does not support.
     """
     for name, value, allowed in (("comm_hook", comm_hook, HOOKS), ("batchnorm", batchnorm, ("broadcast", "average"))):
         if value not in allowed:
@@ -171,7 +175,7 @@ def ddp(
         find_unused_parameters=find_unused_parameters,
     )
     if batchnorm == "average":
-        wrapped.broadcast_buffers = False  # only now: all begin with rank 0's
+        wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
     if not static_graph and not find_unused_parameters:
         prebuild_buckets(wrapped)
     parallel = DDP(model, wrapped, batchnorm)
@@ -213,17 +217,17 @@ def _hook(
 
 
 def _share(wrapped: DistributedDataParallel) -> bool:
-    """Have gradients averaged in shared memory, where all ranks see it."""
+    """Average gradients in shared memory if all ranks can see it; return whether they can."""
     model = wrapped.module
     dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
     return dense and _ranks_on_host() == dist.get_world_size() and SharedGradients.of(wrapped) is not None
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Run a hook of several exchanges to its end.
+    """Return a hook that finishes all exchanges of a bucket before the next bucket begins.
 
-    gloo pairs exchanges by the order in which ranks begin them, and with two buckets on their way at once, the second
-    exchange of one and the first of the other begin in any order.
+    gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of one
+    and the first exchange of the other would begin in any order.
     """
 
     def run(state, bucket):  # DDP refuses annotations that are text
@@ -235,48 +239,48 @@ def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 
 def _ranks_per_host() -> int:
-    """How many ranks each host has.
+    """Return the number of ranks of each host.
 
     Raises:
-        ConfigError: some have more than others.
+        ConfigError: some hosts have more than others.
     """
-    mine = _ranks_on_host()
+    local = _ranks_on_host()
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, local)
     if len(set(every)) > 1:
         raise ConfigError(
             f"parallel.comm_hook=post_local_sgd wants as many ranks on each host, and they are {sorted(set(every))}: "
             "give dispatch.ranks that divide evenly, or another hook"
         )
-    return mine
+    return local
 
 
 def _ranks_on_host() -> int:
-    """How many ranks this host has, this one included."""
+    """Return the number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def dp(model: nn.Module) -> Parallel:
-    """Wrap a model in DataParallel: one rank, which splits each batch among all GPUs that it sees.
+    """Wrap a model in DataParallel: one rank splits each batch among all GPUs that it sees.
 
     Raises:
         ConfigError: there are several ranks.
     """
-    _alone("dp")
+    _refuse_several_ranks("dp")
     return Parallel(model, DataParallel(model))
 
 
 def none(model: nn.Module) -> Parallel:
-    """Take a model as it is, on one rank.
+    """Use a model as it is, on one rank.
 
     Raises:
         ConfigError: there are several ranks.
     """
-    _alone("none")
+    _refuse_several_ranks("none")
     return Parallel(model, model)
 
 
-def _alone(name: str) -> None:
+def _refuse_several_ranks(name: str) -> None:
     if (ranks := dist.get_world_size()) > 1:
         raise ConfigError(
             f"parallel={name} is for one rank, and this job has {ranks}: give dispatch.ranks=1 (and a data.batch_size "

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ddp_hydra.data.shards.write import make
-from ddp_hydra.training.loop import seed_step
+from ddp_hydra.training.run import seed_step
 from models.resnet import resnet50
 from tests.integration.support import training
 

@@ -1,1 +1,1 @@
-"""What a run can say of itself: where a step's time goes, what it computes, what memory it takes, who is slow."""
+"""Measures a run: the time of a step, its operations, its memory, the cost of its data, the slowest rank."""

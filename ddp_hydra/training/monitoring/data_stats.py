@@ -1,7 +1,7 @@
-"""What reading the data costs a run, over all ranks.
+"""Measures what reading the data costs a run, over all ranks.
 
-A data set may tell what it has cost its process so far with `stats()`, a dict of rising numbers. Those that are known
-here: samples (read), bytes, requests, retries, cache_hits and cache_misses (of samples or of shards), bad_samples.
+A data set may report its cost with `stats()`: a dict of numbers that only grow. These are used here: samples (read),
+bytes, requests, retries, cache_hits and cache_misses (of samples or of shards), bad_samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses
 
 
 class DataStats:
-    """Adds up what the loaders of all ranks waited and their data sets read.
+    """Adds up how long the loaders of all ranks waited, and what their data sets read.
 
     Args:
         loader: of the training data.
@@ -27,51 +27,51 @@ class DataStats:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self.before = [0.0] * (2 + len(COUNTS))
-        self.spent_s = 0.0
+        self.previous = [0.0] * (2 + len(COUNTS))
+        self.train_s = 0.0
         self.ranks = 1
 
-    def mine(self, spent_s: float) -> list[float]:
-        """This rank's part in a lap: what it cost so far.
+    def local_counts(self, interval_s: float) -> list[float]:
+        """Return this rank's counts since the run began, for `interval`.
 
         Args:
-            spent_s: length of the lap, without validation, in seconds.
+            interval_s: length of the interval, without validation, in seconds.
         """
-        self.spent_s += spent_s
+        self.train_s += interval_s
         stats = self.loader.dataset.stats() if hasattr(self.loader.dataset, "stats") else {}
-        return [self.loader.waited_s, self.spent_s, *(float(stats.get(name, 0)) for name in COUNTS)]
+        return [self.loader.waited_s, self.train_s, *(float(stats.get(name, 0)) for name in COUNTS)]
 
-    def lap(self, of_all: Sequence[Sequence[float]]) -> dict[str, float]:
-        """What the time since the last lap was like. All ranks call it, for they may have to agree on bad samples.
+    def interval(self, all_counts: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the metrics of the time since the last interval. A collective if there are bad samples.
 
         Args:
-            of_all: each rank's part.
+            all_counts: the local counts of each rank.
 
         Raises:
             DataError: all ranks together found too many bad samples.
         """
-        self.ranks = len(of_all)
-        now = [sum(column) for column in zip(*of_all, strict=True)]
-        waited, spent, *counts = (a - b for a, b in zip(now, self.before, strict=True))
+        self.ranks = len(all_counts)
+        now = [sum(column) for column in zip(*all_counts, strict=True)]
+        waited, spent, *counts = (a - b for a, b in zip(now, self.previous, strict=True))
         new, so_far = (dict(zip(COUNTS, numbers, strict=True)) for numbers in (counts, now[2:]))
-        self.before = now
-        lap = {"data_wait": waited / max(spent, 1e-9)}
+        self.previous = now
+        metrics = {"data_wait": waited / max(spent, 1e-9)}
         if not hasattr(self.loader.dataset, "stats"):
-            return lap
+            return metrics
         if so_far["bad_samples"]:
             self._refuse_too_many()
-        lap["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self.ranks
-        lap["data/cache_hits"] = new["cache_hits"] / max(1, new["cache_hits"] + new["cache_misses"])
-        return lap | {f"data/{name}": so_far[name] for name in ("retries", "bad_samples")}
+        metrics["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self.ranks
+        metrics["data/cache_hits"] = new["cache_hits"] / max(1, new["cache_hits"] + new["cache_misses"])
+        return metrics | {f"data/{name}": so_far[name] for name in ("retries", "bad_samples")}
 
-    def total(self) -> dict[str, float]:
-        """What the run was like as a whole, for its summary; as of the last lap."""
-        waited, spent, *counts = self.before
-        total = {"wait_s": waited / self.ranks, "wait": waited / max(spent, 1e-9)}
-        return total | (dict(zip(COUNTS, counts, strict=True)) if hasattr(self.loader.dataset, "stats") else {})
+    def totals(self) -> dict[str, float]:
+        """Return the waiting time and the counts from the start of the run to the last interval."""
+        waited, spent, *counts = self.previous
+        totals = {"wait_s": waited / self.ranks, "wait": waited / max(spent, 1e-9)}
+        return totals | (dict(zip(COUNTS, counts, strict=True)) if hasattr(self.loader.dataset, "stats") else {})
 
     def _refuse_too_many(self) -> None:
-        """Fail where the ranks together are past what each of them may have."""
+        """Raise an error if all ranks together found more bad samples than data.max_bad_fraction allows."""
         dataset = self.loader.dataset
         share = getattr(dataset, "max_bad_fraction", None)
         if share is None:
@@ -87,7 +87,7 @@ class DataStats:
 
 
 def skipped_by(dataset: Any) -> str:
-    """Say how many files a data set left out, and of which extensions; "" where it left out none, or does not tell."""
+    """Return how many files a data set left out, by extension; "" if it left out none, or does not report it."""
     skipped: Mapping[str, int] = getattr(dataset, "skipped", None) or {}
     if not skipped:
         return ""
@@ -98,11 +98,11 @@ def skipped_by(dataset: Any) -> str:
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong with a sample, or with a shard of them.
+    """The reason why a sample, or a shard of samples, is bad.
 
     Args:
         reason: why it was replaced.
-        count: samples that it means.
+        count: number of samples that it stands for.
     """
 
     reason: str
@@ -110,19 +110,19 @@ class Bad:
 
 
 def bad_of_all_ranks(*datasets: Any) -> dict[str, Bad]:
-    """{name: what is wrong} of the samples that any rank replaced. A collective."""
-    mine = {
+    """Return {name: reason} of the samples that any rank replaced. A collective."""
+    local = {
         name: Bad(reason, getattr(data, "bad_counts", {}).get(name, 1))
         for data in datasets
         for name, reason in getattr(data, "bad", {}).items()
     }
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
+        return local
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    dist.all_gather_object(gathered, local)
     return {name: bad for rank in gathered for name, bad in rank.items()}
 
 
 def count_bad(bad: Mapping[str, Bad]) -> int:
-    """How many samples these are."""
+    """Return the number of samples that are bad."""
     return sum(one.count for one in bad.values())

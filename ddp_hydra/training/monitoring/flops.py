@@ -1,4 +1,4 @@
-"""How much a model computes, and what share of a GPU's peak that is."""
+"""Counts the operations of a model, and compares them to a GPU's peak."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 TRAINING = 3
-"""A training step computes about three times what its forward pass does: the backward pass is two more of it."""
+"""A training step costs about three forward passes: the backward pass costs two."""
 
 PEAK_TFLOPS = {
     ("B200", "bf16"): 2250.0,
@@ -31,11 +31,11 @@ PEAK_TFLOPS = {
 
 @dataclass
 class Cost:
-    """What a model computes for one sample.
+    """The operations of a model for one sample.
 
     Args:
-        forward: floating-point operations of the forward pass; 0 where torch can't count them.
-        parts: class, parameters and operations of each direct child, by name.
+        forward: floating-point operations of the forward pass; 0 if torch can't count them.
+        parts: name of each direct child -> its class, number of parameters, and operations.
     """
 
     forward: int
@@ -44,10 +44,10 @@ class Cost:
 
 @torch.no_grad()
 def count(model: nn.Module, sample: torch.Tensor) -> Cost:
-    """Count the operations of a model's forward pass. Convolutions, products and attention count; the rest is little.
+    """Count the operations of a forward pass: convolutions, matrix products and attention; the rest is small.
 
     Args:
-        model: the bare one; it is left as it was.
+        model: not wrapped in DDP; it is left as it was.
         sample: a batch of one.
     """
     in_training = [module for module in model.modules() if module.training]
@@ -72,7 +72,7 @@ def count(model: nn.Module, sample: torch.Tensor) -> Cost:
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    """Return the peak of a GPU by its name, or None where it is not known."""
+    """Return the peak TFLOP/s of a GPU by its name; None if it is not known."""
     precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
     words: Sequence[str] = device.replace("-", " ").split()
     return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)

@@ -1,4 +1,4 @@
-"""What memory a rank takes, and what to say when there is too little."""
+"""Measures the memory of a rank, and explains what to do when there is too little."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ GIB = 2**30
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this rank has taken: of its GPU, or of its process."""
+    """Return the most memory that this rank has taken on its GPU, or as a process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def begin(device: torch.device) -> None:
-    """Count the most memory from here on: a process may have run another job before."""
+    """Reset the peak of a GPU: the process may have run another job before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_of_all_ranks(device: torch.device) -> int:
-    """The most that any rank has taken, in bytes. A collective."""
-    mine = torch.tensor([peak_bytes(device)], device=device)
+    """Return the most memory that any rank has taken, in bytes. A collective."""
+    peak = torch.tensor([peak_bytes(device)], device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    return int(mine)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)
 
 
 _watched: list[weakref.ref[nn.Module]] = []
 
 
 def watch(model: nn.Module) -> None:
-    """Remember whose memory it is."""
+    """Remember the model, to describe it when memory runs out."""
     _watched[:] = [weakref.ref(model)]
 
 
 @contextmanager
 def explained(cfg: DictConfig) -> Iterator[None]:
-    """Turn the error of a full memory into one that says what took it and what to lower.
+    """Replace torch's out-of-memory error by one that says what took the memory and what to lower.
 
     Raises:
-        OutOfMemory: in place of torch's error.
+        OutOfMemory: instead of torch's error.
     """
     try:
         yield
     except RuntimeError as error:
         if not _is_about_memory(error):
             raise
-        raise OutOfMemory(_say(cfg, str(error))) from error
+        raise OutOfMemory(_message(cfg, str(error))) from error
     finally:
         _watched.clear()
 
@@ -72,10 +72,10 @@ def _is_about_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or "not enough memory" in text
 
 
-def _say(cfg: DictConfig, said: str) -> str:
+def _message(cfg: DictConfig, reason: str) -> str:
     place = heartbeat.here().read()
-    found = [model for reference in _watched if (model := reference()) is not None]
-    weights = [part for model in found for part in model.parameters()]
+    models = [model for reference in _watched if (model := reference()) is not None]
+    weights = [parameter for model in models for parameter in model.parameters()]
     device = weights[0].device if weights else torch.device("cpu")
     on_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
@@ -87,18 +87,18 @@ def _say(cfg: DictConfig, said: str) -> str:
     )
     if cfg.trainer.precision in ("fp32", "tf32"):
         advice.append("trainer.precision=bf16")
-    advice += [f"trainer.activation_checkpointing=[{name}]" for name in map(_repeated, found) if name]
-    taken, size = peak_bytes(device) / GIB, sum(part.nbytes for part in weights) / GIB
+    advice += [f"trainer.activation_checkpointing=[{name}]" for name in map(_repeated, models) if name]
+    taken, size = peak_bytes(device) / GIB, sum(parameter.nbytes for parameter in weights) / GIB
     return (
         f"no memory left on {device} in step {place.step}, phase {place.phase}: at most {taken:.2f} of "
         f"{total / GIB:.1f} GiB were taken. The weights are {size:.2f} GiB, their "
         "gradients as much, the optimizer up to twice that; the rest is activations, which grow with data.batch_size="
-        f"{batch}. Type {', or '.join(advice) or 'a smaller model'}. torch said: {said.splitlines()[0]:.200}"
+        f"{batch}. Type {', or '.join(advice) or 'a smaller model'}. torch said: {reason.splitlines()[0]:.200}"
     )
 
 
 def _repeated(model: nn.Module) -> str | None:
-    """The class of the parts that a model has most of, among those that have parts themselves."""
+    """Return the class that most submodules have, among those with several children; None if there is none."""
     kinds = Counter(
         type(part).__name__ for part in model.modules() if part is not model and len(list(part.children())) > 1
     )

@@ -1,4 +1,4 @@
-"""Where the time of the loop goes, by the phases that `pulse.at` tells anyway."""
+"""Measures the time that the loop spends in each phase that it reports to `heartbeat.at`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ddp_hydra import heartbeat
 
 
 class Phases:
-    """Counts the seconds of each phase of this rank, from now on until the next `pulse.connect`.
+    """Counts the seconds that this rank spends in each phase, until the next `heartbeat.connect`.
 
-    On a GPU it is the time until the work was given to it, not until that was done.
+    For a GPU that is the time to launch its work, not to finish it.
 
     Attributes:
         spent_s: phase -> seconds.
@@ -23,7 +23,7 @@ class Phases:
         heartbeat.on_phase(self._enter)
 
     def close(self) -> None:
-        """Count the phase under way up to now, and none after it."""
+        """End the phase under way; count none after it."""
         self._enter("", 0)
 
     def _enter(self, phase: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""`debug=profile`: a trace of a few steps, and a table of where their time goes."""
+"""Traces a few steps for `debug=profile`, and makes a table of where their time goes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_hydra.training.monitoring import flops, memory
 from ddp_hydra.training.monitoring.phases import Phases
 
 WARM_UP = 3
-"""Steps before: what is done once in a run is not what it is like."""
+"""Steps before the first traced one: work that is done once per run is not typical."""
 NAMES = {
     "load": "waiting for data",
     "forward": "forward pass",
@@ -32,57 +32,64 @@ NAMES = {
 EXCHANGES = ("gloo:", "nccl:", "c10d::", "shared:")
 
 
-class Profile:
-    """Traces some steps of this rank, and sends what was found.
+class Profiler:
+    """Traces some steps of this rank; sends the trace, and rank 0 a table.
 
     Args:
-        steps: how many; 0 for none.
-        rank: whose.
-        model: the bare one.
+        steps: number of steps to trace; 0 for none.
+        rank: this rank.
+        model: the model inside DDP.
         device: of the model.
         precision: trainer.precision.
     """
 
     def __init__(self, steps: int, rank: int, model: nn.Module, device: torch.device, precision: str) -> None:
         self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
-        self.seen = self.samples = 0
+        self.steps_seen = self.samples = 0
         self.cost: flops.Cost | None = None
-        self.profiler: Any = None
+        self.trace: Any = None
         self.span: Any = None
 
-    def check(self, steps: int) -> None:
-        """Make sure that a run of so many steps is long enough.
+    def check_length(self, steps: int) -> None:
+        """Raise an error if the run is too short for the profile.
+
+        Args:
+            steps: of the run.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is too short.
         """
-        wanted = WARM_UP + self.steps
-        if self.steps and steps < wanted:
+        needed = WARM_UP + self.steps
+        if self.steps and steps < needed:
             raise ConfigError(
-                f"trainer.profile_steps={self.steps} takes {wanted} steps, for {WARM_UP} come before, and this run has "
-                f"{steps}: give trainer.max_steps={wanted} or more, or less to trainer.profile_steps"
+                f"trainer.profile_steps={self.steps} takes {needed} steps, for {WARM_UP} come before, and this run has "
+                f"{steps}: give trainer.max_steps={needed} or more, or less to trainer.profile_steps"
             )
 
-    def note_batch(self, x: torch.Tensor) -> None:
-        """Look at the first batch, to know what a sample costs, and count the samples."""
+    def count_batch(self, x: torch.Tensor) -> None:
+        """Count the samples of a micro-batch; with the first one, count the operations of a sample.
+
+        Args:
+            x: the model's input, (batch, ...).
+        """
         if self.steps and self.cost is None:
             self.cost = flops.count(self.model, x[:1])
-        self.samples += len(x) if self.profiler is not None else 0
+        self.samples += len(x) if self.trace is not None else 0
 
-    def step(self) -> None:
-        """Called after each step."""
-        if not self.steps or self.seen > WARM_UP + self.steps:
+    def after_step(self) -> None:
+        """Begin or end the trace when it is time; called after each step."""
+        if not self.steps or self.steps_seen > WARM_UP + self.steps:
             return
-        self.seen += 1
-        if self.seen == WARM_UP:
+        self.steps_seen += 1
+        if self.steps_seen == WARM_UP:
             self._begin()
-        elif self.seen == WARM_UP + self.steps:
+        elif self.steps_seen == WARM_UP + self.steps:
             self._end()
 
     def _begin(self) -> None:
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-        self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
-        self.profiler.start()
+        self.trace = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self.trace.start()
         self.phases = Phases()
         heartbeat.on_phase(self._enter)
 
@@ -90,7 +97,7 @@ class Profile:
         if self.span is not None:
             self.span.__exit__(None, None, None)
         self.span = None
-        if self.profiler is not None:
+        if self.trace is not None:
             self.span = record_function(phase)
             self.span.__enter__()
 
@@ -98,7 +105,7 @@ class Profile:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.phases.close()
-        profiler, self.profiler = self.profiler, None
+        profiler, self.trace = self.trace, None
         self._enter("", 0)
         profiler.stop()
         results.submit_file(f"profile/rank-{self.rank}.json.gz", lambda target: _export(profiler, target))
@@ -131,7 +138,7 @@ class Profile:
         return "\n".join(lines) + "\n"
 
     def _computed(self, total_s: float) -> list[str]:
-        """What the model computes."""
+        """Return the lines about the operations of the model."""
         assert self.cost is not None
         if not self.cost.forward:
             return ["Operations: torch can't count those of this model."]
@@ -159,7 +166,7 @@ class Profile:
 
 
 def _export(profiler: Any, target: Path) -> None:
-    """Write the trace, compressed, as Perfetto and TensorBoard take it."""
+    """Write the trace, compressed, in the format of Perfetto and TensorBoard."""
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, contextlib.ExitStack() as stack:
         plain = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(plain))

@@ -1,4 +1,4 @@
-"""How fast a run trains."""
+"""The speed of a run."""
 
 from __future__ import annotations
 
@@ -8,34 +8,42 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """Training speed, with the time of validation left out.
+    """Measures training speed, without the time of validation.
 
     Args:
-        samples: seen so far.
+        samples: samples that all ranks had seen before this run began.
     """
 
     def __init__(self, samples: int) -> None:
-        self.begin = self.mark = time.perf_counter()
-        self.first = self.marked = samples
+        self.run_began = self.interval_began = time.perf_counter()
+        self.samples_at_start = self.samples_at_interval = samples
 
-    def lap(self, samples: int) -> tuple[float, float]:
-        """Seconds since the last lap, and samples in each."""
+    def interval(self, samples: int) -> tuple[float, float]:
+        """End an interval; return its seconds and its samples per second.
+
+        Args:
+            samples: samples that all ranks have seen so far.
+        """
         now = time.perf_counter()
-        spent = max(now - self.mark, 1e-9)
-        speed = (samples - self.marked) / spent
-        self.mark, self.marked = now, samples
-        return spent, speed
+        seconds = max(now - self.interval_began, 1e-9)
+        speed = (samples - self.samples_at_interval) / seconds
+        self.interval_began, self.samples_at_interval = now, samples
+        return seconds, speed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the laps and the total."""
+        """Leave the time of the block out of the interval and the totals."""
         begin = time.perf_counter()
         yield
-        spent = time.perf_counter() - begin
-        self.begin += spent
-        self.mark += spent
+        seconds = time.perf_counter() - begin
+        self.run_began += seconds
+        self.interval_began += seconds
 
-    def total(self, samples: int) -> dict[str, float]:
-        """Time and mean speed since the beginning."""
-        spent = max(time.perf_counter() - self.begin, 1e-9)
-        return {"train_s": spent, "samples_per_s": (samples - self.first) / spent}
+    def totals(self, samples: int) -> dict[str, float]:
+        """Return the time and the mean speed since the run began.
+
+        Args:
+            samples: samples that all ranks have seen so far.
+        """
+        seconds = max(time.perf_counter() - self.run_began, 1e-9)
+        return {"train_s": seconds, "samples_per_s": (samples - self.samples_at_start) / seconds}

@@ -210,3 +210,11 @@ def test_batches_arrive_on_the_gpu_by_way_of_pinned_memory():
     assert pairs(Loader(Watched(), device).load([[1, 2], [3]])) == [([1, 2], [1, 4]), ([3], [9])]
     assert Loader(Watched(), device).make([1])[0].is_pinned()
     assert pinned == [True, True]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_progress_is_reported_for_each_sample_and_each_batch(prefetch):
+    reports = []
+    loader = Loader(Squares(), CPU, prefetch=prefetch, progress=lambda: reports.append(None))
+    assert len(list(loader.load([[0, 1], [2]]))) == 2
+    assert len(reports) == 3 + 2

@@ -14,7 +14,16 @@ from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import lr_schedules
-from ddp_hydra.training.checkpoint import Position, Saver, State, Ticking, load_weights, read, read_on_all_ranks, write
+from ddp_hydra.training.checkpoint import (
+    CheckpointWriter,
+    Position,
+    ReportingFile,
+    State,
+    load_weights,
+    read,
+    read_on_all_ranks,
+    write,
+)
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
@@ -85,24 +94,24 @@ def test_a_restored_run_goes_on_bit_for_bit(optimizer, tmp_path):
         assert flat(found[part]) == flat(wanted[part])
 
 
-@pytest.mark.parametrize("pending", [True, False])
-def test_a_validation_still_to_come_travels_with_the_checkpoint(pending, tmp_path):
+@pytest.mark.parametrize("due", [True, False])
+def test_a_validation_still_to_come_travels_with_the_checkpoint(due, tmp_path):
     run = train(state(), 1)
-    run.pending = pending
+    run.validation_due = due
     torch.save(run.capture(), tmp_path / "a.pt")
     other = state()
-    other.pending = not pending
+    other.validation_due = not due
     other.restore(read(tmp_path / "a.pt"))
-    assert other.pending is pending
+    assert other.validation_due is due
 
 
 def test_a_checkpoint_that_knows_nothing_of_pending_validations_has_none():
     content = state().capture()
-    del content["pending"]
+    del content["validation_due"]
     other = state()
-    other.pending = True
+    other.validation_due = True
     other.restore(content)
-    assert other.pending is False
+    assert other.validation_due is False
 
 
 def test_a_state_is_restored_in_place_for_whoever_holds_its_parts():
@@ -224,12 +233,12 @@ def test_alone_a_rank_reads_for_itself(tmp_path):
     assert flat(read_on_all_ranks(tmp_path / "a.pt")) == flat(read(tmp_path / "a.pt"))
 
 
-def test_a_saver_writes_what_the_run_was_when_asked(sent):
-    run, saver = train(state(), 2), Saver()
-    saver.save(run, {"val/loss": 0.5}, best=True)
+def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):
+    run, writer = train(state(), 2), CheckpointWriter()
+    writer.save(run, {"val/loss": 0.5}, best=True)
     train(run, 2)
-    saver.save(run, {}, best=False)
-    saver.wait()
+    writer.save(run, {}, best=False)
+    writer.wait()
     first, second = (record.data for record in sent)
     assert [record.step for record in sent] == [2, 4]
     assert (first["path"], second["path"]) == ("checkpoints/step-000002.pt", "checkpoints/step-000004.pt")
@@ -247,7 +256,7 @@ def test_a_saver_writes_what_the_run_was_when_asked(sent):
 
 
 @pytest.fixture
-def board() -> Iterator[heartbeat.SharedStatus]:
+def shared_status() -> Iterator[heartbeat.SharedStatus]:
     """The board of this process, without faults that strike it."""
     heartbeat.connect(None)
     fault_injection.arm(0, 0, {})
@@ -256,17 +265,17 @@ def board() -> Iterator[heartbeat.SharedStatus]:
     heartbeat.connect(None)
 
 
-def test_writing_a_checkpoint_gives_signs_of_life_and_stays_in_its_place(board, tmp_path):
+def test_writing_a_checkpoint_gives_signs_of_life_and_stays_in_its_place(shared_status, tmp_path):
     run = train(state(width=50), 2)
     heartbeat.at("save", 2)
-    before = board.read()
+    before = shared_status.read()
     write(run.capture(), tmp_path / "a.pt", step=2)
-    assert board.read().ticks > before.ticks + len(run.model.state_dict())
-    assert (board.read().phase, board.read().step) == ("save", 2)
+    assert shared_status.read().ticks > before.ticks + len(run.model.state_dict())
+    assert (shared_status.read().phase, shared_status.read().step) == ("save", 2)
     assert flat(read(tmp_path / "a.pt")["model"]) == flat(run.model.state_dict())
 
 
-def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(board, tmp_path):
+def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(shared_status, tmp_path):
     fault_injection.wait(["raise,step=2,at=write"])
     write(state().capture(), tmp_path / "whole.pt", step=1)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -276,20 +285,20 @@ def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(board, tmp
         read(tmp_path / "half.pt")
 
 
-def test_a_file_that_ticks_is_a_file(board, tmp_path):
+def test_a_file_that_ticks_is_a_file(shared_status, tmp_path):
     with (tmp_path / "a").open("wb") as file:
-        ticking = Ticking(file, step=1)
-        assert [ticking.write(b"abc"), ticking.write(memoryview(b"de"))] == [3, 2]
-        ticking.flush()
+        reporting = ReportingFile(file, step=1)
+        assert [reporting.write(b"abc"), reporting.write(memoryview(b"de"))] == [3, 2]
+        reporting.flush()
         assert (tmp_path / "a").read_bytes() == b"abcde"
-    assert board.read().ticks == 2
+    assert shared_status.read().ticks == 2
 
 
 def test_a_checkpoint_that_could_not_be_written_is_heard_of_once(sent, tmp_path):
     (tmp_path / "spool").rmdir()
-    saver = Saver()
-    saver.save(state(), {}, best=False)
+    writer = CheckpointWriter()
+    writer.save(state(), {}, best=False)
     with pytest.raises((OSError, RuntimeError), match="spool"):
-        saver.wait()
-    saver.wait()
+        writer.wait()
+    writer.wait()
     assert sent == []

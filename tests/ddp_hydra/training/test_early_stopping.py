@@ -21,19 +21,19 @@ NAN = float("nan")
 )
 def test_it_ends_after_validations_without_progress(values, maximize, patience, min_delta, ends_after):
     stop = EarlyStopping("val/x", maximize, patience, min_delta)
-    ended = [number for number, value in enumerate(values, start=1) if stop.note({"val/x": value})]
+    ended = [number for number, value in enumerate(values, start=1) if stop.update({"val/x": value})]
     assert (ended[0] if ended else None) == ends_after
-    assert stop.wanted is (ends_after is not None)
+    assert stop.should_stop is (ends_after is not None)
 
 
 def test_what_it_knows_is_kept():
     first, second = EarlyStopping("val/x", True, 2), EarlyStopping("val/x", True, 2)
-    first.note({"val/x": 5.0})
-    first.note({"val/x": 4.0})
+    first.update({"val/x": 5.0})
+    first.update({"val/x": 4.0})
     second.load_state_dict(first.state_dict())
-    assert second.note({"val/x": 4.0}) is True
+    assert second.update({"val/x": 4.0}) is True
 
 
 def test_other_metrics_do_not_count():
     stop = EarlyStopping("val/x", True, 1)
-    assert [stop.note({"val/y": 1.0}) for _ in range(3)] == [False] * 3
+    assert [stop.update({"val/y": 1.0}) for _ in range(3)] == [False] * 3

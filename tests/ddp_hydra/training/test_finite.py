@@ -10,10 +10,10 @@ from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import Position, State
 from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.ema import Ema
-from ddp_hydra.training.finite import Gradients, are_finite, not_finite
-from ddp_hydra.training.inspection import Inspection
+from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
 from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.step_check import StepCheck
 
 NAN, INF = math.nan, math.inf
 PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
@@ -45,40 +45,40 @@ def named(*gradients):
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_gradients_that_are_not_finite_are_named(value):
     bad = torch.tensor([[1.0, value]])
-    assert Gradients(named(torch.ones(3), bad, torch.zeros(2), bad.clone())).bad() == ["b", "d"]
-    assert Gradients(named(torch.ones(3), torch.zeros(2))).bad() == []
+    assert GradientNorms(named(torch.ones(3), bad, torch.zeros(2), bad.clone())).nonfinite_names() == ["b", "d"]
+    assert GradientNorms(named(torch.ones(3), torch.zeros(2))).nonfinite_names() == []
 
 
 def test_parameters_without_a_gradient_of_other_types_and_with_sparse_ones_are_looked_at_too():
     idle = ("idle", nn.Parameter(torch.ones(2)))
     half = torch.full((9,), 60_000.0, dtype=torch.float16)  # its length is none of 16 bits
     sparse = torch.sparse_coo_tensor([[1]], [[NAN]], (3, 1), check_invariants=True)
-    gradients = Gradients([idle, *named(half, torch.ones(2, dtype=torch.float64), sparse)])
-    assert (gradients.bad(), gradients.sparse) == (["c"], True)
-    assert Gradients([idle]).bad() == []
+    gradients = GradientNorms([idle, *named(half, torch.ones(2, dtype=torch.float64), sparse)])
+    assert (gradients.nonfinite_names(), gradients.sparse) == (["c"], True)
+    assert GradientNorms([idle]).nonfinite_names() == []
 
 
 @pytest.mark.parametrize("longest", [0.05, 1e9])
 def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
     made = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (7, 1000, 3)]
     ours, theirs = named(*[one.clone() for one in made]), named(*[one.clone() for one in made])
-    gradients = Gradients(ours)
+    gradients = GradientNorms(ours)
     gradients.clip(longest)
     total = nn.utils.clip_grad_norm_([part for _, part in theirs], longest)
-    assert torch.equal(gradients.total, total)
+    assert torch.equal(gradients.total_norm, total)
     assert all(torch.equal(a.grad, b.grad) for (_, a), (_, b) in zip(ours, theirs, strict=True))
 
 
 # -- whether a step may count ----------------------------------------------------------------------------------
 
 
-def inspection(late=False, precision=None, alike=True):
+def step_check(late=False, precision=None, alike=True):
     """Of a model with a weight and a bias."""
     model = nn.Linear(1, 1)
     wrapped = Parallel(model, model)
     wrapped.alike = alike
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    made = Inspection(OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), StepConsensus(), late)
+    made = StepCheck(OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), StepConsensus(), late)
     model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
     return made, model
 
@@ -89,32 +89,32 @@ def vote(made, loss):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(alike):
-    made, model = inspection(alike=alike)
+    made, model = step_check(alike=alike)
     losses = [torch.tensor(0.25), torch.tensor(0.5)]
-    assert made.judge(Decision(), losses) is None
+    assert made.find_nonfinite(Decision(), losses) is None
     model.weight.grad = torch.full((1, 1), NAN)
-    trouble = made.judge(Decision(), losses)
-    assert (trouble.bad_rank, trouble.loss, trouble.gradients, trouble.ago) == (0, 0.75, ["weight"], 0)
-    trouble = made.judge(Decision(bad_rank=3), losses)
-    assert (trouble.bad_rank, trouble.gradients) == (3, ())
+    found = made.find_nonfinite(Decision(), losses)
+    assert (found.bad_rank, found.loss, found.gradients, found.steps_ago) == (0, 0.75, ["weight"], 0)
+    found = made.find_nonfinite(Decision(bad_rank=3), losses)
+    assert (found.bad_rank, found.gradients) == (3, ())
 
 
 def test_what_overflows_in_fp16_is_the_scalers():
-    made, model = inspection(precision="fp16")
+    made, model = step_check(precision="fp16")
     model.weight.grad = torch.full((1, 1), INF)
-    assert made.judge(Decision(), [torch.tensor(0.5)]) is None
+    assert made.find_nonfinite(Decision(), [torch.tensor(0.5)]) is None
 
 
 def test_on_a_gpu_a_gradient_is_looked_at_with_the_next_loss_unless_it_is_wanted_now():
-    made, model = inspection(late=True)
+    made, model = step_check(late=True)
     model.weight.grad = torch.full((1, 1), NAN)
-    assert made.judge(Decision(), [torch.tensor(0.5)]) is None
+    assert made.find_nonfinite(Decision(), [torch.tensor(0.5)]) is None
     decision = vote(made, NAN)  # as it is with weights that took it up
     assert decision.bad_rank == 0
-    trouble = made.judge(decision, [torch.tensor(NAN)])
-    assert (trouble.loss, trouble.gradients, trouble.ago) == (0.5, ["weight"], 1)
+    found = made.find_nonfinite(decision, [torch.tensor(NAN)])
+    assert (found.loss, found.gradients, found.steps_ago) == (0.5, ["weight"], 1)
     assert vote(made, 0.25).bad_rank is None
-    assert made.judge(Decision(), [torch.tensor(0.25)], now=True).ago == 0
+    assert made.find_nonfinite(Decision(), [torch.tensor(0.25)], at_once=True).steps_ago == 0
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------

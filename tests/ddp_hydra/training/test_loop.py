@@ -21,11 +21,13 @@ from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
+from ddp_hydra.training import setup
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
-from ddp_hydra.training.inspection import Inspection
-from ddp_hydra.training.loop import fit, seed_step
+from ddp_hydra.training.loop import fit, summarise
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.run import seed_step
+from ddp_hydra.training.step_check import StepCheck
 
 STEPS = 4
 """In an epoch: 9 samples, 2 in a step, one left over."""
@@ -116,16 +118,18 @@ def train(group, tmp_path):
             into.append(made)
         made.folder.mkdir()
         heartbeat.connect(None)
-        board = heartbeat.here()
+        shared_status = heartbeat.here()
         if stop_at is not None:
-            heartbeat.on_phase(lambda *place: board.ask_to_finish(1) if place == stop_at else None)
+            heartbeat.on_phase(lambda *place: shared_status.ask_to_finish(1) if place == stop_at else None)
         results.connect(DirectSender(made.records.append, made.folder))
         fault_injection.arm(0, 0, {})
         armed = fault_injection.wait(fault)
         cfg = OmegaConf.merge(config(**trainer), parts or {})
         stop_signal = StopSignal(cfg.trainer.time_limit_s)
         given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}
-        made.value = fit(cfg, data(9), data(val) if val else None, given, armed, stop_signal)
+        run = setup.build(cfg, data(9), data(val) if val else None, given, armed, stop_signal)
+        fit(run)
+        made.value = summarise(run)
         return made
 
     return run
@@ -157,7 +161,7 @@ def test_a_run_of_two_epochs_logs_validates_and_saves(train):
     assert run.value["metrics"].keys() >= {"train/loss", "val/accuracy", "lr"}
     content = read(run.last)
     assert content["position"] == {"step": 8, "epoch": 2, "samples": 16, "offset": 0}
-    assert content["pending"] is False
+    assert content["validation_due"] is False
 
 
 @pytest.mark.parametrize("epochs", [None, 99])
@@ -359,7 +363,7 @@ NEVER_STOPPED: dict[str, Any] = {}
 def test_a_validation_that_was_stopped_is_not_logged_and_comes_first_when_resumed(train):
     stopped = train(stop_at=("validate", 4))
     assert (stopped.metrics("val/loss"), stopped.steps_saved) == ([], [4])
-    assert read(stopped.last)["pending"] is True
+    assert read(stopped.last)["validation_due"] is True
     resumed = train(resume=stopped.last)
     assert [record.kind for record in resumed.records][:2] == ["start", "metrics"]
     assert [step for step, _ in resumed.metrics("val/loss")] == [4, 8]
@@ -433,7 +437,7 @@ SPOILT = {"model": {"_target_": f"{__name__}.Spoilt"}}
 def as_on_a_gpu(request, monkeypatch) -> None:
     """Look at gradients at once, and when the next loss is looked at."""
     late = request.param
-    monkeypatch.setattr("ddp_hydra.training.loop.Inspection", lambda *parts: Inspection(*parts[:2], late=late))
+    monkeypatch.setattr("ddp_hydra.training.setup.StepCheck", lambda *parts: StepCheck(*parts[:2], late=late))
 
 
 def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):

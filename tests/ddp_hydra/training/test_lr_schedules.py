@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import Position
-from ddp_hydra.training.progress import Progress
+from ddp_hydra.training.schedule_progress import ScheduleProgress
 
 
 def rates(schedule, total_steps, steps=None, **options):
@@ -139,7 +139,7 @@ LENGTHS = [(3, None), (None, 31), (4, 30), (2, 1000)]
 def test_rates_are_to_the_bit_what_they_are_by_step(name, options, epochs, max_steps, drop_last):
     schedule, curve = CURVES[name]
     sampler = Distributed(103, 7, world_size=1, drop_last=drop_last)
-    progress = Progress(epochs, max_steps, sampler, Position())
+    progress = ScheduleProgress(epochs, max_steps, sampler, Position())
     total = min(epochs * len(sampler) if epochs else 10**6, max_steps or 10**6)
     assert progress.total == total
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
@@ -157,14 +157,14 @@ def test_rates_are_to_the_bit_what_they_are_by_step(name, options, epochs, max_s
 def resized(progress, batch_size):
     """The same run, gone on with another batch size."""
     sampler, position = Distributed(progress.sampler.n_samples, batch_size), Position(**vars(progress.position))
-    other = Progress(progress.epochs, progress.max_steps, sampler, position)
+    other = ScheduleProgress(progress.epochs, progress.max_steps, sampler, position)
     other.load_state_dict(progress.state_dict())
     return other
 
 
 def begun(steps, batch_size, **length):
     """A run that has made some steps."""
-    made = Progress(length.get("epochs"), length.get("max_steps"), Distributed(96, batch_size), Position())
+    made = ScheduleProgress(length.get("epochs"), length.get("max_steps"), Distributed(96, batch_size), Position())
     for _ in range(steps):
         advance(made)
     return made

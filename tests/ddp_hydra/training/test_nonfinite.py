@@ -10,10 +10,10 @@ from torch import nn
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training import lr_schedules, nonfinite
 from ddp_hydra.training.checkpoint import Position, State
-from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFinite, Trouble
+from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFinite, NonFiniteStep
 
 NAN = float("nan")
-BAD = Trouble(0, NAN)
+BAD = NonFiniteStep(0, NAN)
 
 
 def state(optimizer=torch.optim.Adam, **options) -> State:
@@ -32,8 +32,8 @@ def step(run: State, bad: bool = False) -> torch.Tensor:
     return loss
 
 
-def advance(run: State, update: bool = True) -> None:
-    if update:
+def advance(run: State, optimizer_step: bool = True) -> None:
+    if optimizer_step:
         run.optimizer.step()
     run.scheduler.step()
     run.position.advance(4)
@@ -61,7 +61,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_abort_names_the_samples_on_the_rank_that_had_them(sent):
     guard = NonFinite("abort", 10, train(state(), 6))
     with pytest.raises(NonFiniteLoss) as caught:
-        guard.refuse(Trouble(1, NAN), rank=1, samples=[4, 8, 15])
+        guard.handle(NonFiniteStep(1, NAN), rank=1, samples=[4, 8, 15])
     assert str(caught.value).startswith("the loss is nan in step 7; samples of this rank: 4, 8, 15. Lower optimizer.lr")
     assert "trainer.on_nonfinite=skip or rollback" in str(caught.value)
     assert not caught.value.consequence
@@ -69,13 +69,13 @@ def test_abort_names_the_samples_on_the_rank_that_had_them(sent):
 
 def test_abort_says_on_other_ranks_whose_loss_it_was(sent):
     with pytest.raises(NonFiniteLoss, match=r"^rank 2 found a loss that is not finite in step 1$") as caught:
-        NonFinite("abort", 10, state()).refuse(Trouble(2, 1.0), rank=0, samples=[1])
+        NonFinite("abort", 10, state()).handle(NonFiniteStep(2, 1.0), rank=0, samples=[1])
     assert caught.value.consequence
 
 
 def test_a_second_rank_that_is_bad_too_follows_the_first(sent):
     with pytest.raises(NonFiniteLoss, match="rank 0 found") as caught:
-        NonFinite("abort", 10, state()).refuse(BAD, rank=1, samples=[1])
+        NonFinite("abort", 10, state()).handle(BAD, rank=1, samples=[1])
     assert caught.value.consequence
     assert len(sent) == 1
 
@@ -83,7 +83,7 @@ def test_a_second_rank_that_is_bad_too_follows_the_first(sent):
 def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
     samples = list(range(1000, 1000 + 3 * SHOWN))
     with pytest.raises(NonFiniteLoss) as caught:
-        NonFinite("abort", 10, state()).refuse(BAD, 0, samples)
+        NonFinite("abort", 10, state()).handle(BAD, 0, samples)
     assert f", {samples[SHOWN - 1]}, …" in str(caught.value)
     assert str(samples[SHOWN]) not in str(caught.value)
     assert json.loads(sent[0].data["text"])["samples"] == samples
@@ -91,7 +91,7 @@ def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
 
 def test_abort_keeps_no_copies():
     guard = NonFinite("abort", 10, state())
-    assert (guard.kept, guard.kept_buffers) == (None, [])
+    assert (guard.checkpoint, guard.saved_buffers) == (None, [])
 
 
 # -- skip --------------------------------------------------------------------------------------------------
@@ -101,14 +101,14 @@ def test_abort_keeps_no_copies():
 def test_a_step_that_is_left_out_leaves_weights_and_statistics_as_they_were(policy, sent):
     run = train(state(), 3)
     guard = NonFinite(policy, 10, run)
-    guard.seen.append(4)  # a rollback has been there before
+    guard.steps.append(4)  # a rollback has been there before
     before = weights(run)
     guard.before_step()
     step(run, bad=True)
     assert not same(before, weights(run))  # BatchNorm has taken it up
-    assert guard.refuse(BAD, 0, [1]) is False
+    assert guard.handle(BAD, 0, [1]) is False
     assert same(before, weights(run))
-    advance(run, update=False)
+    advance(run, optimizer_step=False)
     train(run, 2)
     assert all(value.isfinite().all() for value in weights(run))
 
@@ -122,17 +122,17 @@ def test_after_a_good_step_its_statistics_stay():
     after = weights(run)
     guard.before_step()
     assert same(after, weights(run))
-    assert same(guard.kept_buffers, list(run.model.buffers()))
+    assert same(guard.saved_buffers, list(run.model.buffers()))
 
 
 def test_too_many_bad_steps_are_an_error_that_names_the_limit(sent):
     run = state()
     guard = NonFinite("skip", 2, run)
     for _ in range(2):
-        assert guard.refuse(BAD, 0, [7]) is False
+        assert guard.handle(BAD, 0, [7]) is False
         run.position.advance(4)
     with pytest.raises(NonFiniteLoss, match=r"in step 3, and 2 such steps were allowed \(trainer.max_nonfinite\)"):
-        guard.refuse(BAD, 0, [7])
+        guard.handle(BAD, 0, [7])
 
 
 # -- rollback ----------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_rollback_goes_back_to_where_it_was_kept_bit_for_bit_and_more_than_onc
     for later in (3, 1, 4):
         train(run, later)
         step(run, bad=True)
-        assert guard.refuse(BAD, 0, [1]) is True
+        assert guard.handle(BAD, 0, [1]) is True
         assert same(kept, weights(run))
         assert run.position == Position(2, 0, 8, 8)
         assert run.scheduler.get_last_lr() == rate
@@ -159,28 +159,28 @@ def test_a_rollback_goes_to_the_last_place_that_was_kept(sent):
     guard = NonFinite("rollback", 10, run)
     run.position.end_epoch()
     train(run, 2)
-    run.best, run.pending = 0.5, False
-    guard.keep()
+    run.best, run.validation_due = 0.5, False
+    guard.remember()
     kept = weights(run)
     train(run, 3)
     run.position.end_epoch()
     run.best = 0.9
-    assert guard.refuse(BAD, 0, [1]) is True
+    assert guard.handle(BAD, 0, [1]) is True
     assert same(kept, weights(run))
-    assert (run.position, run.best, run.pending) == (Position(2, 1, 8, 8), 0.5, False)
+    assert (run.position, run.best, run.validation_due) == (Position(2, 1, 8, 8), 0.5, False)
 
 
 def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(sent):
     run = state()
     guard = NonFinite("rollback", 1, run)
     train(run, 2)
-    assert guard.refuse(BAD, 0, [1]) is True
+    assert guard.handle(BAD, 0, [1]) is True
     train(run, 2)
-    assert guard.refuse(BAD, 0, [1]) is False
-    assert (run.position.step, guard.seen) == (2, [3])
-    advance(run, update=False)
+    assert guard.handle(BAD, 0, [1]) is False
+    assert (run.position.step, guard.steps) == (2, [3])
+    advance(run, optimizer_step=False)
     with pytest.raises(NonFiniteLoss, match="in step 4, and 1 such steps were allowed"):
-        guard.refuse(BAD, 0, [1])
+        guard.handle(BAD, 0, [1])
 
 
 # -- what is told ------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(s
 
 @pytest.mark.parametrize("loss", [NAN, math.inf, -math.inf])
 def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
-    nonfinite.tell(5, Trouble(1, loss), rank=3, samples=torch.tensor([3, 4]))
+    nonfinite.record(5, NonFiniteStep(1, loss), rank=3, samples=torch.tensor([3, 4]))
     (record,) = sent
     assert (record.kind, record.step, record.data["name"]) == ("text", 5, "nonfinite")
     assert json.loads(record.data["text"]) == {"step": 5, "rank": 3, "loss": str(loss), "samples": [3, 4]}
@@ -197,7 +197,7 @@ def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
 
 @pytest.mark.parametrize(("rank", "said"), [(0, "loss or gradient not finite on rank 2 in step 5\n"), (1, "")])
 def test_ranks_whose_loss_was_good_record_nothing_and_rank_0_says_whose_it_was(rank, said, sent, capsys):
-    nonfinite.tell(5, Trouble(2, 0.5), rank=rank, samples=[1])
+    nonfinite.record(5, NonFiniteStep(2, 0.5), rank=rank, samples=[1])
     assert (sent, capsys.readouterr().out) == ([], said)
 
 
@@ -205,7 +205,7 @@ def test_ranks_whose_loss_was_good_record_nothing_and_rank_0_says_whose_it_was(r
 def test_of_a_bad_gradient_each_rank_records_its_samples_and_the_first_names_the_parameters(rank, loss, sent):
     names = [f"layer.{number}" for number in range(NAMED + 2)]
     with pytest.raises(NonFiniteLoss) as caught:
-        NonFinite("abort", 10, train(state(), 6)).refuse(Trouble(0, loss, names, ago=1), rank, [4, 8])
+        NonFinite("abort", 10, train(state(), 6)).handle(NonFiniteStep(0, loss, names, steps_ago=1), rank, [4, 8])
     (record,) = sent
     assert json.loads(record.data["text"]) == {
         "step": 6, "rank": rank, "loss": str(loss), "samples": [4, 8], "gradients": names
@@ -220,6 +220,6 @@ def test_a_rollback_never_goes_to_what_is_not_finite(sent):
     run = train(state(), 2)
     guard = NonFinite("rollback", 10, run)
     run.model[0].weight.data[0, 0] = NAN
-    guard.keep()
+    guard.remember()
     with pytest.raises(NonFiniteLoss, match=r"after step 2 not all that is to be saved is finite \(0\.weight\)"):
-        guard.refuse(BAD, 0, [1])
+        guard.handle(BAD, 0, [1])

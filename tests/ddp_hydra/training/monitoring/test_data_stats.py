@@ -34,13 +34,13 @@ def test_a_lap_is_what_came_since_the_last_one():
     report = DataStats(loader)
     loader.waited_s = 1.0
     first = {"data_wait": 0.25, "data/bytes_per_s": 250, "data/retries": 1, "data/cache_hits": 0, "data/bad_samples": 0}
-    assert report.lap([report.mine(4.0)]) == first
+    assert report.interval([report.local_counts(4.0)]) == first
     data.counts = {"samples": 30, "bytes": 3000, "retries": 4, "cache_hits": 5, "cache_misses": 15, "bad_samples": 1}
     data.bad = {"one": "damaged"}
     loader.waited_s = 1.5
     later = {"data_wait": 0.5, "data/bytes_per_s": 2000, "data/retries": 4, "data/cache_hits": 0.25}
-    assert report.lap([report.mine(1.0)]) == {**later, "data/bad_samples": 1}
-    assert report.total() == {
+    assert report.interval([report.local_counts(1.0)]) == {**later, "data/bad_samples": 1}
+    assert report.totals() == {
         "wait_s": 1.5, "wait": 0.3, "samples": 30, "bytes": 3000, "requests": 0, "retries": 4, "cache_hits": 5,
         "cache_misses": 15, "bad_samples": 1,
     }  # fmt: skip
@@ -57,8 +57,8 @@ def test_of_a_data_set_that_says_nothing_the_waiting_is_told():
     loader = Loader([1, 2], CPU)
     report = DataStats(loader)
     loader.waited_s = 0.5
-    assert report.lap([report.mine(2.0)]) == {"data_wait": 0.25}
-    assert report.total() == {"wait_s": 0.5, "wait": 0.25}
+    assert report.interval([report.local_counts(2.0)]) == {"data_wait": 0.25}
+    assert report.totals() == {"wait_s": 0.5, "wait": 0.25}
 
 
 def test_too_many_bad_samples_fail_and_some_are_named():
@@ -67,7 +67,7 @@ def test_too_many_bad_samples_fail_and_some_are_named():
     words = r"2 bad samples of 100.*allows 1: a\.png \(empty\); b\.png \(damaged\).*data\.max_bad_fraction="
     report = DataStats(Loader(data, CPU))
     with pytest.raises(DataError, match=words):
-        report.lap([report.mine(1.0)])
+        report.interval([report.local_counts(1.0)])
 
 
 def test_bad_samples_of_all_data_sets_are_gathered():

@@ -1,4 +1,4 @@
-"""How much of a run is done: what learning-rate schedules go by."""
+"""Tells learning-rate schedules how much of the run is done."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddp_hydra.training.checkpoint import Position
-from ddp_hydra.training.lr_schedules import Curve
+from ddp_hydra.training.lr_schedules import FactorLR
 
 
-class Progress:
-    """Counts a run in steps of the global batch that it began with.
+class ScheduleProgress:
+    """Counts how far a run is, in steps of the global batch that it began with.
 
-    After a resume with another global batch, one step more is more or less than one of these. A schedule that counts
-    them follows the same curve, and comes to its end with the run.
+    After a resume with another global batch, a step of the run is more or less than one of these steps. A schedule
+    that counts these steps follows the same curve, and ends when the run ends.
 
     Args:
-        epochs: of the run; None where only max_steps counts.
-        max_steps: optimizer steps of the run; None where only epochs count.
+        epochs: of the run; None if only max_steps limits it.
+        max_steps: optimizer steps of the run; None if only epochs limit it.
         sampler: the training sampler.
-        position: of the run, which moves on.
+        position: of the run; the loop moves it.
 
     Attributes:
         global_batch: samples in a step, when the run began.
@@ -35,22 +35,22 @@ class Progress:
 
     @property
     def total(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         return min(length for _, length in self._limits())
 
     @property
     def done(self) -> float:
-        """Steps done: a whole number as long as the global batch stays.
+        """The steps done: a whole number as long as the global batch stays the same.
 
-        A run of epochs goes by its samples. One of max_steps goes by its steps, however large they are; where both
-        limit it, by the one that is nearer to its end.
+        A run that epochs limit is measured by its samples; a run that max_steps limits, by its steps, however large
+        they are. If both limit it, the one that is nearer to its end counts.
         """
         total = self.total
         done = max(count * total / length for count, length in self._limits())
         return int(done) if done == int(done) else done
 
     def _limits(self) -> Iterator[tuple[float, int]]:
-        """Yield what ends the run: how far it is, and where that would be."""
+        """Yield (done, length) of each limit of the run, in steps."""
         if self.epochs:
             began, now = self.epoch_steps * self.global_batch, len(self.sampler) * self.sampler.global_batch
             passed = self.position.offset * self.epoch_steps / max(began, now)
@@ -59,8 +59,8 @@ class Progress:
             yield self.position.step, self.max_steps
 
     def move(self, scheduler: Any) -> None:
-        """Bring a scheduler to where the run is: one of torch's, which knows whole steps only, to the last of these."""
-        if isinstance(scheduler, Curve):
+        """Move a scheduler to the run's position. torch's own schedulers take whole steps only, so they round down."""
+        if isinstance(scheduler, FactorLR):
             scheduler.go_to(self.done)
             return
         while self.taken < int(self.done):
@@ -68,10 +68,10 @@ class Progress:
             scheduler.step()
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps."""
+        """Return the counts for a checkpoint."""
         return {"global_batch": self.global_batch, "epoch_steps": self.epoch_steps, "taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Put it back."""
+        """Restore the counts of a checkpoint."""
         self.global_batch, self.epoch_steps = int(state["global_batch"]), int(state["epoch_steps"])
         self.taken = int(state["taken"])

@@ -1,0 +1,103 @@
+"""When to log, validate and save. Nothing here has side effects: the same counts give the same answer on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepActions:
+    """What follows one optimizer step.
+
+    Args:
+        log: log the metrics since the last time.
+        save: write a checkpoint.
+        leave: take no further step: the run is at its end, or is asked to stop.
+    """
+
+    log: bool
+    save: bool
+    leave: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EpochActions:
+    """What follows the last step of an epoch.
+
+    Args:
+        validate: validate, if there is a validation set.
+        save: write a checkpoint.
+    """
+
+    validate: bool
+    save: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """Decides what is due after a step and after an epoch. An interval of 0 means never.
+
+    Args:
+        total_steps: the run's last step.
+        log_every_steps: steps between two logged points.
+        checkpoint_every_steps: steps between two checkpoints.
+        checkpoint_every_epochs: epochs between two checkpoints.
+        validate_every_epochs: epochs between two validations.
+    """
+
+    total_steps: int
+    log_every_steps: int
+    checkpoint_every_steps: int = 0
+    checkpoint_every_epochs: int = 1
+    validate_every_epochs: int = 1
+
+    @classmethod
+    def from_config(cls, trainer: DictConfig, total_steps: int) -> Cadence:
+        """Take the intervals from `trainer` in the config."""
+        return cls(
+            total_steps,
+            trainer.log_every_steps,
+            trainer.checkpoint_every_steps,
+            trainer.checkpoint_every_epochs,
+            trainer.validate_every_epochs,
+        )
+
+    def after_step(self, step: int, epoch_ends: bool, stop: bool) -> StepActions:
+        """Decide what follows a step.
+
+        At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Each checkpoint is preceded
+        by a log, so that a resumed run begins with nothing counted.
+
+        Args:
+            step: the step's number, from 1.
+            epoch_ends: it is the last step of its epoch.
+            stop: the run is asked to stop after it.
+        """
+        run_ends = step >= self.total_steps
+        epoch_ends = epoch_ends or run_ends
+        save = stop or (is_due(step, self.checkpoint_every_steps) and not epoch_ends)
+        return StepActions(
+            log=save or epoch_ends or is_due(step, self.log_every_steps),
+            save=save,
+            leave=stop or run_ends,
+        )
+
+    def after_epoch(self, step: int, epochs: int) -> EpochActions:
+        """Decide what follows an epoch. The end of the run validates and saves, even in the middle of an epoch.
+
+        Args:
+            step: optimizer steps done.
+            epochs: epochs completed.
+        """
+        run_ends = step >= self.total_steps
+        return EpochActions(
+            validate=run_ends or is_due(epochs, self.validate_every_epochs),
+            save=run_ends or is_due(step, self.checkpoint_every_steps) or is_due(epochs, self.checkpoint_every_epochs),
+        )
+
+
+def is_due(count: int, every: int) -> bool:
+    """Return whether something that happens at every so many counts happens at this one."""
+    return every > 0 and count % every == 0

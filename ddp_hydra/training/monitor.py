@@ -1,0 +1,89 @@
+"""Measures a training run: its metrics, its speed, what its data costs, which rank is slow, and a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.metrics import Count, Meter, means
+from ddp_hydra.training.monitoring.data_stats import DataStats
+from ddp_hydra.training.monitoring.profiler import Profiler
+from ddp_hydra.training.monitoring.stragglers import Stragglers
+from ddp_hydra.training.monitoring.throughput import Throughput
+
+
+class Monitor:
+    """Measures between two logged points, and over the whole run.
+
+    Args:
+        consensus: gathers what each rank measured.
+        meter: counts loss and correct answers.
+        throughput: measures the speed.
+        data_stats: adds up what reading the data costs.
+        stragglers: compares the ranks' own work.
+        profiler: traces a few steps.
+    """
+
+    def __init__(
+        self,
+        consensus: StepConsensus,
+        meter: Meter,
+        throughput: Throughput,
+        data_stats: DataStats,
+        stragglers: Stragglers,
+        profiler: Profiler,
+    ) -> None:
+        self.consensus, self.meter, self.throughput = consensus, meter, throughput
+        self.data_stats, self.stragglers, self.profiler = data_stats, stragglers, profiler
+
+    def before_forward(self, x: Tensor) -> None:
+        """Show the profiler a micro-batch's input, (batch, ...)."""
+        self.profiler.count_batch(x)
+
+    def count(self, counts: Iterable[Count]) -> None:
+        """Count the micro-batches of a step whose update was applied."""
+        self.meter.add(*counts)
+
+    def after_step(self) -> None:
+        """Begin or end the profile when it is time."""
+        self.profiler.after_step()
+
+    def interval(self, samples: int, step_metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics since the last interval, over all ranks, and begin a new one. A collective.
+
+        Args:
+            samples: samples that all ranks have seen so far.
+            step_metrics: metrics of the last optimizer step, to stand among them.
+        """
+        sums = self.meter.take()  # waits for the device, whose work belongs to this interval
+        seconds, samples_per_s = self.throughput.interval(samples)
+        all_sums, all_counts, all_seconds = self.consensus.gather(
+            sums, self.data_stats.local_counts(seconds), self.stragglers.local_seconds()
+        )
+        metrics = {**means("train", all_sums), **step_metrics, "samples_per_s": samples_per_s}
+        return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
+
+    def restart_interval(self, samples: int) -> None:
+        """Forget what was counted since the last interval: its steps are taken again.
+
+        Args:
+            samples: samples that all ranks have seen at the step to which the run went back.
+        """
+        self.meter.clear()
+        self.throughput.interval(samples)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave the time of a `with` block out of the speed."""
+        return self.throughput.paused()
+
+    def totals(self, samples: int) -> dict[str, Any]:
+        """Return the time, the speed, the cost of the data and the slowest rank of the whole run."""
+        return {
+            **self.throughput.totals(samples),
+            "data": self.data_stats.totals(),
+            "slowest": self.stragglers.totals(),
+        }

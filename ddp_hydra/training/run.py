@@ -1,0 +1,221 @@
+"""The parts of one training run, and the moves that the loop makes with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_hydra import heartbeat, results
+from ddp_hydra.data.loader import Loader, MicroBatch
+from ddp_hydra.rank import fault_injection
+from ddp_hydra.training.cadence import Cadence
+from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State
+from ddp_hydra.training.classification import Classification
+from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.early_stopping import EarlyStopping
+from ddp_hydra.training.evaluation import Evaluation
+from ddp_hydra.training.monitor import Monitor
+from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
+from ddp_hydra.training.optimizer_step import OptimizerStep
+from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.step_check import StepCheck
+
+
+@dataclass
+class Run:
+    """A training run on one rank.
+
+    Args:
+        rank: this rank.
+        seed: of everything random.
+        metric: the objective's metric.
+        direction: maximize or minimize it.
+        accumulation_steps: micro-batches in a step.
+        train_set: the training data.
+        sampler: orders the training data.
+        loader: of the training data.
+        model: the model among its ranks.
+        frozen_norms: layers that stay in evaluation mode.
+        autocast: the context of the forward pass.
+        task: computes the loss and counts the metrics.
+        optimizer_step: applies gradients.
+        scheduler: the learning-rate schedule.
+        schedule_progress: tells the schedule how far the run is.
+        state: what a checkpoint holds.
+        early_stopping: ends the run when validations get no better.
+        validation: evaluates the model; None without a validation set.
+        cadence: decides when to log, validate and save.
+        consensus: votes of the ranks.
+        step_check: decides with all ranks whether a step is finite.
+        nonfinite: handles steps that are not.
+        checkpoints: writes checkpoints.
+        monitor: measures the run.
+        fault: faults to inject into this rank.
+        stop_signal: whether this rank is asked to stop.
+        metrics: the last value of each metric.
+        stop: why the run stops early, a number of `heartbeat.REASONS`; 0 while it does not.
+    """
+
+    rank: int
+    seed: int
+    metric: str
+    direction: str
+    accumulation_steps: int
+    train_set: Any
+    sampler: Any
+    loader: Loader
+    model: Parallel
+    frozen_norms: list[torch.nn.Module]
+    autocast: torch.autocast
+    task: Classification
+    optimizer_step: OptimizerStep
+    scheduler: Any
+    schedule_progress: ScheduleProgress
+    state: State
+    early_stopping: EarlyStopping
+    validation: Evaluation | None
+    cadence: Cadence
+    consensus: StepConsensus
+    step_check: StepCheck
+    nonfinite: NonFinite
+    checkpoints: CheckpointWriter
+    monitor: Monitor
+    fault: fault_injection.Armed
+    stop_signal: StopSignal
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop: int = 0
+
+    @property
+    def position(self) -> Position:
+        """How far the run is."""
+        return self.state.position
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way, from 1."""
+        return self.state.position.step + 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to do, or the run is to end early."""
+        is_complete = self.position.step >= self.cadence.total_steps and not self.state.validation_due
+        return is_complete or bool(self.stop) or self.early_stopping.should_stop
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the epoch has no full global batch left, or the run no step."""
+        return self.position.step >= self.cadence.total_steps or self._samples_are_used_up()
+
+    def _samples_are_used_up(self, samples: int = 0) -> bool:
+        """Return whether the epoch has no full global batch behind the position and so many samples more."""
+        return not self.sampler.steps(self.position.offset + samples)
+
+    # -- epochs and steps --------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        """Prepare data and model for the epoch at the position."""
+        if hasattr(self.train_set, "set_epoch"):
+            self.train_set.set_epoch(self.position.epoch)
+        self.model.train(self.frozen_norms)
+
+    def steps(self) -> Iterator[Iterator[MicroBatch]]:
+        """Yield the micro-batches of each step that is left in the epoch; none where only its validation is due."""
+        heartbeat.at("load", self.step)
+        batches = () if self.state.validation_due else self.sampler.batches(self.position.epoch, self.position.offset)
+        for micro_batches in self.loader.steps(batches, self.accumulation_steps):
+            yield micro_batches
+            if not self.epoch_is_over:
+                heartbeat.at("load", self.step)
+
+    def begin_step(self) -> None:
+        """Seed the step, and clear the last one's gradients."""
+        seed_step(self.seed, self.step, self.rank)
+        self.nonfinite.before_step()
+        self.optimizer_step.begin()
+
+    @property
+    def step_ends_epoch(self) -> bool:
+        """Whether the step under way is the last of its epoch."""
+        return self._samples_are_used_up(self.sampler.global_batch)
+
+    def rolls_back(self, found: NonFiniteStep) -> bool:
+        """Handle a step that is not finite; return whether the run went back to its last checkpoint.
+
+        Raises:
+            NonFiniteLoss: such a step is not allowed, or there were too many.
+        """
+        self.optimizer_step.discard()
+        offset = self.position.offset - found.steps_ago * self.sampler.global_batch
+        samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
+        if not self.nonfinite.handle(found, self.rank, samples):
+            return False
+        self.stop = 0  # the next step will stop the run: only then there is something to save
+        self.monitor.restart_interval(self.position.samples)
+        return True
+
+    def advance(self) -> None:
+        """Move the position and the schedule on, also where the step's update was left out."""
+        self.position.advance(self.sampler.global_batch)
+        self.schedule_progress.move(self.scheduler)
+
+    def end_epoch(self) -> None:
+        """Move the position to the next epoch, unless the run ends in the middle of this one."""
+        if self._samples_are_used_up():
+            self.position.end_epoch()
+            self.schedule_progress.move(self.scheduler)
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def log_interval(self) -> None:
+        """Log the training metrics since the last time. A collective."""
+        heartbeat.at("log", self.position.step)
+        self.log(self.monitor.interval(self.position.samples, self.optimizer_step.metrics()))
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Remember metrics, and send them from rank 0 with their epoch, counted from 1."""
+        self.metrics |= metrics
+        if self.rank == 0:
+            epoch = self.position.epoch + (self.position.offset > 0)
+            results.log(metrics, step=self.position.step, epoch=epoch, samples=self.position.samples)
+
+    def save_mid_epoch(self) -> None:
+        """Write a checkpoint between two validations. A collective."""
+        heartbeat.at("save", self.position.step)
+        self.state.validation_due = self.epoch_is_over
+        self.optimizer_step.synchronise()
+        self._save(best=False)
+
+    def save_after_epoch(self, may_be_best: bool) -> None:
+        """Write a checkpoint at the end of an epoch.
+
+        Args:
+            may_be_best: these very weights were validated, or there is no validation.
+        """
+        heartbeat.at("save", self.position.step)
+        self._save(best=may_be_best and self.state.improves_best(self.metrics.get(self.metric), self.direction))
+
+    def _save(self, best: bool) -> None:
+        self.nonfinite.remember()
+        if self.rank == 0:
+            self.checkpoints.save(self.state, self.metrics, best)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed all random generators for a step by its position in the run, so that a resumed run draws the same."""
+    mixed = (seed * 1_000_003 + step) * 65_537 + rank
+    torch.default_generator.manual_seed(mixed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed % 2**63)
+    seed_numpy_and_python(mixed)
+
+
+def seed_numpy_and_python(seed: int) -> None:
+    """Seed the global generators of numpy and Python: ranks are forks of one process, and would all draw the same."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

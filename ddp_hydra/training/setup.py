@@ -1,0 +1,236 @@
+"""Builds a run from its config on one rank: sampler, model, optimizer, the state to resume, and the header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+
+from ddp_hydra import results
+from ddp_hydra.config import checkpoint_config
+from ddp_hydra.console.plural import counted
+from ddp_hydra.data.samplers import Repeated
+from ddp_hydra.rank import fault_injection
+from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
+from ddp_hydra.training.cadence import Cadence
+from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State, read_on_all_ranks
+from ddp_hydra.training.classification import Classification
+from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.early_stopping import EarlyStopping
+from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.metrics import Meter
+from ddp_hydra.training.monitor import Monitor
+from ddp_hydra.training.monitoring import memory
+from ddp_hydra.training.monitoring.data_stats import DataStats, skipped_by
+from ddp_hydra.training.monitoring.profiler import Profiler
+from ddp_hydra.training.monitoring.stragglers import Stragglers
+from ddp_hydra.training.monitoring.throughput import Throughput
+from ddp_hydra.training.nonfinite import NonFinite
+from ddp_hydra.training.optimizer_step import OptimizerStep
+from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.run import Run, seed_step
+from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.step_check import StepCheck
+
+
+def build(
+    cfg: DictConfig,
+    train_set: Any,
+    val_set: Any,
+    files: Mapping[str, Path],
+    fault: fault_injection.Armed,
+    stop_signal: StopSignal,
+    kept: Mapping[str, Any] | None = None,
+) -> Run:
+    """Build all parts of a run, resume it if a checkpoint is given, and send its header. A collective.
+
+    Args:
+        cfg: the resolved config.
+        train_set: the training data.
+        val_set: the validation data, or None.
+        files: "resume", the checkpoint to resume; "weights", to begin with; only rank 0 reads them.
+        fault: faults to inject into this rank.
+        stop_signal: whether this rank is asked to stop.
+        kept: the part of the config that checkpoints keep; None: all but the cluster.
+
+    Raises:
+        DdpHydraError: the config, a checkpoint or the weights do not fit.
+    """
+    rank, device = dist.get_rank(), builders.device(cfg)
+    memory.begin(device)
+    sampler = builders.sampler(cfg, train_set, rank, dist.get_world_size())
+    if cfg.trainer.overfit_batches:
+        sampler = Repeated(sampler, cfg.trainer.overfit_batches)
+    precision.set_float32(cfg.trainer.precision)
+    seed_step(cfg.seed, 0, 0)  # all ranks build the same model
+    bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
+    model = builders.parallel(cfg, bare)
+    frozen_norms = parameter_groups.frozen_norms(model.model)  # after sync_batchnorm has replaced layers
+    task = Classification.from_config(cfg, train_set)
+
+    state, optimizer_step, changed = build_state(cfg, model, sampler, device, files.get("resume"), kept)
+    position, progress = state.position, state.extras["progress"]
+    total_steps = position.step + steps_left(cfg.trainer, sampler, position)
+    loader = builders.loader(cfg, train_set, device, channels_last)
+    validation = builders.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
+    consensus = StepConsensus()
+    nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
+    check_late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.alike
+
+    if rank == 0:
+        header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
+        if changed:
+            header["lines"].append(f"changed   {changed}")
+        if "weights" in files:
+            header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
+        results.emit("start", header, position.step)
+
+    profiler = Profiler(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
+    stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
+    throughput = Throughput(position.samples)
+    monitor = Monitor(consensus, Meter(device), throughput, DataStats(loader), stragglers, profiler)
+    profiler.check_length(total_steps)
+    return Run(
+        rank=rank,
+        seed=cfg.seed,
+        metric=cfg.objective.metric,
+        direction=cfg.objective.direction,
+        accumulation_steps=cfg.trainer.gradient_accumulation_steps,
+        train_set=train_set,
+        sampler=sampler,
+        loader=loader,
+        model=model,
+        frozen_norms=frozen_norms,
+        autocast=precision.autocast(cfg.trainer.precision, device),
+        task=task,
+        optimizer_step=optimizer_step,
+        scheduler=state.scheduler,
+        schedule_progress=progress,
+        state=state,
+        early_stopping=state.extras["early_stopping"],
+        validation=validation,
+        cadence=Cadence.from_config(cfg.trainer, total_steps),
+        consensus=consensus,
+        step_check=StepCheck(optimizer_step, consensus, check_late),
+        nonfinite=nonfinite,
+        checkpoints=CheckpointWriter(),
+        monitor=monitor,
+        fault=fault,
+        stop_signal=stop_signal,
+    )
+
+
+def build_model(
+    cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None = None
+) -> tuple[nn.Module, bool, list[str]]:
+    """Build the model on its device, with pretrained weights, frozen parameters and activation checkpointing.
+
+    Args:
+        cfg: the resolved config.
+        train_set: the training data; it may know the number of classes.
+        device: where the model goes.
+        weights: a file of weights to begin with; None for none. DDP sends rank 0's to the others.
+
+    Returns:
+        The model; whether it takes images as channels_last; names of the tensors that the file left as they were.
+    """
+    model = builders.model(cfg, train_set).to(device)
+    memory.watch(model)
+    untouched = pretrained.load(model, weights) if weights is not None else []
+    channels_last = builders.channels_last(cfg, model)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    parameter_groups.freeze(model, cfg.trainer.freeze)
+    parameter_groups.activation_checkpointing(model, cfg.trainer.activation_checkpointing)
+    return model, channels_last, untouched
+
+
+def build_state(
+    cfg: DictConfig,
+    model: Parallel,
+    sampler: Any,
+    device: torch.device,
+    checkpoint: Path | None,
+    kept: Mapping[str, Any] | None,
+) -> tuple[State, OptimizerStep, str]:
+    """Build optimizer, schedule and average, and restore them from a checkpoint. A collective.
+
+    Args:
+        cfg: the resolved config.
+        model: the model among its ranks.
+        sampler: the training sampler.
+        device: of the model.
+        checkpoint: the file to resume, read on rank 0; None for none.
+        kept: the part of the config that checkpoints keep; None: all but the cluster.
+
+    Returns:
+        The state; the optimizer step; the settings that differ from the checkpoint's, "" for none.
+    """
+    position = Position()
+    progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
+    saved = read_on_all_ranks(checkpoint) if checkpoint is not None else {}
+    progress.load_state_dict(saved.get("progress") or progress.state_dict())
+    optimizer = builders.optimizer(cfg, model.model, sampler.global_batch)
+    scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps)
+    scaler = precision.scaler(cfg.trainer.precision, device)
+    ema = Ema(model.model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
+    optimizer_step = OptimizerStep(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
+    extras = {"scaler": scaler, "ema": ema, "early_stopping": EarlyStopping.from_config(cfg), "progress": progress}
+    state = State(model.model, optimizer, scheduler, position, dict(kept or checkpoint_config.of(cfg)), extras)
+    changed = ""
+    if saved:
+        changed = resume.restore(state, saved)
+        progress.move(scheduler)
+    return state, optimizer_step, changed
+
+
+def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
+    """Return the steps from a position to the end of the run: all epochs, or max_steps where that is less."""
+    left = (trainer.max_steps - position.step) if trainer.max_steps else float("inf")
+    if trainer.epochs:
+        left = min(left, sampler.steps(position.offset) + (trainer.epochs - position.epoch - 1) * len(sampler))
+    return max(0, int(left))
+
+
+def describe(
+    cfg: DictConfig,
+    model: nn.Module,
+    train_set: Any,
+    val_set: Any,
+    sampler: Any,
+    total_steps: int,
+    position: Position,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the header of a run: lines for a person, and the numbers that progress is measured by."""
+    world_size = dist.get_world_size()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
+    validation = f", {len(val_set):,} for validation" if val_set is not None else ""
+    ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
+    accumulation = cfg.trainer.gradient_accumulation_steps
+    micro_batches = f"{accumulation} micro-batches x " if accumulation > 1 else ""
+    lines = [
+        f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
+        f"data      {counted(len(train_set), 'sample')}{validation}",
+        f"ranks     {world_size} on {device.type}, {threads} each, {cfg.trainer.precision}",
+        f"batch     {cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective",
+        f"steps     {total_steps:,}, {len(sampler):,} in an epoch",
+    ]
+    skipped = [skipped_by(data) for data in (train_set, val_set)]
+    lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
+    if position.step:
+        lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}")
+    return {
+        "lines": lines,
+        "total_steps": total_steps,
+        "epochs": -(-total_steps // len(sampler)),
+        "steps_per_epoch": len(sampler),
+        "world_size": world_size,
+    }
