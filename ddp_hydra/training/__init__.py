@@ -1,1 +1,1 @@
-"""What a step of training is made of, part by part: the config chooses, and `train.py` puts them in order."""
+"""The training loop and its parts: the config chooses the parts, `setup.py` builds them, `loop.py` runs them."""

@@ -1,4 +1,4 @@
-"""When to log, validate and save. Nothing here has side effects: the same counts give the same answer on every rank."""
+"""Decides when to log, validate and save. It has no side effects: equal counts give equal answers on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 @dataclass(frozen=True, slots=True)
 class StepActions:
-    """What follows one optimizer step.
+    """The actions that follow one optimizer step.
 
     Args:
         log: log the metrics since the last time.
@@ -24,7 +24,7 @@ class StepActions:
 
 @dataclass(frozen=True, slots=True)
 class EpochActions:
-    """What follows the last step of an epoch.
+    """The actions that follow the last step of an epoch.
 
     Args:
         validate: validate, if there is a validation set.
@@ -65,10 +65,10 @@ class Cadence:
         )
 
     def after_step(self, step: int, epoch_ends: bool, stop: bool) -> StepActions:
-        """Decide what follows a step.
+        """Return the actions that follow a step.
 
-        At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Each checkpoint is preceded
-        by a log, so that a resumed run begins with nothing counted.
+        At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before
+        each checkpoint, so that a resumed run has nothing counted yet.
 
         Args:
             step: the step's number, from 1.
@@ -85,7 +85,7 @@ class Cadence:
         )
 
     def after_epoch(self, step: int, epochs: int) -> EpochActions:
-        """Decide what follows an epoch. The end of the run validates and saves, even in the middle of an epoch.
+        """Return the actions that follow an epoch. At its end, a run validates and saves even amid an epoch.
 
         Args:
             step: optimizer steps done.

@@ -1,4 +1,4 @@
-"""What one training step means: its loss, and what is counted for the metrics."""
+"""Defines a training step of a classifier: its loss, and the counts for its metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddp_hydra.training.metrics import Count, count
 
 
 class Output(NamedTuple):
-    """What a forward pass over a micro-batch gives.
+    """The result of a forward pass over a micro-batch.
 
     Args:
         loss: mean over the micro-batch, a scalar.
         prediction: the model's output.
-        target: what it is compared to.
+        target: the target, after mixing.
     """
 
     loss: Tensor

@@ -41,7 +41,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run should end."""
+        """True if the run should end."""
         return self.patience is not None and self.validations_without_progress >= self.patience
 
     def state_dict(self) -> dict[str, float | int | None]:

@@ -1,4 +1,4 @@
-"""The moving average of a model's weights, which often judges better than the weights themselves."""
+"""Keeps a moving average of a model's weights, which often predicts better than the weights themselves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Ema:
     """An exponential moving average, which warms up (Polyak and Juditsky, 1992).
 
     Args:
-        model: whose weights and buffers are averaged.
-        decay: what is kept of the average in a step, at most: at first it is (1 + steps) / (10 + steps).
+        model: its weights and buffers are averaged.
+        decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
 
     Attributes:
-        model: the average, a model like the first.
-        steps: taken in so far. Not a tensor, as `torch.optim.swa_utils.AveragedModel` has it: to read one from a GPU
-            is to wait for it.
+        model: the average, a copy of the model.
+        steps: number of updates. It is no tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
+            from a GPU waits for the GPU.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -30,7 +30,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the weights after a step."""
+        """Add the weights after a step to the average."""
         weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         for averaged, current in self._by_type(model):
             if self.steps and averaged[0].is_floating_point():
@@ -40,7 +40,7 @@ class Ema:
         self.steps += 1
 
     def _by_type(self, model: nn.Module) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Pair the average's tensors with the model's, those of one type together: so they take one kernel."""
+        """Return pairs of lists, the average's tensors and the model's, one pair per type: each takes one kernel."""
         groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for averaged, current in zip(_tensors(self.model), _tensors(model), strict=True):
             groups[averaged.dtype][0].append(averaged)
@@ -48,11 +48,11 @@ class Ema:
         return list(groups.values())
 
     def state_dict(self) -> dict[str, object]:
-        """The average, and over how many steps."""
+        """Return the average and its number of steps."""
         return {"model": self.model.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Put it back."""
+        """Restore the average."""
         self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics, chosen in the config, exact over all ranks."""
+"""Computes metrics of torchmetrics that the config chooses, exactly over all ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ddp_hydra import results
 
-FEW = 20
-"""Up to so many classes, a picture has their names and numbers."""
+MAX_LABELS = 20
+"""A picture shows names and numbers of up to so many classes."""
 
 
 class EvalMetrics:
-    """Several metrics of one evaluation; what is no number, such as a confusion matrix, becomes a picture.
+    """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
     Args:
         metrics: name -> a `torchmetrics.Metric` of class scores and class numbers.
@@ -37,13 +37,13 @@ class EvalMetrics:
             target: (batch, [time]) class numbers.
         """
         for metric in self.metrics.values():
-            if type(metric).__name__ == "Perplexity":  # it wants to see the time
+            if type(metric).__name__ == "Perplexity":  # it needs the time axis
                 metric.update(logits.float(), target)
             else:
                 metric.update(logits.float().flatten(0, -2), target.flatten())
 
     def result(self, prefix: str) -> dict[str, float]:
-        """The numbers, over all ranks since the last call. A collective."""
+        """Return the metrics that are numbers, over all ranks since the last call. A collective."""
         numbers: dict[str, float] = {}
         self.matrices.clear()
         for name, metric in self.metrics.items():
@@ -59,7 +59,7 @@ class EvalMetrics:
         return numbers
 
     def show(self, step: int) -> None:
-        """Send pictures of the last result's matrices; on rank 0."""
+        """Send pictures of the last result's matrices; called on rank 0."""
         for name, matrix in self.matrices.items():
             results.image(name, picture(matrix, self._labels(matrix)), step)
 
@@ -68,7 +68,7 @@ class EvalMetrics:
 
 
 def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
-    """Draw a confusion matrix as a PNG.
+    """Return a confusion matrix as a PNG.
 
     Args:
         matrix: (classes, classes): true class -> predicted class.
@@ -84,7 +84,7 @@ def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
     axes = figure.subplots()
     axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     axes.set(xlabel="predicted class", ylabel="true class")
-    if len(matrix) <= FEW:
+    if len(matrix) <= MAX_LABELS:
         axes.set_xticks(range(len(labels)), labels, rotation=90)
         axes.set_yticks(range(len(labels)), labels)
         for (true, guess), n in np.ndenumerate(matrix.numpy()):

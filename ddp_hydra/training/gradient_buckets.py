@@ -1,4 +1,4 @@
-"""The buckets in which DDP sums gradients: laid out once, so that sums come out the same after a restart."""
+"""Lays out DDP's gradient buckets once, so that gradients are summed in the same order after a restart."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Touch(nn.Module):
-    """Gives every parameter a gradient of nothing, the last parameter's first.
+class ZeroGradients(nn.Module):
+    """Gives every parameter of a model a gradient of zero, the last parameter first.
 
     Args:
-        model: whose parameters.
+        model: the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -20,24 +20,24 @@ class Touch(nn.Module):
         self.model = model
 
     def forward(self) -> torch.Tensor:
-        """Return a scalar."""
+        """Return a scalar that depends on every trained parameter."""
         return torch.stack([(part * 0).sum() for part in self.model.parameters() if part.requires_grad]).sum()
 
 
 def prebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Have DDP lay out its buckets for good before the first step, not after it.
+    """Make DDP lay out its final buckets before the first step, not after it.
 
-    Where a gradient lies in its bucket decides in which order more than two ranks' are summed. After a restart the
-    next step shall sum as it would have without.
+    With more than two ranks, a gradient's place in its bucket decides the order of the sum. A restarted run has to sum
+    as it would have without the restart.
     """
     model = ddp.module
     if dist.get_world_size() > 2 and not has_sparse(model):
-        ddp.module = Touch(model)
+        ddp.module = ZeroGradients(model)
         ddp().backward()
         ddp.module = model
         ddp.zero_grad(set_to_none=True)
 
 
 def has_sparse(model: nn.Module) -> bool:
-    """Whether a layer has gradients that name the rows they are of."""
+    """Return whether a layer has sparse gradients."""
     return any(getattr(part, "sparse", False) for part in model.modules())

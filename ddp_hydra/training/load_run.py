@@ -1,4 +1,4 @@
-"""A trained model, brought back from its run directory; for `evaluate`, `generate` and notebooks."""
+"""Loads a trained model from its run directory, for `evaluate`, `generate` and notebooks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ddp_hydra.training.checkpoint import load_weights, read
 
 @dataclass
 class Trained:
-    """What a run has left.
+    """A trained model with its config and its training data.
 
     Args:
-        cfg: the run's config with the changes asked for, resolved.
+        cfg: the run's config with the overrides, resolved.
         model: with the checkpoint's weights, in evaluation mode.
-        train_set: the data set it was trained on.
-        device: where the model is.
-        step: optimizer steps of the checkpoint.
-        path: the checkpoint.
+        train_set: the data set that it was trained on.
+        device: of the model.
+        step: optimizer steps done at the checkpoint.
+        path: the checkpoint file.
     """
 
     cfg: DictConfig
@@ -43,15 +43,16 @@ class Trained:
 
 
 def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) -> Trained:
-    """Bring back a run's model and training data.
+    """Load a run's model and its training data.
 
     Args:
-        run: run directory or checkpoint file, or the URL of a run.
-        which: the checkpoint to take of a run directory, "best" or "last".
-        overrides: "key=value" changes of the run's config, such as data.source=<path>; other keys follow them.
+        run: run directory, checkpoint file, or the URL of a run.
+        which: the checkpoint of a run directory, "best" or "last".
+        overrides: "key=value" changes of the run's config, such as data.source=<path>; keys that interpolate them
+            follow.
 
     Raises:
-        CheckpointError: there is no run, or no whole checkpoint.
+        CheckpointError: there is no run, or no complete checkpoint.
         ConfigError: an override does not fit the run's config, or there is no such checkpoint.
     """
     if which not in ("best", "last"):

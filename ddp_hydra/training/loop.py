@@ -1,4 +1,4 @@
-"""The training loop, as one rank runs it."""
+"""Runs the training loop on one rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def train(
         kept: the part of the config that checkpoints keep, see `checkpoint_config.of`; None: all but the cluster.
 
     Returns:
-        On each rank: steps, samples, train_s, the last metrics by name, what the data cost, and `interrupted`: why the
-        run stopped early, or "".
+        On each rank: steps, samples, train_s, the last metrics by name, the cost of the data, and `interrupted`: the
+        reason why the run stopped early, or "".
     """
     cfg = OmegaConf.create(dict(config))
     fault, stop_signal = fault_injection.wait(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
@@ -52,7 +52,7 @@ def train(
 
 
 def fit(run: Run) -> None:
-    """Train until the run is over. If it is asked to stop early, it saves first; `run.stop` then says why."""
+    """Train until the run is over. If it should stop early, save first; `run.stop` then holds the reason."""
     while not run.is_over:
         run.begin_epoch()
         for micro_batches in run.steps():
@@ -88,7 +88,7 @@ def forward_backward(run: Run, micro_batches: Iterable[MicroBatch]) -> tuple[Dec
     """Add up the gradients of a step's micro-batches, and agree with all ranks on their losses. A collective.
 
     Returns:
-        What the ranks decided; the loss of each micro-batch, scaled by its share of the step; what it counts.
+        The decision of all ranks; the loss of each micro-batch, times its share of the step; its counts.
     """
     losses: list[Tensor] = []
     counts: list[Count] = []
@@ -149,7 +149,7 @@ def validate(run: Run) -> bool:
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """Return what a run came to; see `train`. A collective."""
+    """Return the results of a run; see `train`. A collective."""
     return {
         "steps": run.position.step,
         "samples": run.position.samples,

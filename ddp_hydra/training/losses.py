@@ -1,4 +1,4 @@
-"""Losses that know classes over time, and targets that are shares of several classes."""
+"""Computes losses of classes, also over time, and of targets that are shares of several classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class CrossEntropy:
-    """Mean cross-entropy over samples, and over time where there is one.
+    """Mean cross-entropy over samples and, if there is a time axis, over time.
 
     Args:
         label_smoothing: share of the target that is spread over all classes (Szegedy et al., 2016), 0..1.
@@ -18,7 +18,7 @@ class CrossEntropy:
 
     @property
     def for_validation(self) -> CrossEntropy:
-        """The same without what is only to help training."""
+        """The loss without label smoothing."""
         return CrossEntropy()
 
     def __call__(self, logits: Tensor, target: Tensor) -> Tensor:

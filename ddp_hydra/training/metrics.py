@@ -1,6 +1,6 @@
-"""Loss and accuracy over many steps and all ranks, without waiting for the device at each step.
+"""Counts loss and accuracy over many steps and all ranks, without waiting for the device at each step.
 
-There is an accuracy where there are classes: the target holds their numbers, or the loss takes shares of them.
+There is an accuracy if there are classes: the target holds their numbers, or the loss takes shares of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class Count(NamedTuple):
-    """Sums over one batch.
+    """The sums of one batch.
 
     Args:
-        sums: of the loss, and of the correct answers; float64 (2,) on the device.
-        n: targets.
-        n_classified: of these, those that are classes.
+        sums: (2,) float64 on the device: the sum of the loss and the number of correct answers.
+        n: number of targets.
+        n_classified: number of targets that are classes.
     """
 
     sums: Tensor
@@ -29,14 +29,15 @@ class Count(NamedTuple):
 
 @torch.no_grad()
 def count(loss: Tensor, output: Tensor, target: Tensor, class_axis: int | None = -1) -> Count:
-    """Count one batch.
+    """Return the sums of one batch.
 
     Args:
-        loss: mean over the batch.
-        output: of the model.
-        target: class numbers, in the shape of `output` without its axis of classes; shares of classes, in its shape,
-            of which the largest counts; or anything else, which has no accuracy.
-        class_axis: of `output`; None where the loss knows no classes, so that a target of its shape is no shares.
+        loss: mean over the batch, a scalar.
+        output: the model's output.
+        target: class numbers, in the shape of `output` without its class axis; or shares of classes, in the shape of
+            `output`, of which the largest counts; or anything else, which has no accuracy.
+        class_axis: the axis of `output` that holds classes; None if the loss knows no classes: then a target in the
+            shape of `output` does not hold shares.
     """
     pair = classes(output, target, class_axis)
     if pair is None:
@@ -47,7 +48,7 @@ def count(loss: Tensor, output: Tensor, target: Tensor, class_axis: int | None =
 
 
 def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return the classes that were guessed and the true ones; None where the target is no classes. See `count`."""
+    """Return the predicted and the true classes; None if the target holds no classes. See `count`."""
     if output.ndim < 2:
         return None
     if target.is_floating_point():
@@ -61,10 +62,10 @@ def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Ten
 
 
 class Meter:
-    """Sums of loss and correct answers; they stay on the device until they are asked for.
+    """Adds up loss and correct answers. The sums stay on the device until they are asked for.
 
     Args:
-        device: of the output.
+        device: of the model's output.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,33 +73,38 @@ class Meter:
         self.n = self.n_classified = 0
 
     def add(self, *counts: Count) -> None:
-        """Count batches; see `count`."""
+        """Add the sums of batches; see `count`."""
         for one in counts:
             self.sums += one.sums
             self.n += one.n
             self.n_classified += one.n_classified
 
     def take(self) -> list[float]:
-        """Give the sums of this rank since the last time away, and begin anew."""
+        """Return this rank's sums since the last call, and start from zero. Wait for the device."""
         sums = [*self.sums.tolist(), float(self.n), float(self.n_classified)]
         self.clear()
         return sums
 
     def result(self, prefix: str) -> dict[str, float]:
-        """Mean loss and top-1 accuracy over all ranks since the last time. A collective: all ranks call it."""
-        mine = torch.tensor(self.take(), dtype=torch.float64, device=self.sums.device)
+        """Return mean loss and top-1 accuracy over all ranks since the last call. A collective."""
+        sums = torch.tensor(self.take(), dtype=torch.float64, device=self.sums.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(mine)
-        return means(prefix, [mine.tolist()])
+            dist.all_reduce(sums)
+        return means(prefix, [sums.tolist()])
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Start from zero."""
         self.sums.zero_()
         self.n = self.n_classified = 0
 
 
 def means(prefix: str, sums: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Mean loss and accuracy of some sums, as of each rank; none where nothing was counted, or no classes."""
+    """Return mean loss and accuracy. Without targets there is no loss, without classes no accuracy.
+
+    Args:
+        prefix: of the metrics' names.
+        sums: (loss, correct answers, targets, targets that are classes) of each rank.
+    """
     loss, correct, n, n_classified = (sum(column) for column in zip(*sums, strict=True))
     accuracy = {f"{prefix}/accuracy": correct / n_classified} if n_classified else {}
     return {f"{prefix}/loss": loss / n, **accuracy} if n else {}

@@ -1,4 +1,4 @@
-"""Parts of a model chosen by name: what is frozen, what decays, what is computed twice."""
+"""Chooses parts of a model: frozen parameters, parameters that decay, and modules that are computed twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddp_hydra.errors import ConfigError
 
 
 def is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name is meant by patterns like "layer1.*"; of those that fit, the last counts, and "!" takes out."""
+    """Return whether patterns like "layer1.*" choose a name. The last one that fits counts; "!" excludes."""
     chosen = False
     for pattern in patterns:
         if fnmatchcase(name, pattern.removeprefix("!")):
@@ -26,14 +26,14 @@ def is_chosen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take parameters out of the training.
+    """Freeze parameters, so that they are not trained.
 
     Args:
-        model: whose.
-        patterns: of their names, see `is_chosen`; ["*", "!fc.*"] leaves only the last layer.
+        model: the model.
+        patterns: of parameter names, see `is_chosen`; ["*", "!fc.*"] trains only the last layer.
 
     Raises:
-        ConfigError: a pattern fits no parameter, or nothing is left.
+        ConfigError: a pattern fits no parameter, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
@@ -48,9 +48,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorm layers that are frozen: in training, too, they are to stay as in evaluation."""
+    """Return the frozen BatchNorm layers: they stay in evaluation mode during training."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    return [norm for norm in norms if norm.affine and not any(part.requires_grad for part in norm.parameters())]
+    return [
+        norm for norm in norms if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters())
+    ]
 
 
 def _some(names: list[str]) -> list[str]:
@@ -58,11 +60,11 @@ def _some(names: list[str]) -> list[str]:
 
 
 def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
-    """Return what the optimizer gets.
+    """Return the trained parameters, or groups of them, for the optimizer.
 
     Args:
-        model: whose parameters.
-        decay_all: weight decay is for all of them; otherwise not for biases and scales, which have one dimension.
+        model: the model.
+        decay_all: all parameters decay; otherwise biases and scales, which have one dimension, do not.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if decay_all:
@@ -74,11 +76,11 @@ def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iter
 
 
 def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
-    """Have parts of a model forget their activations and compute them again in the backward pass: less memory.
+    """Make modules drop their activations and compute them again in the backward pass, to save memory.
 
     Args:
-        model: whose.
-        classes: names of the classes of these parts, e.g. "Bottleneck" (Chen et al., 2016).
+        model: the model.
+        classes: class names of these modules, e.g. "Bottleneck" (Chen et al., 2016).
 
     Raises:
         ConfigError: the model has none of a class.
@@ -91,19 +93,21 @@ def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
                 f"trainer.activation_checkpointing has {name!r}, and the model is made of {', '.join(known)}"
             )
         for part in parts:
-            part.forward = partial(_twice, part.forward)
+            part.forward = partial(_checkpointed, part.forward)
 
 
-def _twice(forward: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute, and compute again in the backward pass."""
-    if torch.compiler.is_compiling():  # it computes numbers again, and no statistics
+def _checkpointed(forward: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute a forward pass now, and again in the backward pass."""
+    if torch.compiler.is_compiling():  # then statistics are not computed again
         return checkpoint(forward, *inputs, use_reentrant=False)
     part = forward.__self__  # type: ignore[attr-defined]
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _counted(part)))
+    return checkpoint(
+        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _restored_buffers(part))
+    )
 
 
 @contextmanager
-def _counted(part: nn.Module) -> Iterator[None]:
+def _restored_buffers(part: nn.Module) -> Iterator[None]:
     """Leave buffers as they are: BatchNorm has counted this batch already."""
     kept = [(buffer, buffer.clone()) for buffer in part.buffers()]
     try:

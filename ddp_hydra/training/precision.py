@@ -1,4 +1,4 @@
-"""The arithmetic of a step."""
+"""Sets the precision of a step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_float32(precision: str) -> None:
-    """Let matrix products of float32 have 24 bits of mantissa, or 11 where the GPU is faster so (tf32).
+    """Set the precision of float32 matrix products: 24 bits of mantissa or, for tf32 on GPUs, 11.
 
-    Convolutions stay as torch has them by default, TF32 where the GPU has it. Who wants all of their bits sets
+    Convolutions keep torch's default: TF32 if the GPU has it. To use all bits there, set
     `torch.backends.cudnn.allow_tf32 = False` in the model's file.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The context of the forward pass: bf16 and fp16 where torch holds that to be safe, nothing for the others."""
+    """Return the context of the forward pass. For bf16 and fp16, it lowers operations that torch considers safe."""
     return torch.autocast(device.type, LOW.get(precision, torch.bfloat16), enabled=precision in LOW)
 
 
 def scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """What keeps small gradients of fp16 from becoming zero (Micikevicius et al., 2018); idle for the others."""
+    """Return the scaler that keeps small fp16 gradients above zero (Micikevicius et al., 2018); else disabled."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -1,4 +1,4 @@
-"""Weights to begin with, from another run or anybody's file."""
+"""Loads weights to begin with, from another run or any file of weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ddp_hydra.errors import CheckpointError
 
 
 def load(model: nn.Module, path: Path) -> list[str]:
-    """Put in the weights of a file, all but those of another shape, as of a new last layer.
+    """Load the weights of a file, except those of another shape, as of a new last layer.
 
     Args:
-        model: the bare one.
-        path: one of our checkpoints, or any state_dict that `torch.load(weights_only=True)` takes.
+        model: not wrapped in DDP.
+        path: one of our checkpoints, or any state_dict that `torch.load(weights_only=True)` can read.
 
     Returns:
-        Names of parameters and buffers that keep their first values.
+        Names of the parameters and buffers that keep their initial values.
 
     Raises:
-        CheckpointError: it is no such file, or less than half of the model is in it.
+        CheckpointError: the file holds no weights, or fits less than half of the model.
     """
     given = read(path)
     own = model.state_dict()
@@ -37,17 +37,17 @@ def load(model: nn.Module, path: Path) -> list[str]:
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a file; it is never unpickled.
+    """Return the weights of a file; nothing in it is unpickled.
 
     Raises:
-        CheckpointError: it holds none.
+        CheckpointError: it holds no weights.
     """
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{path} can't be read as weights ({reason:.140})") from None
-    for name in ("ema", "model", "state_dict"):  # where our checkpoints and most others have them
+    for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

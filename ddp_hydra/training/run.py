@@ -1,4 +1,4 @@
-"""The parts of one training run, and the moves that the loop makes with them."""
+"""Holds the parts of one training run, and does with them what the loop asks for."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class Run:
         early_stopping: ends the run when validations get no better.
         validation: evaluates the model; None without a validation set.
         cadence: decides when to log, validate and save.
-        consensus: votes of the ranks.
+        consensus: reduces votes over the ranks.
         step_check: decides with all ranks whether a step is finite.
         nonfinite: handles steps that are not.
         checkpoints: writes checkpoints.
         monitor: measures the run.
         fault: faults to inject into this rank.
-        stop_signal: whether this rank is asked to stop.
+        stop_signal: tells whether this rank should stop.
         metrics: the last value of each metric.
-        stop: why the run stops early, a number of `heartbeat.REASONS`; 0 while it does not.
+        stop: the reason to stop early, a number of `heartbeat.REASONS`; 0 for none.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def position(self) -> Position:
-        """How far the run is."""
+        """The place that the run has reached."""
         return self.state.position
 
     @property
@@ -103,17 +103,17 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to do, or the run is to end early."""
+        """True if nothing is left to do, or the run should end early."""
         is_complete = self.position.step >= self.cadence.total_steps and not self.state.validation_due
         return is_complete or bool(self.stop) or self.early_stopping.should_stop
 
     @property
     def epoch_is_over(self) -> bool:
-        """Whether the epoch has no full global batch left, or the run no step."""
+        """True if the epoch has no full global batch left, or the run no step."""
         return self.position.step >= self.cadence.total_steps or self._samples_are_used_up()
 
     def _samples_are_used_up(self, samples: int = 0) -> bool:
-        """Return whether the epoch has no full global batch behind the position and so many samples more."""
+        """Return whether no full global batch is left in the epoch after the position plus so many samples."""
         return not self.sampler.steps(self.position.offset + samples)
 
     # -- epochs and steps --------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def step_ends_epoch(self) -> bool:
-        """Whether the step under way is the last of its epoch."""
+        """True if the step under way is the last of its epoch."""
         return self._samples_are_used_up(self.sampler.global_batch)
 
     def rolls_back(self, found: NonFiniteStep) -> bool:

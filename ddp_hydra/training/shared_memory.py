@@ -1,7 +1,7 @@
-"""Gradients of ranks that compute on one host's CPUs: averaged in memory that all of them see.
+"""Averages gradients of ranks on one host's CPUs in memory that all of them share.
 
-Sockets copy each gradient into the kernel and out of it again, and again for each rank; here it is written once, and
-the others read it where it lies. Sums are in order of rank, wherever a gradient lies in its bucket.
+Sockets copy each gradient into the kernel and out again, for each rank. Here each rank writes it once, and the others
+read it there. Sums are in the order of ranks, whatever a gradient's place in its bucket.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
 ALIGN = 64
-"""A bucket begins at a multiple of so many bytes."""
-FEW = 4
-"""Up to so many ranks, each adds up all gradients by itself: then they meet once, not twice."""
+"""Buckets begin at multiples of so many bytes."""
+FEW_RANKS = 4
+"""Up to so many ranks, each rank adds up all gradients itself: then they meet once per bucket, not twice."""
 
 
 class SharedGradients:
-    """A communication hook of DDP.
+    """The state of a DDP communication hook.
 
     Args:
-        arena: (2, ranks, bytes) of uint8, seen by all ranks: a row for each rank's gradients, twice.
+        arena: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's gradients.
         group: the ranks, with gloo.
     """
 
@@ -45,7 +45,7 @@ class SharedGradients:
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> SharedGradients | None:
-        """Have a model's gradients averaged so; None where not all ranks can see the same memory. A collective."""
+        """Register the hook; return None if not all ranks can map the same memory. A collective."""
         sizes = (part.numel() * part.element_size() for part in ddp.module.parameters() if part.requires_grad)
         n_bytes = sum(-(-size // ALIGN) * ALIGN for size in sizes)
         group = dist.new_group(backend="gloo")
@@ -60,10 +60,10 @@ class SharedGradients:
         return shared
 
     def place(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
-        """The (ranks, n) elements of a bucket, free to be written.
+        """Return the place of a bucket in the arena, (ranks, n), which is free to be written.
 
-        Buckets come in order. A rank may still read the last one while this one writes the next; that all have read
-        the one before the last is known, for they have met since.
+        Buckets come in order. Another rank may still read the last bucket while this rank writes the next one. All
+        have read the bucket before the last one, because the ranks have met since.
         """
         start = 0 if index == 0 else -(-self.stop // ALIGN) * ALIGN
         stop = start + gradients.numel() * gradients.element_size()
@@ -76,7 +76,7 @@ class SharedGradients:
         """Replace a bucket by its mean over the ranks. A collective."""
         rows[self.rank].copy_(gradients)
         self.meet()
-        if self.ranks <= FEW:
+        if self.ranks <= FEW_RANKS:
             return mean(rows.unbind(), out=gradients)
         parts = [torch.tensor_split(row, self.ranks)[self.rank] for row in rows]
         mean(parts, out=parts[0])
@@ -84,12 +84,12 @@ class SharedGradients:
         return gradients.copy_(rows[0])
 
     def meet(self) -> None:
-        """Wait until all ranks are here; what they wrote before can be read then. A collective."""
+        """Wait until all ranks are here; then what they wrote before can be read. A collective."""
         dist.all_reduce(self.tick, group=self.group)
 
 
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text
-    """Begin to average a bucket; a future of it."""
+    """Begin to average a bucket; return a future of the averaged gradients."""
     gradients = bucket.buffer()
     rows = shared.place(bucket.index(), gradients)
     begun: torch.futures.Future[None] = torch.futures.Future()
@@ -102,13 +102,13 @@ def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are t
 
 
 def serve(begun: queue.SimpleQueue[torch.futures.Future[None] | None]) -> None:
-    """Do the work of buckets, one after the other, beside the backward pass."""
+    """Average buckets one after the other, in a thread beside the backward pass."""
     while (bucket := begun.get()) is not None:
         bucket.set_result(None)
 
 
 def mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """The mean of several tensors; `out` may be one of them, the first."""
+    """Write the mean of several tensors to `out`; `out` may be one of them, the first."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part
@@ -117,12 +117,12 @@ def mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 
 def seen_by_all(n_bytes: int, group: Any) -> torch.Tensor | None:
-    """Memory of rank 0 that all ranks of the group map; None where some can't. A collective."""
+    """Return memory of rank 0 that all ranks of the group map; None if some can't. A collective."""
     name = f"ddp_hydra-gradients-{secrets.token_hex(8)}"
     with new_memory(name, n_bytes) if dist.get_rank() == 0 else nullcontext("") as path:
-        told = [(name, path)]
-        dist.broadcast_object_list(told, 0, group=group)
-        memory = mapped(*told[0], n_bytes)
+        box = [(name, path)]
+        dist.broadcast_object_list(box, 0, group=group)
+        memory = mapped(*box[0], n_bytes)
         seen = torch.tensor(memory is not None)
         dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)
     return torch.frombuffer(memory, dtype=torch.uint8) if memory is not None and seen else None
@@ -130,9 +130,9 @@ def seen_by_all(n_bytes: int, group: Any) -> torch.Tensor | None:
 
 @contextmanager
 def new_memory(name: str, n_bytes: int) -> Iterator[str]:
-    """The path of memory without a place in any file system; "" where the system has none.
+    """Yield the path of memory that lies in no file system; "" if the system does not support it.
 
-    It goes with the last process that maps it, however that ends.
+    It is freed when the last process that maps it has ended.
     """
     try:
         fd = os.memfd_create(name)
@@ -147,9 +147,9 @@ def new_memory(name: str, n_bytes: int) -> Iterator[str]:
 
 
 def mapped(name: str, path: str, n_bytes: int) -> mmap.mmap | None:
-    """Memory of that name, where a process has it open; None if it isn't there.
+    """Map memory of a name that another process has open; return None if it isn't there.
 
-    In a container, rank 0's process number may be that of another process.
+    In a container, rank 0's process number may belong to another process.
     """
     try:
         if not str(Path(path).readlink()).startswith(f"/memfd:{name}"):

@@ -28,7 +28,7 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
 
     from ddp_hydra.training import parallel, shared_memory
 
-    shared_memory.FEW = few
+    shared_memory.FEW_RANKS = few
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     class Weights(nn.Module):

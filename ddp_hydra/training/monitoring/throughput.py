@@ -1,4 +1,4 @@
-"""The speed of a run."""
+"""Measures the speed of a run."""
 
 from __future__ import annotations
 

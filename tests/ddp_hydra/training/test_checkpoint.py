@@ -257,7 +257,7 @@ def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):
 
 @pytest.fixture
 def shared_status() -> Iterator[heartbeat.SharedStatus]:
-    """The board of this process, without faults that strike it."""
+    """The shared status of this process, without faults that strike it."""
     heartbeat.connect(None)
     fault_injection.arm(0, 0, {})
     yield heartbeat.here()

@@ -53,13 +53,13 @@ def test_what_has_to_be_waited_for_is_looked_at_with_the_result_and_once():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8))
 def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
-    """What gloo does with the ballots is a maximum."""
-    ballots = []
+    """gloo reduces the votes of all ranks to their maximum."""
+    cast = []
     for rank, (good, stop) in enumerate(votes):
         voter = StepConsensus()
         voter.rank, voter.world_size = rank, len(votes)
-        ballots.append(voter.vote(good=good, stop=stop).ballot)
-    agreed = Vote(torch.stack(ballots).amax(0), None, len(votes)).result()
+        cast.append(voter.vote(good=good, stop=stop).votes)
+    agreed = Vote(torch.stack(cast).amax(0), None, len(votes)).result()
     bad = [rank for rank, (good, _) in enumerate(votes) if not good]
     assert agreed == Decision(max(stop for _, stop in votes), bad[0] if bad else None)
 
@@ -75,11 +75,11 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
     """Both in this process, in threads: a process group each, over a store in memory."""
     store, groups, verdicts = dist.HashStore(), {}, {}
 
-    def all_reduce(ballot: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
+    def all_reduce(cast: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
         assert async_op
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        return groups[threading.current_thread().name].allreduce([ballot], options)
+        return groups[threading.current_thread().name].allreduce([cast], options)
 
     def run(rank: int) -> None:
         name = threading.current_thread().name
