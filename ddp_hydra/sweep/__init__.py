@@ -1,21 +1,22 @@
-"""Many jobs: what our Hydra launcher does for a sweep.
+"""Run many jobs: the implementation of our Hydra launcher.
 
-    launcher     what Hydra calls: plan, run, return
-    settings     what it is told by hydra.launcher
-    plan         a job: composed, with its need and its folder, and what is known of it from before
-    queue        those that have not begun
-    rows         what is known of each job
-    loop         starts jobs as they fit, watches them, stops them
-    child        a forked process that says what comes of its work, and dies with us
-    coordinator  one job in such a process
-    returns      what Hydra gets of it
-    host         a cluster in such a process, for all jobs
-    foreign      the task of somebody else's app, on each rank of a gang
-    reports      what a job says of itself
-    overview     sweep.json, sweep.csv, sweep.md, always up to date
-    tables       the last two of them
-    display      the live table
-    picture      sweep.png
+    launcher         the class that Hydra calls
+    settings         the options of hydra.launcher
+    sweep            run all jobs: start, watch and stop them
+    scheduler        decide which job starts next, and on which cluster
+    queue            the jobs that have not started
+    planned_job      a job: its config, its folder, what it needs of a cluster
+    forked_process   a forked process that sends messages and ends with this one
+    job_process      run one job in such a process
+    cluster_process  run a cluster for all jobs in such a process
+    job_returns      the results that Hydra gets
+    job_status       read the status and the summary of a job
+    other_apps       run the task of another Hydra app on the ranks of a gang
+    rows             the table of all jobs
+    summary_files    sweep.json, sweep.csv, sweep.md
+    tables           the content of the last two
+    live_table       the table on the terminal
+    plot             sweep.png
 
-Hydra imports every plugin at the start of every app: only `launcher` is imported for that, and it is light.
+Hydra imports every plugin when any app starts, so `launcher` imports little.
 """

@@ -1,7 +1,7 @@
-"""A forked process that says what comes of its work, and dies with us.
+"""Run a function in a forked process that sends messages to this one and ends with it.
 
-Forked, so that it has all that Hydra knows (the composed configs, resolvers, the task function, be it a closure) and
-nothing has to be imported anew. The process that forks runs no threads of ours.
+The process is forked, so that it has all that Hydra knows (the composed configs, the resolvers, the task function, even
+a closure) and imports nothing again. The process that forks runs no threads of its own.
 """
 
 from __future__ import annotations
@@ -23,66 +23,69 @@ from ddp_hydra.console.signals import SIGNALS
 from ddp_hydra.rank.processes import die_with_parent, kill_group
 
 KILL_S = 5.0
-"""How long a process that was told to end may take."""
+"""How long a process may take to end after a signal."""
 
 
-class Child:
-    """A process at work.
+class ForkedProcess:
+    """Start a process.
 
-    What it sends us is unpickled: it is a fork of this very process, and nobody else has its pipe.
+    Its messages are unpickled, because it is a fork of this very process, and no other process has its pipe.
 
     Args:
-        work: called there with its end of the pipe; what it returns is sent last.
-        output: the file that gets what it prints, appended; None leaves it on the terminal.
-        not_its: descriptors of ours that it closes.
-        survives: it looks itself whether we are still there, and needs time to end well.
+        work: called there with its end of the pipe; what it returns is the last message.
+        output: the file that its output is appended to; None leaves the output on the terminal.
+        fds_to_close: file descriptors of this process that it closes.
+        watches_parent: it ends by itself when this process is gone; otherwise it is killed then.
+
+    Attributes:
+        messages: those received, the oldest first.
     """
 
     def __init__(
         self,
         work: Callable[[Connection], Any],
         output: Path | None = None,
-        not_its: Sequence[int] = (),
-        survives: bool = False,
+        fds_to_close: Sequence[int] = (),
+        watches_parent: bool = False,
     ) -> None:
-        self.output, self.not_its, self.survives = output, not_its, survives
+        self.output, self.fds_to_close, self.watches_parent = output, fds_to_close, watches_parent
         self.pipe, theirs = multiprocessing.Pipe()
-        self.values: list[Any] = []
+        self.messages: list[Any] = []
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=self._live, args=(work, theirs, os.getpid()))
+        self.process = context.Process(target=self._main, args=(work, theirs, os.getpid()))
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads in general; those there may be here are idle ones of libraries.
+            # Python 3.12 warns of any threads; the only ones that may be here are idle threads of libraries.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             self.process.start()
         theirs.close()
 
-    def _live(self, work: Callable[[Connection], Any], theirs: Connection, us: int) -> None:
-        os.setpgid(0, 0)  # Ctrl-C is ours to answer
+    def _main(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
+        os.setpgid(0, 0)  # Ctrl-C is handled by the parent
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)
-        if not self.survives:
-            die_with_parent(us)
+        if not self.watches_parent:
+            die_with_parent(parent)
         self.pipe.close()
-        for descriptor in self.not_its:
+        for descriptor in self.fds_to_close:
             os.close(descriptor)
         if self.output is not None:
             redirect(self.output)
-        said = work(theirs)
+        result = work(pipe)
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # Python tidies up, and shall get to its end
-        theirs.send(said)
+            signal.signal(number, signal.SIG_IGN)  # Python tidies up from here on, and must not be interrupted
+        pipe.send(result)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         assert self.process.pid is not None
         return self.process.pid
 
-    def hear(self) -> bool:
-        """Take what it has said; False when it has ended, and nothing more will come."""
+    def receive(self) -> bool:
+        """Receive all messages that are there; return False if the process has ended and no more can come."""
         try:
             while self.pipe.poll():
-                self.values.append(self.pipe.recv())
+                self.messages.append(self.pipe.recv())
         except (EOFError, OSError):
             self.process.join()
             return False
@@ -94,7 +97,7 @@ class Child:
             os.kill(self.pid, number)
 
     def end(self, timeout_s: float = KILL_S) -> None:
-        """Have it end: by a signal, and where that does not help, by force; with all that it has started."""
+        """End it and all processes that it has started: first by SIGINT, after the timeout by SIGKILL."""
         if self.process.is_alive():
             self.signal(signal.SIGINT)
             self.process.join(timeout_s)
@@ -102,8 +105,8 @@ class Child:
         self.process.join()
         self.pipe.close()
 
-    def how_it_ended(self) -> str:
-        """For a sentence about a process that has said nothing."""
+    def describe_end(self) -> str:
+        """Return how it ended, as a part of a sentence, for a process that has sent no result."""
         code = self.process.exitcode or 0
         if code >= 0:
             return f"ended with exit code {code}"
@@ -111,13 +114,13 @@ class Child:
         return f"was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
 
 
-def listen(children: Sequence[Child], timeout_s: float) -> None:
-    """Wait until one of them has something to say, or has ended."""
-    connection.wait([child.pipe for child in children], timeout_s)
+def wait_for_message(processes: Sequence[ForkedProcess], timeout_s: float) -> None:
+    """Wait until one of the processes has sent a message or ended."""
+    connection.wait([process.pipe for process in processes], timeout_s)
 
 
 def redirect(output: Path) -> None:
-    """Send to a file what this process prints from now on, and what its own children print."""
+    """Append to a file the output of this process and of those that it starts, from now on."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""One job of a sweep, in its own process: HydraConfig, logging, cwd and environment are a process's."""
+"""Run one job of a sweep in a process of its own, which has its own HydraConfig, logging, folder and environment."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hydra.types import HydraContext, TaskFunction
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.console.text import traceback_of
-from ddp_hydra.sweep.job_returns import first_line, portable, summarised
+from ddp_hydra.sweep.job_returns import describe_error, first_line, portable
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import State
 
 
 @dataclass
-class Ended:
-    """How a job ended.
+class JobOutcome:
+    """Describe how a job ended.
 
     Args:
         state: done, failed or interrupted.
-        result: what Hydra makes of it; None where it was interrupted.
-        message: why it did not end well, in one line.
-        trace: the traceback of what it raised, as text.
+        result: Hydra's result; None if there is none, because the job was interrupted or could not start.
+        message: the reason why it did not end well, in one line.
+        trace: the traceback of the error, as text.
     """
 
     state: State
@@ -32,14 +32,16 @@ class Ended:
     trace: str = ""
 
 
-def coordinate(planned: PlannedJob, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None) -> Ended:
-    """Run one job as Hydra does.
+def run_planned_job(
+    planned: PlannedJob, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None
+) -> JobOutcome:
+    """Run one job through Hydra.
 
     Args:
         planned: the job.
         context: Hydra's.
         task: the app's function.
-        scheduler: of the sweep's cluster.
+        scheduler: of the sweep's cluster, if it has one.
     """
     if scheduler is not None:
         connect.use_existing(scheduler)
@@ -57,20 +59,20 @@ def coordinate(planned: PlannedJob, context: HydraContext, task: TaskFunction, s
             job_subdir_key="hydra.sweep.subdir",
         )
     except KeyboardInterrupt as error:
-        return Ended(State.interrupted, None, first_line(str(error)) or "interrupted")
+        return JobOutcome(State.interrupted, None, first_line(str(error)) or "interrupted")
     except SystemExit as error:
-        return Ended(State.failed, None, exited(error))
-    except Exception as error:  # Hydra itself could not begin: hydra.job.env_set, its logging, the folder
-        return Ended(State.failed, None, summarised(error), told(error))
+        return JobOutcome(State.failed, None, describe_exit(error))
+    except Exception as error:  # Hydra could not start the job: hydra.job.env_set, its logging, the folder
+        return JobOutcome(State.failed, None, describe_error(error), print_traceback(error))
     value, result = result._return_value, portable(result)
     if result.status == JobStatus.COMPLETED:
-        return Ended(State.done, result)
+        return JobOutcome(State.done, result)
     raised = value if isinstance(value, BaseException) else result._return_value
-    return Ended(State.failed, result, summarised(raised), told(raised))
+    return JobOutcome(State.failed, result, describe_error(raised), print_traceback(raised))
 
 
-def exited(error: SystemExit) -> str:
-    """Say how a task ended that called sys.exit."""
+def describe_exit(error: SystemExit) -> str:
+    """Return a message for a task that has called sys.exit."""
     if error.code in (None, 0):
         return "the task exited with code 0 (sys.exit) before it returned"
     if isinstance(error.code, int):
@@ -78,7 +80,7 @@ def exited(error: SystemExit) -> str:
     return f"the task exited with code 1 (sys.exit): {first_line(str(error.code))}"
 
 
-def told(error: BaseException) -> str:
+def print_traceback(error: BaseException) -> str:
     """Print a traceback into the job's log, and return it."""
     trace = traceback_of(error)
     print(trace, flush=True)  # noqa: T201

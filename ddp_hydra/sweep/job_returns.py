@@ -1,4 +1,4 @@
-"""What Hydra's sweeper gets of a job: a `JobReturn`, from another process, from an earlier start, or of our own."""
+"""Make the `JobReturn` that Hydra's sweeper gets of each job."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from ddp_hydra.sweep.rows import Row, State
 
 
 class Job(Protocol):
-    """What a result tells of its job: its row, its folder and its config."""
+    """The parts of a job that its result contains."""
 
     @property
     def row(self) -> Row:
-        """What the sweep's table has of it."""
+        """Return its row in the table of jobs."""
 
     @property
     def folder(self) -> Path:
-        """Its run directory."""
+        """Return its run directory."""
 
     @property
     def task_config(self) -> Any:
-        """Its config without Hydra's own part."""
+        """Return its config without Hydra's own part."""
 
 
-def failed(job: Job, error: Exception) -> JobReturn:
-    """The result of a job that has none of its own; reading its value raises the error."""
+def failed_return(job: Job, error: Exception) -> JobReturn:
+    """Return the result of a job that failed outside its own process; reading its value raises the error."""
     return _result(job, JobStatus.FAILED, error)
 
 
-def of_before(job: Job) -> JobReturn:
-    """What a job came to when the sweep was started before."""
+def earlier_return(job: Job) -> JobReturn:
+    """Return the result that a job had in an earlier run of the sweep."""
     if job.row.state == State.done:
         return _result(job, JobStatus.COMPLETED, job.row.value)
-    why = f"job {job.row.number} failed before ({job.row.message})"
-    return failed(job, SweepFailed(f"{why}: run it again with hydra.launcher.retry_failed=true"))
+    reason = f"job {job.row.number} failed before ({job.row.message})"
+    return failed_return(job, SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
 
 
 def portable(result: JobReturn) -> JobReturn:
-    """A result that survives the way to another process, at least in words."""
+    """Return a result that can be pickled; an error or value that cannot be is described by an error that can."""
     try:
-        pickle.loads(pickle.dumps(result))  # noqa: S301, our own words
+        pickle.loads(pickle.dumps(result))  # noqa: S301, pickled just now
     except Exception as reason:
         value = result._return_value
         if result.status == JobStatus.FAILED:
-            result._return_value = RuntimeError(summarised(value))
+            result._return_value = RuntimeError(describe_error(value))
         else:
             result.status = JobStatus.FAILED
             result._return_value = TypeError(
@@ -59,29 +59,29 @@ def portable(result: JobReturn) -> JobReturn:
 
 
 class RemoteTraceback(Exception):
-    """Shows, as the cause of an error, where it was raised in the job's process."""
+    """Carry a traceback from the job's process, as the cause of an error."""
 
     def __str__(self) -> str:
         return f"in the job's process:\n{self.args[0]}"
 
 
 def with_trace(result: JobReturn, trace: str) -> JobReturn:
-    """Give an error the traceback that it had in the job's process. Hydra 1.4 does that itself."""
+    """Add to an error the traceback that it had in the job's process. Hydra 1.4 does that itself."""
     error = result._return_value
     if isinstance(error, BaseException) and getattr(result, "_remote_traceback", None) is None:
         error.__cause__ = RemoteTraceback(trace)
     return result
 
 
-def summarised(error: BaseException) -> str:
-    """One line of an error."""
+def describe_error(error: BaseException) -> str:
+    """Return an error in one line."""
     if isinstance(error, DdpHydraError):
         return first_line(str(error))
     return first_line(": ".join(filter(None, [type(error).__name__, message_of(error)])))
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text, and the one that it announces: Hydra puts the cause into a line of its own."""
+    """Return the first line of a text, and the next one if the first ends with a colon, as in errors of Hydra."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     end = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines))
     return " ".join(lines[: end + 1])

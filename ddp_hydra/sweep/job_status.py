@@ -1,4 +1,4 @@
-"""What a job says of itself, in its run directory and by what it returns, taken over into its row."""
+"""Take over a job's status, summary and return value into its row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ddp_hydra.sweep.rows import Objective, Row
 
 
 def read_status(row: Row, folder: Path, objective: Objective) -> None:
-    """Take over how far a running job is.
+    """Take over the progress of a running job.
 
     Args:
-        row: of the job.
+        row: the job's row, changed in place.
         folder: its run directory.
-        objective: what jobs are compared by.
+        objective: the metric that jobs are compared by.
     """
     status = _read(folder / "status.json")
     row.step, row.total_steps = number(status.get("step"), int), number(status.get("total_steps"), int)
@@ -27,7 +27,7 @@ def read_status(row: Row, folder: Path, objective: Objective) -> None:
 
 
 def read_summary(row: Row, folder: Path, objective: Objective) -> None:
-    """Take over how a job ended; arguments as `read_status`."""
+    """Take over the summary of a job that has ended; arguments as for `read_status`."""
     summary = _read(folder / "summary.json")
     row.step = number(summary.get("steps"), int)
     row.workers = number(summary.get("world_size"), int) or row.workers
@@ -35,7 +35,7 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> None:
 
 
 def take_value(row: Row, value: Any, objective: Objective) -> None:
-    """Take over what the task returned."""
+    """Take over the return value of the task."""
     row.value = plain_value(value)
     returned = number(row.value)
     if returned is not None:
@@ -43,22 +43,22 @@ def take_value(row: Row, value: Any, objective: Objective) -> None:
 
 
 def plain_value(value: Any) -> Any:
-    """A value as JSON keeps it; None for one that it does not keep."""
+    """Return a value as JSON represents it; None if JSON cannot."""
     try:
-        value = of_one(value)
-        kept = json.loads(json.dumps(value, default=of_one))
+        value = to_scalar(value)
+        kept = json.loads(json.dumps(value, default=to_scalar))
     except (TypeError, ValueError, RecursionError, RuntimeError):
         return None
     return kept if kept == value or isinstance(value, tuple) else None
 
 
-def of_one(value: Any) -> Any:
-    """Return the plain number of a scalar of numpy or torch, and of an array of no dimensions; others as they are."""
+def to_scalar(value: Any) -> Any:
+    """Return the number in a scalar or zero-dimensional array of numpy or torch; other values as they are."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 def number(value: Any, kind: type = float) -> Any:
-    """A number as one of `kind`; None for anything else."""
+    """Return a number converted to `kind`; None for anything else."""
     return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -1,4 +1,4 @@
-"""What Hydra calls to run the jobs of a sweep. Every Hydra app imports this, so it imports little."""
+"""The launcher that Hydra calls to run the jobs of a sweep. Every Hydra app imports it, so it imports little."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _open: list[GangLauncher] = []
 
 
 def close_all() -> None:
-    """Take down the clusters of sweeps. Hydra does not say when one is over: at the latest, when the program is."""
+    """Close all sweeps and their clusters. Hydra does not tell a launcher when its sweep is over."""
     for launcher in list(_open):
         launcher.close()
 
@@ -31,7 +31,7 @@ class GangLauncher(Launcher):
     """Run each composed config as a job on Dask.
 
     Args:
-        resume: folder of an earlier sweep to go on with; None for `hydra.sweep.dir`.
+        resume: folder of an earlier sweep to resume; None for `hydra.sweep.dir`.
         settings: see `settings.Settings`.
     """
 
@@ -40,7 +40,7 @@ class GangLauncher(Launcher):
         self.sweep: Sweep | None = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Called by Hydra before the first batch."""
+        """Prepare for the first batch. Called by Hydra."""
         from ddp_hydra.sweep.planned_job import CachingConfigLoader
 
         signals.leave_tidily()
@@ -51,14 +51,14 @@ class GangLauncher(Launcher):
         self.sweep = self.open()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run one batch of jobs.
+        """Run one batch of jobs. Called by Hydra.
 
         Args:
             job_overrides: the overrides of each job.
             initial_job_idx: number of the first.
 
         Returns:
-            One result per job, in order; a failed one raises when its value is read.
+            One result per job, in order; reading the value of a failed one raises its error.
         """
         from ddp_hydra.config.redact import rewrite
         from ddp_hydra.sweep.planned_job import is_ours
@@ -74,7 +74,7 @@ class GangLauncher(Launcher):
             raise
 
     def open(self) -> Sweep:
-        """Begin the sweep, or go on with an earlier one."""
+        """Start the sweep, or resume an earlier one."""
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.settings import Settings
         from ddp_hydra.sweep.sweep import Sweep
@@ -86,16 +86,16 @@ class GangLauncher(Launcher):
         dry = ours and self.config.get("dry_run")
         folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
         folder.mkdir(parents=True, exist_ok=True)
-        # Others' apps write over what is there, as Hydra has it, unless they are told to resume.
-        goes_on = not dry and (self.resume is not None or ours)
-        sweep = Sweep(folder, settings, self.context, self.loader, self.task, self.config, goes_on)
+        # As usual with Hydra, other apps overwrite what is in the folder, unless they are told to resume.
+        is_resumed = not dry and (self.resume is not None or ours)
+        sweep = Sweep(folder, settings, self.context, self.loader, self.task, self.config, is_resumed)
         _open.append(self)
         atexit.unregister(close_all)
-        atexit.register(close_all)  # now, so that it comes before multiprocessing waits for its children
+        atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children
         return sweep
 
     def close(self) -> None:
-        """Take down the cluster of this sweep."""
+        """Close this sweep and its cluster."""
         sweep, self.sweep = self.sweep, None
         if sweep is not None:
             _open.remove(self)

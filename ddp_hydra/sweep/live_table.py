@@ -1,4 +1,4 @@
-"""The live table of a sweep's jobs on a terminal; elsewhere a line when something changes."""
+"""Show the jobs of a sweep: as a live table on a terminal, elsewhere as a line for each change."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ddp_hydra.console.text import plain
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 
 REFRESH_S = 0.5
 STYLES = {State.done: "green", State.failed: "red", State.interrupted: "yellow", State.running: "bold"}
 
 
-class Display:
-    """Shows jobs while they run.
+class LiveTable:
+    """Show jobs while they run.
 
     Args:
-        objective: what they are compared by; None where that is not known.
-        console: where to show them; None is stderr, as for Hydra's own words.
+        objective: the metric that they are compared by; None if it is not known.
+        console: where to print; None is stderr, which Hydra uses, too.
         clock: seconds, growing.
     """
 
@@ -37,39 +37,39 @@ class Display:
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live: Live | None = None
         self.drawn = -REFRESH_S
-        self.told: dict[int, State] = {}
+        self.printed: dict[int, State] = {}
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Show how things are; cheap where nothing has changed."""
+        """Show the present state; this is cheap if nothing has changed."""
         if not self.is_live:
-            self._tell(rows)
+            self._print_changes(rows)
         elif self.clock() - self.drawn >= REFRESH_S:
             self.drawn = self.clock()
-            if self.live is None:  # refreshed by us, not by a thread: this process forks
+            if self.live is None:  # no refresh thread, because this process forks
                 self.live = Live(console=self.console, auto_refresh=False, transient=True)
                 self.live.start()
             self.live.update(self._table(rows, most=max(5, self.console.height - 6)), refresh=True)
 
     def close(self, rows: Sequence[Row], lines: Sequence[str]) -> None:
-        """Show how it ended: the table, and some last lines."""
+        """Show the final table and some last lines."""
         if self.live is not None:
             self.live.stop()
             self.live = None
         if self.is_live:
             self.console.print(self._table(rows))
         else:
-            self._tell(rows)
+            self._print_changes(rows)
         for line in lines:
             self.console.print(Text(line), soft_wrap=True)
 
-    def _tell(self, rows: Sequence[Row]) -> None:
-        what = swept(rows)
+    def _print_changes(self, rows: Sequence[Row]) -> None:
+        values = swept(rows)
         for row in rows:
-            if row.state == self.told.get(row.number) or row.state == State.queued:
+            if row.state == self.printed.get(row.number) or row.state == State.queued:
                 continue
-            self.told[row.number] = row.state
+            self.printed[row.number] = row.state
             ended = sum(other.state.has_ended for other in rows)
-            words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in what[row.number].items())]
+            words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in values[row.number].items())]
             if row.objective is not None and self.objective and row.state.has_ended:
                 words.append(f"-> {self.objective.metric} {row.objective:.4g}")
             words += [f"({plain(row.message)})"] if row.message else []
@@ -77,8 +77,8 @@ class Display:
             self.console.print(Text(plain(" ".join(words))), soft_wrap=True)
 
     def _table(self, rows: Sequence[Row], most: int | None = None) -> Group:
-        what = swept(rows)
-        keys = list(dict.fromkeys(key for values in what.values() for key in values))
+        values = swept(rows)
+        keys = list(dict.fromkeys(key for own in values.values() for key in own))
         metric = self.objective.metric if self.objective else "value"
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for name in ("job", "state", *keys, "at", metric, "workers", "time", "left"):
@@ -93,19 +93,19 @@ class Display:
             table.add_row(
                 str(row.number),
                 Text(row.shown_state, style=STYLES.get(row.state, "dim")),
-                *(Text(plain(what[row.number].get(key, ""))) for key in keys),
-                _where(row),
+                *(Text(plain(values[row.number].get(key, ""))) for key in keys),
+                _position(row),
                 "" if row.objective is None else f"{row.objective:.4g}",
                 str(row.workers) if row.workers else "",
                 _duration(row.wall_s or None),
                 _duration(row.eta_s if row.state == State.running else None),
             )
         hidden = len(rows) - len(ordered)
-        note = counted(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
+        note = describe_counts(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
         return Group(table, Text(note, style="dim"))
 
 
-def _where(row: Row) -> str:
+def _position(row: Row) -> str:
     if row.epoch is not None and row.epochs:
         return f"epoch {row.epoch:g}/{row.epochs:g}"
     if row.step is not None:

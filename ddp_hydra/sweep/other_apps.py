@@ -1,4 +1,4 @@
-"""The task of somebody else's app, on each rank of a gang: `hydra.launcher.ranks=2`."""
+"""Run the task of another Hydra app on each rank of a gang: `hydra.launcher.ranks=2`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
 
     Args:
         task: finds RANK, WORLD_SIZE and so on in the environment, and `torch.distributed` initialised.
-        ranks: how many.
+        ranks: number of ranks.
         context: Hydra's.
 
     Returns:
@@ -46,17 +46,17 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
             gang = Gang(client, ranks, name="task", sweep=connect.sweep())
             with ResultsHandler(default_writers(folder, gang.fetch, tensorboard=False)) as handler:
                 gang.on_record = handler.handle
-                return gang.run("ddp_hydra.sweep.other_apps:perform", call, sys.path)[0]
+                return gang.run("ddp_hydra.sweep.other_apps:run_task", call, sys.path)[0]
 
     return run
 
 
-def perform(call: bytes, path: list[str]) -> Any:
-    """Run the task; called on a rank.
+def run_task(call: bytes, path: list[str]) -> Any:
+    """Run the task on a rank.
 
     Args:
-        call: what `on_ranks` has pickled.
-        path: where the app's modules are.
+        call: the task and its config, pickled by `on_ranks`.
+        path: the folders of the app's modules.
     """
     sys.path += [folder for folder in path if folder not in sys.path]
     task, cfg, hydra_cfg, state, targets = cloudpickle.loads(call)
@@ -64,13 +64,13 @@ def perform(call: bytes, path: list[str]) -> Any:
     Singleton.set_state(state)
     HydraConfig.instance().cfg = hydra_cfg
     if os.environ.get("RANK") == "0":
-        log_as_hydra_does(hydra_cfg)
+        set_up_logging(hydra_cfg)
     with allowing(targets):
         return task(cfg)
 
 
-def log_as_hydra_does(hydra_cfg: DictConfig) -> None:
-    """Have what rank 0 logs go where `hydra.job_logging` says: to the terminal and into `<app>.log`.
+def set_up_logging(hydra_cfg: DictConfig) -> None:
+    """Set up logging on rank 0 as `hydra.job_logging` says: to the terminal and into `<app>.log`.
 
     Args:
         hydra_cfg: the config of `HydraConfig`.
@@ -79,5 +79,5 @@ def log_as_hydra_does(hydra_cfg: DictConfig) -> None:
         configure_log(hydra_cfg.hydra.job_logging, hydra_cfg.hydra.verbose)
     except ValueError as error:  # the job's folder is on another host
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
-        why = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-        print(f"hydra.job_logging cannot be set up on this host, so what is logged is printed here: {why}")  # noqa: T201
+        reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        print(f"hydra.job_logging cannot be set up on this host, so what is logged is printed here: {reason}")  # noqa: T201

@@ -1,4 +1,4 @@
-"""Which jobs a sweep has: composed, with their folders and needs, and told apart from those of an earlier start."""
+"""Plan the jobs of a sweep: compose their configs, and match them with those of an earlier run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep import job_returns
+from ddp_hydra.sweep.job_returns import failed_return, first_line
 from ddp_hydra.sweep.rows import Row, State
 
-MOST_REMEMBERED = 256
+CACHE_SIZE = 256
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job takes of a cluster.
+    """State the cluster and the ranks that a job needs.
 
     Args:
-        cluster: its config, as canonical YAML; "" for none: the job is one process on this machine.
-        ranks: how many workers; None for all.
+        cluster: the cluster's config, as canonical YAML; "" for a job that is one process on this machine.
+        ranks: number of workers; None for all of the cluster.
     """
 
     cluster: str = ""
@@ -35,18 +35,18 @@ class Need:
 
 @dataclass
 class PlannedJob:
-    """A job that is to be run.
+    """Hold a job of the sweep.
 
     Args:
-        row: what is known of it.
-        overrides: of the job, those of Hydra's own part included.
-        earlier: what was known of it when the sweep was started before.
-        config: as Hydra composed it, with its own part; None until then.
-        need: what it takes.
+        row: its row in the table of jobs.
+        overrides: all overrides of the job, including those of Hydra's own part.
+        earlier: its row in an earlier run of the sweep, if it was there.
+        config: its config with Hydra's own part; empty until it is composed.
+        need: the cluster and the ranks that it needs.
         folder: its run directory.
-        is_ours: its config is one of ours, so the task dispatches a gang itself.
-        result: what Hydra's sweeper gets; None while there is nothing.
-        spent_s: how long the earlier parts took that it goes on from.
+        is_ours: whether its config is one of ours, so that the task dispatches a gang itself.
+        result: the result for Hydra's sweeper; None until it has ended.
+        spent_s: duration of the earlier runs that it resumes, in seconds.
     """
 
     row: Row
@@ -61,29 +61,29 @@ class PlannedJob:
 
     @property
     def is_composed(self) -> bool:
-        """Whether its config is there."""
+        """Return whether its config is composed."""
         return "hydra" in self.config
 
     @property
     def is_dry(self) -> bool:
-        """Whether it is only checked."""
+        """Return whether it is a dry run."""
         return self.is_ours and bool(self.config.get("dry_run"))
 
     @property
     def task_config(self) -> DictConfig | None:
-        """The config without Hydra's part."""
+        """Return its config without Hydra's own part."""
         if not self.is_composed:
             return None
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
     def compose(self, loader: CachingConfigLoader, config: DictConfig, own_need: Need, sweep_dir: Path) -> None:
-        """Compose its config, which takes Hydra some 0.2 s.
+        """Compose its config, which takes about 0.2 s.
 
         Args:
-            loader: Hydra's.
+            loader: composes configs.
             config: of the sweep.
-            own_need: of a task that is not one of ours.
-            sweep_dir: where the sweep's folders are.
+            own_need: what the task of another app needs.
+            sweep_dir: the folder of the sweep.
         """
         composed = loader.take(config, self.overrides)
         with open_dict(composed):
@@ -96,18 +96,18 @@ class PlannedJob:
         self.config, self.folder = composed, sweep_dir / self.row.folder
 
     def fail(self, error: Exception) -> None:
-        """It cannot even be started."""
-        self.row.state, self.row.message = State.failed, job_returns.first_line(str(error))
-        self.result = job_returns.failed(self, error)
+        """Let it fail before it starts."""
+        self.row.state, self.row.message = State.failed, first_line(str(error))
+        self.result = failed_return(self, error)
 
 
 class CachingConfigLoader:
-    """Hydra's config loader; what it composed for others can be taken.
+    """Cache the configs that Hydra's loader composes.
 
-    Sweepers compose each job to see whether they can, and leave the doing to launchers.
+    Sweepers compose each job to check it, and launchers compose it again to run it.
 
     Args:
-        loader: Hydra's.
+        loader: the loader of Hydra.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -115,14 +115,14 @@ class CachingConfigLoader:
         self.composed: dict[tuple[str, ...], DictConfig] = {}
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose a job."""
+        """Compose a job for a sweeper, and cache its config."""
         config = self.loader.load_sweep_config(master_config, sweep_overrides)
-        if len(self.composed) < MOST_REMEMBERED:
+        if len(self.composed) < CACHE_SIZE:
             self.composed[tuple(sweep_overrides)] = config
         return config
 
     def take(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
-        """A job's config, for him who asks alone: composed before, or now."""
+        """Return a job's config, composed if needed, and remove it from the cache: the caller may change it."""
         config = self.composed.pop(tuple(sweep_overrides), None)
         return config or self.loader.load_sweep_config(master_config, list(sweep_overrides))
 
@@ -130,14 +130,14 @@ class CachingConfigLoader:
         return getattr(self.loader, name)
 
 
-def of_task(overrides: Sequence[str]) -> list[str]:
-    """The overrides that are not of Hydra's own part: they tell whether two jobs are the same."""
+def without_hydras(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that are not of Hydra's own part; jobs with the same ones are the same job."""
     return [override for override in overrides if not override.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 @contextmanager
 def hydra_config_of(config: DictConfig) -> Iterator[None]:
-    """Let `${hydra:…}` mean a job's config inside the block."""
+    """Resolve `${hydra:…}` by a job's config inside the block."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
@@ -147,34 +147,34 @@ def hydra_config_of(config: DictConfig) -> Iterator[None]:
 
 
 def is_ours(config: DictConfig) -> bool:
-    """Whether a config is one of ours, so that its task dispatches a gang itself."""
+    """Return whether a config is one of ours, so that its task dispatches a gang itself."""
     target = OmegaConf.select(config, "cluster._target_", throw_on_missing=False)
     return target is not None and "dispatch" in config and "trainer" in config
 
 
 def need_of(config: DictConfig) -> Need:
-    """What a job of ours takes."""
-    if config.get("dry_run") or cluster.is_inline(config.cluster):
+    """Return what a job of ours needs."""
+    if config.get("dry_run") or is_inline(config.cluster):
         return Need()
     return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), config.dispatch.ranks)
 
 
-class Numbers:
-    """Gives each job its number: the one that it had when the sweep was started before, else a new one.
+class JobNumbers:
+    """Assign numbers to jobs: a job of an earlier run of the sweep keeps its number.
 
     Args:
-        earlier: the rows of the earlier start.
+        earlier: the rows of the earlier run.
     """
 
     def __init__(self, earlier: Sequence[Row]) -> None:
         self.earlier = list(earlier)
         self.next = max((row.number for row in earlier), default=-1) + 1
 
-    def of(self, overrides: Sequence[str], wanted: int) -> tuple[int, Row | None]:
-        """Return a job's number and what is known of it.
+    def assign(self, overrides: Sequence[str], wanted: int) -> tuple[int, Row | None]:
+        """Return a job's number, and its row in the earlier run, if it was there.
 
         Args:
-            overrides: of the task, which tell whether it is the same job.
+            overrides: without those of Hydra's own part.
             wanted: the number that Hydra would give it.
         """
         for row in self.earlier:
@@ -186,11 +186,11 @@ class Numbers:
         return number, None
 
 
-def refuse_foreign_folder(planned: PlannedJob) -> None:
-    """Don't write over what another job has left.
+def refuse_used_folder(planned: PlannedJob) -> None:
+    """Refuse to overwrite the results of another job.
 
     Raises:
-        ConfigError: the folder of a new job is not new.
+        ConfigError: the folder of a new job contains results.
     """
     saved = planned.folder / ".hydra" / "overrides.yaml"
     if saved.is_file():
@@ -200,8 +200,8 @@ def refuse_foreign_folder(planned: PlannedJob) -> None:
         )
 
 
-def go_on(planned: PlannedJob) -> None:
-    """Have an interrupted job of ours go on from its last checkpoint; one without begins again."""
+def resume(planned: PlannedJob) -> None:
+    """Let a job of ours resume from its last checkpoint, if it has one."""
     checkpoints = planned.folder / "checkpoints" / "manifest.json"
     if planned.is_ours and planned.earlier is not None and checkpoints.is_file():
         with open_dict(planned.config):
@@ -210,10 +210,10 @@ def go_on(planned: PlannedJob) -> None:
 
 
 def first_need(config: DictConfig) -> Need:
-    """What the first job of a sweep is likely to take, before it is composed.
+    """Return what the first job of a sweep probably needs, before it is composed.
 
     Args:
-        config: of the sweep, without what is swept.
+        config: of the sweep, without the swept overrides.
     """
     with hydra_config_of(config):
         swept = [override for override in config.hydra.overrides.task if override.startswith("cluster")]
@@ -221,7 +221,7 @@ def first_need(config: DictConfig) -> Need:
 
 
 def own_need(ranks: int | None, config: Any) -> Need:
-    """What the launcher's own settings ask for tasks of other apps: `hydra.launcher.ranks` and `.cluster`."""
+    """Return what tasks of other apps need, by `hydra.launcher.ranks` and `hydra.launcher.cluster`."""
     if ranks is None:
         return Need()
     settings = {"_target_": "distributed.LocalCluster", **(config or {})}

@@ -1,4 +1,4 @@
-"""sweep.png: what the swept values did to the objective."""
+"""Draw sweep.png: the objective over the swept values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
 _MAX_LINE, _MAX_LETTERS, _MAX_WORDS = 12, 40, 18
 _NEARLY_FULL = 0.75
 _HUGE = 1e30
-"""From here on matplotlib gets into trouble, and so it does with what is as near to 0."""
+"""Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
 _STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
     "axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "axes.axisbelow": True,
@@ -40,11 +40,11 @@ def draw(rows: Sequence[Row], objective: Objective | None, path: Path) -> bool:
 
     Args:
         rows: of a sweep.
-        objective: what jobs are compared by.
-        path: of the picture.
+        objective: the metric that jobs are compared by.
+        path: of the image.
 
     Returns:
-        Whether there was something to draw, and something to draw it with.
+        Whether it was drawn: there are values, and matplotlib is installed.
     """
     keys = list(dict.fromkeys(key for values in swept(rows).values() for key in values))
     if objective is None or len(rows) < 2 or not keys or not any(map(_has_value, rows)):
@@ -55,22 +55,22 @@ def draw(rows: Sequence[Row], objective: Objective | None, path: Path) -> bool:
         log.warning("there is no picture of the sweep without matplotlib: pip install 'ddp-hydra[plot]'")
         return False
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font lacks
+        warnings.simplefilter("ignore")  # about letters that the font lacks
         try:
             write_atomic(path, _png(rows, objective, keys))
             return True
-        except Exception as error:  # whatever matplotlib makes of it: a sweep does not end for its picture
+        except Exception as error:  # an error of matplotlib must not end the sweep
             log.warning("there is no picture of the sweep: %s", error)
             return False
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where values of one key lie: numbers where they are, texts side by side.
+    """Place the values of one key on an axis: numbers by value, texts side by side.
 
     Args:
         name: the key.
-        values: by job number; None where a job has none.
+        values: by job number; None if a job has none.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Scale:
 
     @property
     def numbers(self) -> dict[int, float]:
-        """Of jobs, where all values are such."""
+        """Return the numbers by job number; {} if not all values are numbers."""
         found = {job: _number(value) for job, value in self.values.items()}
         return (
             {job: number for job, number in found.items() if number is not None} if None not in found.values() else {}
@@ -86,20 +86,20 @@ class Scale:
 
     @property
     def categories(self) -> list[str | None]:
-        """All values: numbers by size, texts as they came."""
+        """Return all values: numbers in order, texts as they were given."""
         numbers = self.numbers
         jobs = sorted(self.values, key=lambda job: numbers.get(job, 0.0))
         return list(dict.fromkeys(self.values[job] for job in jobs))
 
     @property
     def positions(self) -> dict[int, float]:
-        """Of jobs."""
+        """Return the position on the axis by job number."""
         places = {value: float(place) for place, value in enumerate(self.categories)}
         return self.numbers or {job: places[value] for job, value in self.values.items()}
 
     @property
     def labels(self) -> list[str]:
-        """Of the categories."""
+        """Return the labels of the categories."""
         return ["none" if value is None else _shown(value) for value in self.categories]
 
 
@@ -141,11 +141,13 @@ def _title(rows: Sequence[Row], objective: Objective, keys: int) -> str:
     said = f"best: job {best.number} with {_shown(objective.metric, 40)} {best.objective:.5g} ({objective.better})"
     if not objective.ranks(rows):
         said = "no best: " + ("jobs have other data" if objective.maximize is not None else "no direction was given")
-    return f"{counted(rows)}\n{said}" + (f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else "")
+    return f"{describe_counts(rows)}\n{said}" + (
+        f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else ""
+    )
 
 
 def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) -> None:
-    """A point for each job, and a line through the best of each value."""
+    """Draw a point for each job, and a line through the best job of each value."""
     at = scale.positions
     good = _good(rows, objective)
     bests: dict[float, float] = {}
@@ -180,7 +182,7 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) 
 
 
 def _mark(axes: Axes, scale: Scale) -> None:
-    """The axis of the swept values."""
+    """Set scale, limits and ticks of the axis of the swept values."""
     numbers = sorted(set(scale.numbers.values()))
     if not numbers:
         _mark_texts(axes, scale)
@@ -212,7 +214,7 @@ def _mark_texts(axes: Axes, scale: Scale) -> None:
 
 
 def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Objective) -> None:
-    """A cell for each pair of values: its best job."""
+    """Draw a cell for each pair of values with the objective of its best job."""
     across, up = sorted(scales, key=lambda scale: -len(scale.categories))
     columns = {value: place for place, value in enumerate(across.categories)}
     lines = {value: place for place, value in enumerate(up.categories)}
@@ -255,7 +257,7 @@ def _star(axes: Axes, x: float, y: float, size: int) -> None:
 
 
 def _is_grid(one: Scale, other: Scale) -> bool:
-    """Whether nearly every pair of values has a job."""
+    """Return whether nearly every pair of values has a job."""
     sizes = len(one.categories), len(other.categories)
     pairs = {(one.values[job], other.values[job]) for job in one.values}
     return min(sizes) >= 2 and max(sizes) <= _MAX_GRID and len(pairs) >= _NEARLY_FULL * sizes[0] * sizes[1]
@@ -279,7 +281,7 @@ def _value(row: Row) -> float:
 
 
 def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
-    """A loss that went far up would leave the others in one line."""
+    """Return whether to use a logarithmic axis: on a linear one, a very high loss would flatten the others."""
     return objective.maximize is False and _spans([_value(row) for row in rows if _has_value(row)])
 
 

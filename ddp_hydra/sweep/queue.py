@@ -1,4 +1,4 @@
-"""The jobs of a sweep that have not begun: numbered, composed before it is their turn, kept apart by cluster."""
+"""Queue the jobs of a sweep: give them numbers, compose them ahead of time, group them by cluster."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.errors import ClusterError, DdpHydraError
-from ddp_hydra.sweep import job_returns, planned_job
-from ddp_hydra.sweep.planned_job import CachingConfigLoader, Need, PlannedJob
+from ddp_hydra.sweep import planned_job
+from ddp_hydra.sweep.job_returns import earlier_return
+from ddp_hydra.sweep.planned_job import CachingConfigLoader, JobNumbers, Need, PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
 AHEAD = 16
-"""Jobs that are composed before there is a place for them."""
+"""How many jobs are composed before they can start."""
 
 
-class Queue:
-    """Jobs in the order in which Hydra has given them.
+class JobQueue:
+    """Hold the jobs that have not started, in Hydra's order.
 
     Args:
         folder: of the sweep.
         loader: composes configs.
         config: as Hydra composed it without the swept overrides.
-        own_need: of tasks that are not ours.
-        earlier: the rows that an earlier start has left in the folder; None where it does not go on with them.
-        retry_failed: jobs that have failed then are run again.
+        own_need: what the tasks of other apps need.
+        earlier: the rows of an earlier run of this sweep; None if this sweep does not resume one.
+        retry_failed: whether jobs that failed in the earlier run are run again.
+
+    Attributes:
+        jobs: those for the cluster that is up.
+        waiting: those that need another cluster.
     """
 
     def __init__(
@@ -43,82 +48,86 @@ class Queue:
         retry_failed: bool,
     ) -> None:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
-        self.goes_on = earlier is not None
-        self.numbers = planned_job.Numbers(earlier or [])
-        self.over = {State.done} if retry_failed else {State.done, State.failed}
+        self.is_resumed = earlier is not None
+        self.numbers = JobNumbers(earlier or [])
+        self.not_repeated = {State.done} if retry_failed else {State.done, State.failed}
         self.jobs: deque[PlannedJob] = deque()
-        self.later: deque[PlannedJob] = deque()
+        self.waiting: deque[PlannedJob] = deque()
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
 
-    def enter(self, overrides: Sequence[str], wanted: int) -> PlannedJob:
-        """Let a job in, unless it had its end when the sweep was started before.
+    def add(self, overrides: Sequence[str], wanted: int) -> PlannedJob:
+        """Return a job; add it to the queue, unless it ended in an earlier run of this sweep.
 
         Args:
             overrides: of the job.
             wanted: the number that Hydra would give it.
         """
-        task_overrides = planned_job.of_task(overrides)
-        number, earlier = self.numbers.of(task_overrides, wanted)
+        task_overrides = planned_job.without_hydras(overrides)
+        number, earlier = self.numbers.assign(task_overrides, wanted)
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
-        if earlier is not None and earlier.state in self.over:
+        if earlier is not None and earlier.state in self.not_repeated:
             job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, planned_job.is_ours(self.config)
-            job.result = job_returns.of_before(job)
+            job.result = earlier_return(job)
         else:
             self.jobs.append(job)
         return job
 
     def first(self, cluster: str | None) -> PlannedJob | None:
-        """Return the job whose turn it is, composed.
+        """Return the next job, composed; it stays in the queue.
 
         Args:
-            cluster: the one that is up; jobs that need another stand aside. None where any will do.
+            cluster: the config of the cluster that is up; jobs that need another one are set aside. None for any.
         """
         while self.jobs:
             job = self.jobs[0]
             if job.row.state == State.failed or (not job.is_composed and not self.compose(job)):
                 self.jobs.popleft()
             elif cluster is not None and job.need.cluster != cluster:
-                self.later.append(self.jobs.popleft())
+                self.waiting.append(self.jobs.popleft())
             else:
                 return job
         return None
 
-    def take(self) -> PlannedJob:
-        """Take out the first."""
+    def pop(self) -> PlannedJob:
+        """Remove the first job and return it."""
         return self.jobs.popleft()
 
-    def turn(self) -> bool:
-        """Go on with the jobs that stood aside; False where there are none."""
-        self.jobs, self.later = self.later, deque()
+    def switch_cluster(self) -> bool:
+        """Continue with the jobs that were set aside; return False if there are none."""
+        self.jobs, self.waiting = self.waiting, deque()
         return bool(self.jobs)
 
     def compose(self, job: PlannedJob) -> bool:
-        """Compose a job; one that cannot be has failed."""
+        """Compose a job; return False if that failed, which is then the job's result."""
         try:
             job.compose(self.loader, self.config, self.own_need, self.folder)
             if job.earlier is not None:
-                planned_job.go_on(job)
-            elif self.goes_on:
-                planned_job.refuse_foreign_folder(job)
+                planned_job.resume(job)
+            elif self.is_resumed:
+                planned_job.refuse_used_folder(job)
         except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
             job.fail(error)
         if job.is_dry:
-            importlib.import_module(
-                "ddp_hydra.training.dry_run"
-            )  # once, for all the processes to come: it takes torch along
+            # It imports torch: do that once, before the processes of the jobs are forked.
+            importlib.import_module("ddp_hydra.training.dry_run")
         return job.row.state != State.failed
 
     def compose_ahead(self) -> bool:
-        """Compose one of those that come next, so that none has to wait for it; False where all are."""
+        """Compose one of the next jobs, so that it can start at once later; return False if all are composed."""
         for job in itertools.islice(self.jobs, AHEAD):
             if not job.is_composed and job.row.state == State.queued:
                 return self.compose(job)
         return False
 
     def fail_all_on(self, cluster: str, error: ClusterError) -> None:
-        """A cluster cannot be had, so none of the jobs that need it can be run."""
+        """Fail all jobs that need a cluster that cannot be brought up.
+
+        Args:
+            cluster: its config.
+            error: the reason.
+        """
         for job in self.jobs:
             if (job.is_composed or self.compose(job)) and job.need.cluster == cluster:
                 job.fail(error)

@@ -1,4 +1,4 @@
-"""What is known of each job of a sweep, and which of them is the best."""
+"""The table of the jobs of a sweep, and their order from the best to the worst."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DATA_KEYS = frozenset(
         )
     }
 )  # fmt: skip
-"""Overrides that choose a data set; the other keys of `data` say how it is read."""
+"""Overrides that choose a data set; the other keys of `data` only change how it is read."""
 
 
 class State(Enum):
-    """Where a job is."""
+    """The states of a job."""
 
     queued = "queued"
     running = "running"
@@ -31,30 +31,30 @@ class State(Enum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come of it in this sweep."""
+        """Return whether the job runs no more in this sweep."""
         return self in (State.done, State.failed, State.interrupted)
 
 
 @dataclass
 class Row:
-    """One job.
+    """The state and the results of one job.
 
     Args:
         number: Hydra's `hydra.job.num`.
-        overrides: what makes the job, as typed.
+        overrides: the job's own overrides, as typed.
         folder: its run directory, in the sweep's folder.
-        state: where it is.
-        objective: the last value of the metric to go by; None while there is none.
+        state: queued, running or how it ended.
+        objective: the last value of the metric that jobs are compared by; None while there is none.
         metrics: the last value of each metric.
-        step: the last step that was reported.
-        total_steps: of the whole job; None where it is not known.
+        step: the last reported step.
+        total_steps: of the whole job; None if not known.
         epoch: the epoch of `step`.
-        epochs: of the whole job; None where it is not known.
-        workers: how many it has; 0 while it waits for them.
-        wall_s: how long it has taken.
-        eta_s: how long it is likely to take yet; None where it is not known.
-        message: why it failed, or ended early: one line.
-        value: what the task returned, where that is a number, a text, or a list of such.
+        epochs: of the whole job; None if not known.
+        workers: number of its workers; 0 while it waits for them.
+        wall_s: how long it has taken, in seconds.
+        eta_s: the estimated time until its end, in seconds; None if not known.
+        message: why it failed or ended early, in one line.
+        value: the return value of the task, if JSON can represent it.
     """
 
     number: int
@@ -75,17 +75,17 @@ class Row:
 
     @property
     def shown_state(self) -> str:
-        """Name its state for a person: one that runs may still wait for workers."""
+        """Return the state for the user: a running job may still wait for its workers."""
         return "waiting" if self.state == State.running and not self.workers else self.state.value
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What jobs are compared by.
+    """The metric that jobs are compared by.
 
     Args:
         metric: its name.
-        maximize: whether more is better; None where nobody has said it.
+        maximize: whether higher is better; None if not known.
     """
 
     metric: str
@@ -93,22 +93,22 @@ class Objective:
 
     @property
     def better(self) -> str:
-        """Say which values are better."""
+        """Return a phrase for the direction."""
         return "higher is better" if self.maximize else "lower is better"
 
     def ranks(self, rows: Sequence[Row]) -> bool:
-        """Return whether one of these jobs can be called the best."""
+        """Return whether one of these jobs is the best: the direction is known, and all have the same data."""
         return self.maximize is not None and len(set(data_of(rows).values())) < 2
 
 
 def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
     """Order jobs: those with an objective by it, then the others by number; failed ones last.
 
-    Jobs with other data stand apart: a number that was measured on one data set says nothing of another.
+    Jobs are grouped by their data, because values from different data sets cannot be compared.
 
     Args:
         rows: of a sweep.
-        objective: None, or one of which nobody has said what is better: all by number.
+        objective: if it is None or has no direction, all jobs are ordered by number.
     """
     rows = list(rows)
     data = data_of(rows)
@@ -128,7 +128,7 @@ def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
 
 
 def data_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
-    """Return, by number, the swept keys and values that choose what a job learns from and is measured on."""
+    """Return, by job number, the swept keys and values that choose the job's data sets."""
     return {
         number: tuple((key, value) for key, value in values.items() if key in DATA_KEYS)
         for number, values in swept(rows).items()
@@ -136,10 +136,10 @@ def data_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
 
 
 def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
-    """What tells the jobs apart: by number, the overrides that are not the same in all of them.
+    """Return, by job number, the overrides that are not the same in all jobs.
 
     Args:
-        rows: of a sweep. Of one alone, all overrides are returned.
+        rows: of a sweep. If there is only one, all its overrides are returned.
     """
     given = {row.number: dict(_split(override) for override in row.overrides) for row in rows}
     keys = {key: None for values in given.values() for key in values}
@@ -148,8 +148,8 @@ def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
     return {number: {key: values[key] for key in keys if key in values} for number, values in given.items()}
 
 
-def counted(rows: Iterable[Row]) -> str:
-    """For example "12 jobs: 9 done, 3 failed"."""
+def describe_counts(rows: Iterable[Row]) -> str:
+    """Return for example "12 jobs: 9 done, 3 failed"."""
     rows = list(rows)
     names = [row.shown_state for row in rows]
     parts = []

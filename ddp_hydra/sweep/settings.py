@@ -1,4 +1,4 @@
-"""What a sweep is told: `hydra.launcher`, and what its jobs are compared by."""
+"""The options of a sweep: `hydra.launcher`, and the metric that its jobs are compared by."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DIRECTIONS = ("maximize", "minimize")
 
 @dataclass(frozen=True)
 class Settings:
-    """What `hydra.launcher` takes.
+    """The options of `hydra.launcher`.
 
     Args:
-        max_jobs: run no more at once; None for as many as fit.
-        fail_fast: stop at the first job that fails.
-        retry_failed: run jobs again that failed when the sweep was started before.
-        job_timeout_s: a job that takes longer is stopped, and has failed; None for no limit.
-        ranks: for apps whose config is not one of ours: run the task on so many ranks; None for none.
-        cluster: for the same: `_target_` and arguments of the cluster; None for a local one.
-        direction: for the same: maximize or minimize what the task returns; None for what the sweeper does.
+        max_jobs: how many jobs may run at once; None for as many as fit.
+        fail_fast: stop the sweep at the first job that fails.
+        retry_failed: when a sweep is resumed, run again the jobs that failed.
+        job_timeout_s: a job that takes longer is stopped and counts as failed, in seconds; None for no limit.
+        ranks: only for other apps: run the task on so many ranks; None for a plain process.
+        cluster: only for other apps: `_target_` and arguments of the cluster; None for a local one.
+        direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
     """
 
     max_jobs: int | None = None
@@ -51,10 +51,10 @@ class Settings:
             raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
 
     def check_ours(self) -> None:
-        """Refuse what is for apps of others only.
+        """Refuse the options that are only for other apps.
 
         Raises:
-            ConfigError: with what to give instead.
+            ConfigError: the message says what to give instead.
         """
         if self.ranks is not None or self.cluster is not None:
             raise ConfigError(
@@ -68,11 +68,11 @@ class Settings:
 
 
 def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
-    """Return what jobs are compared by: `objective` of the config, else what the task returns.
+    """Return the metric that jobs are compared by: `objective` of the config, else the return value of the task.
 
     Args:
-        config: of the sweep, which may say a direction in `objective` or in `hydra.sweeper`.
-        direction: of the launcher; comes first.
+        config: of the sweep; `objective` or `hydra.sweeper` may have a direction.
+        direction: the launcher's option, which has priority for other apps.
     """
     given = config.get("objective")
     if is_ours(config):
@@ -84,6 +84,6 @@ def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
 
 
 def _maximizes(direction: object) -> bool | None:
-    """Read a direction; None where there is none, or one for each of several values."""
+    """Return whether a direction is "maximize"; None if there is no direction, or one for each of several values."""
     name = getattr(direction, "name", direction)
     return name == "maximize" if name in DIRECTIONS else None

@@ -1,6 +1,6 @@
-"""The files that say how a sweep stands: sweep.json to resume it from, sweep.csv and sweep.md to read.
+"""Write the files of a sweep: sweep.json to resume it, sweep.csv and sweep.md to read.
 
-And the columns of TensorBoard's HParams tab, once there are curves.
+Also write the columns of TensorBoard's HParams tab, once there are curves.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ddp_hydra.sweep.tables import csv_text, markdown_text
 
 log = logging.getLogger(__name__)
 _VERSION = 1
-_REST = 20
-"""Writing takes at most one part in so many of the time, as long as no job begins or ends."""
+_PAUSE_FACTOR = 20
+"""After a write, the next one waits for this many times as long as it took, unless a job begins or ends."""
 _MAX_WAIT_S = 5.0
-_WHAT_TO_DO = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
+_ADVICE = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
 
 
-class Overview:
+class SummaryFiles:
     """Keep the files of a sweep up to date.
 
-    A disk that is full or away does not end the sweep: that is said once, and later calls try again.
+    A full or missing disk does not end the sweep: a warning is logged once, and later calls try again.
 
     Args:
         folder: of the sweep; made if it is missing.
-        objective: what jobs are compared by, if anything.
+        objective: the metric that jobs are compared by, if any.
     """
 
     def __init__(self, folder: Path, objective: Objective | None) -> None:
@@ -46,11 +46,11 @@ class Overview:
         self._warned = False
 
     def write(self, rows: Sequence[Row], now: bool = False) -> None:
-        """Write what changed: at once where a job began or ended, else every now and then.
+        """Write the files that have changed: at once if a job began or ended, otherwise now and then.
 
         Args:
             rows: all jobs of the sweep.
-            now: do not wait.
+            now: write at once in any case.
         """
         begin = time.monotonic()
         states = [(row.number, row.state) for row in rows]
@@ -69,7 +69,7 @@ class Overview:
                 log.warning("the sweep goes on, but its overview is out of date: %s", error)
             self._warned = True
         end = time.monotonic()
-        self._wait_until = end + min(_MAX_WAIT_S, _REST * (end - begin))
+        self._wait_until = end + min(_MAX_WAIT_S, _PAUSE_FACTOR * (end - begin))
 
     def _open(self) -> None:
         with writing(self.folder):
@@ -82,7 +82,7 @@ class Overview:
             self._written[name] = text
 
     def _update_columns(self, rows: Sequence[Row]) -> None:
-        """Of the HParams tab: TensorBoard sticks to what it reads first, so they wait for the metrics' names."""
+        """Write the HParams tab's columns once metrics are known, because TensorBoard keeps the first ones it reads."""
         names = {name for row in rows for name in row.metrics}
         wanted = self._metric_names(names), [row.overrides for row in rows]
         if not names or self._written.get("columns") == wanted:
@@ -96,28 +96,28 @@ class Overview:
     def _has_curves(self, row: Row) -> bool:
         try:
             return (self.folder / row.folder / "tensorboard").is_dir()
-        except (OSError, ValueError):  # no name for a folder
+        except (OSError, ValueError):  # not a valid folder name
             return False
 
     def _metric_names(self, names: set[str]) -> list[str]:
-        """The objective, then the other losses and accuracies; all metrics where none is called so."""
+        """Return the objective and all val/ and train/ metrics; all metrics if there are none of these."""
         first = {self.objective.metric: None} if self.objective else {}
         others = sorted(name for name in names if name.startswith(("val/", "train/"))) or sorted(names)
         return list(first | dict.fromkeys(others))
 
 
 def json_text(rows: Iterable[Row], objective: Objective | None) -> str:
-    """All that is known, a line a job."""
+    """Return the content of sweep.json: one line per job."""
     lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(Row)}) for row in rows)
     head = f'"version": {_VERSION}, "objective": {_strict(vars(objective) if objective else None)}'
     return f'{{{head}, "jobs": [\n{lines}\n]}}\n'
 
 
 def read(folder: Path) -> list[Row]:
-    """Read the jobs of a sweep from its sweep.json; none where there is no such file.
+    """Return the jobs of a sweep from its sweep.json; [] if there is no such file.
 
     Raises:
-        ConfigError: it is not what `Overview` writes.
+        ConfigError: the file has another content than `json_text` writes.
     """
     path = folder / "sweep.json"
     try:
@@ -134,9 +134,9 @@ def read(folder: Path) -> list[Row]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): {_WHAT_TO_DO}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {_ADVICE}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not what a sweep writes ({error}): {_WHAT_TO_DO}") from None
+        raise ConfigError(f"{path} is not what a sweep writes ({error}): {_ADVICE}") from None
 
 
 def _row(job: object, place: int) -> Row:
@@ -192,7 +192,7 @@ def _strict(value: object) -> str:
 
 
 def _finite(value: object) -> object:
-    """With null for what JSON has no word for."""
+    """Return a value with None instead of numbers that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -207,7 +207,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all, but without the wait for the disk: this can be written anew from sweep.json."""
+    """Replace a file atomically, but without waiting for the disk, because sweep.json has the same content."""
     part = part_of(path)
     with writing(path):
         try:

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep: as many at once as fit, the next one the moment a gang ends."""
+"""Run the jobs of a sweep: as many at once as fit, and the next one as soon as a gang ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,79 +22,53 @@ from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.console.signals import SECOND, Interrupts
-from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, SweepFailed
+from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
 from ddp_hydra.sweep import job_status, planned_job
-from ddp_hydra.sweep.cluster_process import ClusterHost
-from ddp_hydra.sweep.forked_process import Child, listen
-from ddp_hydra.sweep.job_process import Ended, coordinate
-from ddp_hydra.sweep.job_returns import failed, with_trace
-from ddp_hydra.sweep.live_table import Display
+from ddp_hydra.sweep.cluster_process import ClusterProcess
+from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
+from ddp_hydra.sweep.job_process import JobOutcome, run_planned_job
+from ddp_hydra.sweep.job_returns import failed_return, with_trace
+from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import CachingConfigLoader, PlannedJob
 from ddp_hydra.sweep.plot import draw
-from ddp_hydra.sweep.queue import Queue
-from ddp_hydra.sweep.rows import Row, State, counted
+from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.rows import State, describe_counts
+from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
 from ddp_hydra.sweep.settings import Settings, objective_of
-from ddp_hydra.sweep.summary_files import Overview, read
+from ddp_hydra.sweep.summary_files import SummaryFiles, read
 
 log = logging.getLogger(__name__)
-LISTEN_S = 0.2
-LOOK_S = 0.2
-"""How often is looked at what the jobs say of themselves."""
-PAINT_S = 30.0
-"""How long a picture may take."""
+MESSAGE_WAIT_S = 0.2
+POLL_S = 0.2
+"""How often the status files of the jobs are read."""
+PLOT_S = 30.0
+"""How long a plot may take."""
 STOP_S = 10.0
-"""How long a job that took too long may take to end."""
+"""How long a job that has exceeded its time limit may take to end."""
 PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
-    *(
-        f"ddp_hydra.writers.{name}"
-        for name in ("checkpoints", "handler", "hparams", "progress", "status", "tensorboard")
-    ),
+    "ddp_hydra.writers.checkpoints",
+    "ddp_hydra.writers.handler",
+    "ddp_hydra.writers.hparams",
+    "ddp_hydra.writers.progress",
+    "ddp_hydra.writers.status",
+    "ddp_hydra.writers.tensorboard",
 )
-"""Modules that every job imports; imported once, before the processes of the jobs are forked."""
-
-
-@dataclass
-class Running:
-    """A job at work.
-
-    Args:
-        planned: the job.
-        child: its process.
-        begun: when, by the clock that only grows.
-        stop_reason: why it alone was told to end.
-        kill_at: when it is ended by force.
-    """
-
-    planned: PlannedJob
-    child: Child
-    begun: float = field(default_factory=time.monotonic)
-    stop_reason: str = ""
-    kill_at: float | None = None
-
-    @property
-    def row(self) -> Row:
-        """What is known of it."""
-        return self.planned.row
-
-    @property
-    def wall_s(self) -> float:
-        """How long it has taken, with the parts before it went on."""
-        return self.planned.spent_s + time.monotonic() - self.begun
+"""Modules that every job needs; imported once, before the processes of the jobs are forked."""
 
 
 class Sweep:
-    """All jobs of one `--multirun`, which Hydra hands over in one or more batches.
+    """Run all jobs of one `--multirun`, which Hydra hands over in one or more batches.
 
     Args:
-        folder: the sweep's.
+        folder: of the sweep.
         settings: of the launcher.
         context: Hydra's.
-        loader: of configs.
+        loader: composes configs.
         task: the app's function.
         config: as Hydra composed it without the swept overrides.
-        goes_on: with what an earlier start has left in the folder.
+        is_resumed: whether to resume an earlier run of this sweep in the folder.
     """
 
     def __init__(
@@ -106,279 +79,245 @@ class Sweep:
         loader: CachingConfigLoader,
         task: TaskFunction,
         config: DictConfig,
-        goes_on: bool,
+        is_resumed: bool,
     ) -> None:
         self.folder, self.settings, self.context, self.task = folder, settings, context, task
         self.lock = lock(folder)
         own_need = planned_job.own_need(settings.ranks, settings.cluster)
-        earlier = read(folder) if goes_on else None
-        self.queue = Queue(folder, loader, config, own_need, earlier, settings.retry_failed)
+        earlier = read(folder) if is_resumed else None
+        self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
+        self.scheduler = JobScheduler(self.queue, settings.max_jobs, self.start_cluster)
         self.objective = objective_of(config, settings.direction)
-        self.overview, self.display = Overview(folder, self.objective), Display(self.objective)
+        self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows = earlier or []
         for row in self.rows:
-            if row.state == State.running:  # then, by a sweep that was killed
+            if row.state == State.running:  # the earlier run was killed
                 row.state = State.interrupted
-        self.host: ClusterHost | None = None
-        self.painter: Child | None = None
-        self.running: list[Running] = []
+        self.plot: ForkedProcess | None = None
         self.stop_reason = ""
-        self.looked = 0.0
-        self.interrupts = Interrupts(self.notice)
-        if not earlier:  # beside Hydra's checking of all jobs; of a sweep that goes on, all may be done
-            self.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
+        self.polled = 0.0
+        self.interrupts = Interrupts(self.interrupt_notice)
+        if not earlier:  # start it while Hydra checks the jobs; of a resumed sweep, all jobs may be done
+            self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
         preload(planned_job.is_ours(config))
 
     def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Run one batch of jobs.
 
         Args:
-            job_overrides: the overrides of each.
-            first: number of the first.
+            job_overrides: the overrides of each job.
+            first: number of the first job.
 
         Returns:
-            One result per job, in order; a failed one raises when its value is read.
+            One result per job, in order; reading the value of a failed one raises its error.
 
         Raises:
             Interrupted: the user ended the sweep.
         """
-        jobs = [self.queue.enter(overrides, first + index) for index, overrides in enumerate(job_overrides)]
-        known = [id(job.earlier) for job in jobs]
-        self.rows = [row for row in self.rows if id(row) not in known] + [job.row for job in jobs]
+        jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
+        replaced = [id(job.earlier) for job in jobs]
+        self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
         try:
             with self.interrupts.caught(), self.interrupts.deferred():
-                self.work()
+                self.run_queue()
         finally:
             self.end_all()
-            self.conclude()
+            self.write_summary()
         if self.interrupts.wanted:
-            raise Interrupted(f"{counted(self.rows)}: go on with the same command and hydra.sweep.dir={self.shown}")
+            message = f"{describe_counts(self.rows)}: go on with the same command and hydra.sweep.dir={self.shown_dir}"
+            raise Interrupted(message)
         return [self.result(job) for job in jobs]
 
     @property
-    def shown(self) -> str:
-        """The sweep's folder, as one would type it."""
+    def shown_dir(self) -> str:
+        """Return the sweep's folder as the user would type it."""
         relative = os.path.relpath(self.folder)
         return str(self.folder) if relative.startswith("..") else relative
 
-    # -- running them --------------------------------------------------------------------------------------
-
-    def work(self) -> None:
-        """Run all jobs of the queue."""
-        while self.running or (self.queue and not self.is_stopping):
-            self.start_what_fits()
-            busy = self.queue.compose_ahead()
-            talking = [self.host.child] if self.host is not None and not self.host.is_gone else []
-            listen(talking + [job.child for job in self.running], 0.0 if busy else LISTEN_S)
-            for job in [job for job in self.running if not job.child.hear()]:
-                self.on_end(job)
-            self.look()
-            self.overview.write(self.rows)
-            self.display.show(self.rows)
-            if not self.queue and not self.running and not self.is_stopping and self.queue.turn():
-                self.bring_up(self.queue.jobs[0].need.cluster)
+    # -- running jobs --------------------------------------------------------------------------------------
 
     @property
+    def running(self) -> list[RunningJob]:
+        """Return the jobs that have started."""
+        return self.scheduler.running
+
+    def run_queue(self) -> None:
+        """Run all jobs of the queue."""
+        while self.running or (self.queue and not self.is_stopping()):
+            for job in self.scheduler.ready_jobs(self.is_stopping):
+                self.start(job)
+            is_busy = self.queue.compose_ahead()
+            cluster = self.scheduler.cluster
+            processes = [cluster.process] if cluster is not None and not cluster.is_gone else []
+            wait_for_message(processes + [job.process for job in self.running], 0.0 if is_busy else MESSAGE_WAIT_S)
+            for ended in [job for job in self.running if not job.process.receive()]:
+                self.on_end(ended)
+            self.poll()
+            self.files.write(self.rows)
+            self.table.show(self.rows)
+            if not self.is_stopping():
+                self.scheduler.bring_up_next()
+
     def is_stopping(self) -> bool:
-        """Whether no more jobs are started."""
+        """Return whether no more jobs are started."""
         return bool(self.stop_reason) or self.interrupts.wanted
 
-    def bring_up(self, config: str) -> None:
-        """Have a cluster come up, if it is not there; one at a time is, so that none disturbs another's timing."""
-        if self.host is not None and (self.host.config != config or self.host.is_gone):
-            self.close_host()
-        if self.host is None and config:
-            self.host = ClusterHost(config, self.name, self.folder / "cluster.log", [self.lock])
-
-    def start_what_fits(self) -> None:
-        """Start jobs for which there are workers, and some more, which wait for the next ones to come free."""
-        try:
-            job = self.next_job()
-            if job is not None and not self.running:
-                self.bring_up(job.need.cluster)
-            if self.host is not None:
-                self.host.look()
-                if self.host.is_gone and job is not None:
-                    log.warning("the cluster is gone: another one is brought up")
-                    self.bring_up(self.host.config)
-            while job is not None and not self.is_stopping and self.fits(job):
-                self.start(self.queue.take())
-                job = self.next_job()
-        except ClusterError as error:
-            wanted = self.host.config if self.host else ""
-            self.close_host()
-            self.queue.fail_all_on(wanted, error)
-
-    def next_job(self) -> PlannedJob | None:
-        """The job whose turn it is on the cluster that is up."""
-        up = self.host.config if self.host is not None else "" if self.running else None
-        return self.queue.first(up)
-
-    def fits(self, job: PlannedJob) -> bool:
-        """Whether a job can begin now."""
-        if self.settings.max_jobs is not None and len(self.running) >= self.settings.max_jobs:
-            return False
-        if self.host is None:
-            at_once = os.cpu_count() or 1
-            return len(self.running) < (at_once if not job.is_ours or job.is_dry else 1)
-        total = self.host.workers
-        ranks = job.need.ranks or total
-        used = sum(other.planned.need.ranks or total for other in self.running)
-        waiting = sum(not other.row.workers for other in self.running)
-        may_wait = job.is_ours and waiting < max(1, total // max(1, ranks))
-        return self.host.scheduler is not None and (used + ranks <= total or may_wait)
+    def start_cluster(self, config: str) -> ClusterProcess:
+        """Start the cluster of a config."""
+        return ClusterProcess(config, self.name, self.folder / "cluster.log", [self.lock])
 
     def start(self, job: PlannedJob) -> None:
         """Start a job in a process of its own."""
         job.row.state, job.row.message = State.running, ""
         if not job.is_ours or not job.need.cluster:
-            job.row.workers = job.need.ranks or 1  # it says nothing of them itself, and begins at once
+            job.row.workers = job.need.ranks or 1  # it does not wait for workers, and reports none
         with contextlib.suppress(OSError):
-            (job.folder / "status.json").unlink(missing_ok=True)  # of an earlier start that was killed
-        work = partial(coordinate, job, self.context, self.task, self.host.scheduler if self.host else None)
-        self.running.append(Running(job, Child(lambda pipe: work(), job.folder / "logs" / "job.log", [self.lock])))
+            (job.folder / "status.json").unlink(missing_ok=True)  # of an earlier run that was killed
+        cluster = self.scheduler.cluster
+        work = partial(run_planned_job, job, self.context, self.task, cluster.scheduler if cluster else None)
+        process = ForkedProcess(lambda pipe: work(), job.folder / "logs" / "job.log", [self.lock])
+        self.running.append(RunningJob(job, process))
 
-    def on_end(self, job: Running) -> None:
-        """A job's process has ended."""
+    def on_end(self, job: RunningJob) -> None:
+        """Take over the outcome of a job whose process has ended."""
         self.running.remove(job)
-        said = job.child.values[-1] if job.child.values else None
-        job.child.end()
+        last = job.process.messages[-1] if job.process.messages else None
+        job.process.end()
         row, folder = job.row, job.planned.folder
         row.wall_s, row.eta_s = job.wall_s, None
-        ended = said if isinstance(said, Ended) else self.silent_end(job)
-        if job.stop_reason and ended.state != State.done:
-            ended = Ended(State.failed, None, job.stop_reason)
-        row.state, row.message = ended.state, ended.message
+        outcome = last if isinstance(last, JobOutcome) else self.crashed(job)
+        if job.stop_reason and outcome.state != State.done:
+            outcome = JobOutcome(State.failed, None, job.stop_reason)
+        row.state, row.message = outcome.state, outcome.message
         if job.planned.is_ours:
             job_status.read_summary(row, folder, self.objective)
-        if ended.result is not None:
-            job.planned.result = with_trace(ended.result, ended.trace)
-            if ended.state == State.done:
-                job_status.take_value(row, ended.result.return_value, self.objective)
-        if ended.state == State.failed and self.settings.fail_fast and not self.is_stopping:
+        if outcome.result is not None:
+            job.planned.result = with_trace(outcome.result, outcome.trace)
+            if outcome.state == State.done:
+                job_status.take_value(row, outcome.result.return_value, self.objective)
+        if outcome.state == State.failed and self.settings.fail_fast and not self.is_stopping():
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
 
-    def silent_end(self, job: Running) -> Ended:
-        """How a job ended whose process has said nothing: it crashed, or was killed."""
+    def crashed(self, job: RunningJob) -> JobOutcome:
+        """Return the outcome of a job whose process has sent none: it crashed or was killed."""
         log_file = job.planned.folder / "logs" / "job.log"
-        message = f"its own process {job.child.how_it_ended()}; see {log_file}"
-        return Ended(State.interrupted if self.interrupts.wanted else State.failed, None, message)
+        message = f"its own process {job.process.describe_end()}; see {log_file}"
+        return JobOutcome(State.interrupted if self.interrupts.wanted else State.failed, None, message)
 
-    # -- watching and stopping -----------------------------------------------------------------------------
+    # -- watching and stopping jobs ------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Look how far the jobs are, whether one takes too long, and whether the user wants to end."""
+    def poll(self) -> None:
+        """Read the progress of the jobs, check their time limits, and stop all if the user wants to."""
         now = time.monotonic()
-        if now - self.looked < LOOK_S:
+        if now - self.polled < POLL_S:
             return
-        self.looked = now
+        self.polled = now
         if self.interrupts.wanted and not self.stop_reason:
             self.stop_all("interrupted")
         for job in self.running:
             if job.planned.is_ours:
-                waits = self.host is not None and not job.row.workers
+                was_waiting = self.scheduler.cluster is not None and not job.row.workers
                 job_status.read_status(job.row, job.planned.folder, self.objective)
-                if waits:  # for workers until now
+                if was_waiting:  # the time until it gets its workers does not count
                     job.begun = now
             job.row.wall_s = job.wall_s
             self.check_time(job, now)
 
-    def check_time(self, job: Running, now: float) -> None:
-        """End a job that takes too long."""
+    def check_time(self, job: RunningJob, now: float) -> None:
+        """Stop a job that has exceeded its time limit."""
         limit_s = self.settings.job_timeout_s
         if limit_s is not None and now - job.begun > limit_s and not job.stop_reason:
             job.stop_reason = f"it took longer than hydra.launcher.job_timeout_s={limit_s:g}"
             job.kill_at = now + STOP_S
-            job.child.signal(signal.SIGINT)
+            job.process.signal(signal.SIGINT)
         if job.kill_at is not None and now > job.kill_at:
-            job.child.signal(signal.SIGKILL)
+            job.process.signal(signal.SIGKILL)
 
-    def notice(self) -> str:
-        """What is said when the user wants to end."""
-        return f"the jobs that run save a checkpoint at their next step, and no other begins, in {self.shown}. {SECOND}"
+    def interrupt_notice(self) -> str:
+        """Return the message for a user who has pressed Ctrl-C."""
+        where = f"in {self.shown_dir}"
+        return f"the jobs that run save a checkpoint at their next step, and no other begins, {where}. {SECOND}"
 
-    def stop_all(self, why: str) -> None:
-        """Start no more jobs, and have those that run save what they have."""
-        self.stop_reason = why
-        if not self.interrupts.wanted:  # then it has been said
-            log.warning("%s: the jobs that run are asked to end", why)
+    def stop_all(self, reason: str) -> None:
+        """Start no more jobs, and have those that run save a checkpoint and end."""
+        self.stop_reason = reason
+        if not self.interrupts.wanted:  # otherwise the user has been told already
+            log.warning("%s: the jobs that run are asked to end", reason)
         for job in self.running:
-            job.child.signal(signal.SIGINT)
+            job.process.signal(signal.SIGINT)
 
     def end_all(self) -> None:
-        """Leave no job behind, however it ends."""
+        """End all jobs that still run."""
         for job in self.running:
             job.row.state, job.row.message = State.interrupted, "ended at once"
-            job.child.signal(signal.SIGINT)
+            job.process.signal(signal.SIGINT)
         for job in self.running:
-            job.child.end()
+            job.process.end()
         self.running.clear()
 
-    def close_host(self) -> None:
-        """Take the cluster down."""
-        host, self.host = self.host, None
-        if host is not None:
-            host.close()
-
     def close(self) -> None:
-        """End all, also the cluster, which waits for another batch."""
+        """End all, also the cluster, which is kept up between batches."""
         self.end_all()
-        self.close_host()
-        self.await_painter()
+        self.scheduler.close_cluster()
+        self.finish_plot()
         os.close(self.lock)
 
-    # -- how it ended --------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------
 
-    def conclude(self) -> None:
-        """Write the overview, and show how it ended."""
-        self.overview.write(self.rows, now=True)
-        self.paint()
+    def write_summary(self) -> None:
+        """Write the files of the sweep, and print the table and the errors."""
+        self.files.write(self.rows, now=True)
+        self.start_plot()
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
-        self.display.close(self.rows, [*lines, self.closing_line])
+        self.table.close(self.rows, [*lines, self.closing_line])
 
-    def paint(self) -> None:
-        """Draw the picture, beside whatever comes next."""
-        self.await_painter()
-        picture = partial(draw, self.rows, self.objective, self.folder / "sweep.png")
-        self.painter = Child(lambda pipe: picture(), not_its=[self.lock])
+    def start_plot(self) -> None:
+        """Draw the plot in a process, so that nothing waits for it."""
+        self.finish_plot()
+        work = partial(draw, self.rows, self.objective, self.folder / "sweep.png")
+        self.plot = ForkedProcess(lambda pipe: work(), fds_to_close=[self.lock])
 
-    def await_painter(self) -> None:
-        """Let a picture that is being drawn be finished."""
-        painter, self.painter = self.painter, None
-        if painter is not None:
-            painter.process.join(PAINT_S)
-            painter.end()
+    def finish_plot(self) -> None:
+        """Wait until the plot is drawn."""
+        plot, self.plot = self.plot, None
+        if plot is not None:
+            plot.process.join(PLOT_S)
+            plot.end()
 
     @property
     def closing_line(self) -> str:
-        """How many came to which end, and where to look."""
-        return f"{counted(self.rows)}  ->  {self.shown}/sweep.md"
+        """Return how many jobs are in each state, and the file to look at."""
+        return f"{describe_counts(self.rows)}  ->  {self.shown_dir}/sweep.md"
 
     def result(self, job: PlannedJob) -> JobReturn:
-        """What Hydra's sweeper gets of a job."""
+        """Return the result of a job for Hydra's sweeper."""
         if job.is_ours and job.row.state != State.done:
-            return failed(job, SweepFailed(self.closing_line))
-        why = job.row.message or self.stop_reason
-        unfinished = f"job {job.row.number} was not run to its end: {why}"
-        return job.result or failed(job, SweepFailed(unfinished))
+            return failed_return(job, SweepFailed(self.closing_line))
+        reason = job.row.message or self.stop_reason
+        unfinished = f"job {job.row.number} was not run to its end: {reason}"
+        return job.result or failed_return(job, SweepFailed(unfinished))
 
 
-def preload(ours: bool) -> None:
-    """Import, once for all the processes to come, what each job needs."""
+def preload(is_ours: bool) -> None:
+    """Import the modules that every job needs.
+
+    Args:
+        is_ours: whether the jobs have configs of ours.
+    """
     connect.load()
-    for name in PRELOAD if ours else ():
+    for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
 
 
 def lock(folder: Path) -> int:
-    """Keep others from running a sweep in the same folder.
+    """Keep other processes from running a sweep in the same folder.
 
     Returns:
-        A descriptor; closing it lets go.
+        A file descriptor; closing it releases the lock.
 
     Raises:
-        ConfigError: somebody does already.
+        ConfigError: another process holds the lock.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""A sweep as a table: for spreadsheets, and for people."""
+"""Format a sweep as a table: as CSV and as Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ddp_hydra.console.text import plain
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, data_of, swept
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, data_of, describe_counts, swept
 
 _FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
 _MARKUP = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")
@@ -18,7 +18,7 @@ _MAX_MESSAGE = 300
 
 
 def csv_text(rows: Sequence[Row], objective: Objective | None) -> str:
-    """A line a job, best first, for a spreadsheet."""
+    """Return a CSV table with one line per job, the best first."""
     overrides = swept(rows)
     keys = _keys(overrides.values())
     first = [objective.metric] if objective else []
@@ -36,13 +36,13 @@ def csv_text(rows: Sequence[Row], objective: Objective | None) -> str:
 
 
 def markdown_text(rows: Sequence[Row], objective: Objective | None) -> str:
-    """A heading with counts, and a table of what matters, best first."""
+    """Return a Markdown page: the number of jobs in each state, and a table of the jobs, the best first."""
     overrides = swept(rows)
     keys = _keys(overrides.values())
     metrics = [objective.metric] if objective else []
     head = ["job", "state", *keys, *metrics, "steps", "time", "message"]
     kinds = ["--:", ":--", *(":--" for _ in keys), *("--:" for _ in metrics), "--:", "--:", ":--"]
-    lines = [f"# Sweep of {counted(rows)}", ""]
+    lines = [f"# Sweep of {describe_counts(rows)}", ""]
     if objective:
         lines += [_order_of(rows, objective), ""]
     lines += [_line(map(_markup, head)), _line(kinds)]
@@ -63,7 +63,7 @@ def markdown_text(rows: Sequence[Row], objective: Objective | None) -> str:
 
 
 def _order_of(rows: Sequence[Row], objective: Objective) -> str:
-    """Say how jobs are ordered."""
+    """Return a sentence about the order of the jobs."""
     metric = _markup(objective.metric)
     if objective.maximize is None:
         return (
@@ -76,7 +76,7 @@ def _order_of(rows: Sequence[Row], objective: Objective) -> str:
 
 
 def _bests(ordered: Sequence[Row], objective: Objective | None) -> set[int]:
-    """Return the number of the best job of each data set, where it is known what is better."""
+    """Return the number of the best job of each data set; none if the direction is not known."""
     if objective is None or objective.maximize is None:
         return set()
     data, bests = data_of(ordered), dict[object, int]()
@@ -95,7 +95,7 @@ def _one_line(text: str) -> str:
 
 
 def _cell(value: object) -> object:
-    """What a spreadsheet takes neither for a formula nor for more than one line."""
+    """Return a value as one line that no spreadsheet reads as a formula."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, str):
@@ -109,7 +109,7 @@ def _is_number(text: str) -> bool:
 
 
 def _markup(text: str) -> str:
-    """As it is, whatever Markdown would make of it."""
+    """Escape a text, so that Markdown shows it unchanged."""
     return _MARKUP.sub(r"\\\g<0>", _one_line(text))
 
 

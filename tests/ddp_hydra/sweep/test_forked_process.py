@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ddp_hydra.sweep.forked_process import Child, listen
+from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 def start(tmp_path):
     children = []
 
-    def start(work, **more) -> Child:
-        children.append(Child(work, tmp_path / "logs" / "out.log", **more))
+    def start(work, **more) -> ForkedProcess:
+        children.append(ForkedProcess(work, tmp_path / "logs" / "out.log", **more))
         return children[-1]
 
     yield start
@@ -29,12 +29,12 @@ def start(tmp_path):
             child.end(0.1)
 
 
-def hear_out(child: Child, timeout_s: float = 20.0) -> list:
+def receive_all(child: ForkedProcess, timeout_s: float = 20.0) -> list:
     deadline = time.monotonic() + timeout_s
-    while child.hear():
+    while child.receive():
         assert time.monotonic() < deadline
-        listen([child], 1.0)
-    return child.values
+        wait_for_message([child], 1.0)
+    return child.messages
 
 
 def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(start, tmp_path):
@@ -45,7 +45,7 @@ def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(st
         pipe.send("first")
         return "x" * 10**6
 
-    assert hear_out(start(work)) == ["first", "x" * 10**6]
+    assert receive_all(start(work)) == ["first", "x" * 10**6]
     assert (tmp_path / "logs/out.log").read_text() == "hello\nfrom its own child\ntrouble\n"
 
 
@@ -60,8 +60,8 @@ def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(st
 )
 def test_one_that_says_nothing_has_an_end_in_words(start, work, how):
     child = start(work)
-    assert hear_out(child) == []
-    assert child.how_it_ended() == how
+    assert receive_all(child) == []
+    assert child.describe_end() == how
 
 
 @pytest.mark.parametrize("deaf", [False, True])
@@ -73,14 +73,14 @@ def test_it_ends_with_all_that_it_has_started_also_when_it_does_not_listen(start
         time.sleep(60)
 
     child = start(work)
-    while not child.values:
-        listen([child], 1.0)
-        child.hear()
+    while not child.messages:
+        wait_for_message([child], 1.0)
+        child.receive()
     begin = time.monotonic()
     child.end(timeout_s=0.5)
     assert time.monotonic() - begin < 5
     assert not child.process.is_alive()
-    assert not alive_pid(child.values[0])
+    assert not alive_pid(child.messages[0])
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def alive_pid():
 def test_it_dies_with_us(tmp_path, alive_pid):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import Child\n"
-        f"child = Child(lambda pipe: time.sleep(60), Path({str(tmp_path)!r}) / 'out')\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import ForkedProcess\n"
+        f"child = ForkedProcess(lambda pipe: time.sleep(60), Path({str(tmp_path)!r}) / 'out')\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
@@ -111,7 +111,7 @@ def test_it_dies_with_us(tmp_path, alive_pid):
     assert not alive_pid(pid)
 
 
-def test_it_keeps_no_descriptor_that_is_not_its(start):
+def test_it_keeps_no_descriptor_that_is_fds_to_close(start):
     read_end, write_end = os.pipe()
 
     def work(pipe):
@@ -120,6 +120,6 @@ def test_it_keeps_no_descriptor_that_is_not_its(start):
         os.fstat(read_end)
         return "fine"
 
-    assert hear_out(start(work, not_its=[write_end])) == ["fine"]
+    assert receive_all(start(work, fds_to_close=[write_end])) == ["fine"]
     os.close(read_end)
     os.close(write_end)

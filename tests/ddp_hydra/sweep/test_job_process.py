@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.sweep import other_apps
-from ddp_hydra.sweep.job_process import Ended, coordinate
+from ddp_hydra.sweep.job_process import JobOutcome, run_planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
@@ -23,13 +23,13 @@ from ddp_hydra.sweep.rows import Row, State
 def end(tmp_path, hydra_restore_singletons, logging_restored):
     """Run a task as a job."""
 
-    def run(task, env=None) -> Ended:
+    def run(task, env=None) -> JobOutcome:
         with initialize(None, **VERSION_BASE):
             config = compose(overrides=["hydra.job.name=app", f"hydra.sweep.dir={tmp_path}"], return_hydra_config=True)
         with open_dict(config):
             config.hydra.sweep.subdir, config.hydra.job.id, config.hydra.job.num = "0", "0", 0
             config.hydra.job.env_set = env or {}
-        return coordinate(PlannedJob(Row(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None)
+        return run_planned_job(PlannedJob(Row(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None)
 
     return run
 
@@ -69,11 +69,11 @@ def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_p
     logging_of = {"version": 1, "handlers": {"file": handler}, "root": {"level": "INFO", "handlers": ["file"]}}
     logging_of["disable_existing_loggers"] = False
     cfg = OmegaConf.create({"hydra": {"job_logging": logging_of, "verbose": False}})
-    other_apps.log_as_hydra_does(cfg)
+    other_apps.set_up_logging(cfg)
     logging.getLogger("app").info("one")
     assert (tmp_path / "app.log").read_text() == "one\n"
     cfg.hydra.job_logging.handlers.file.filename = str(Path("/nowhere") / "app.log")
-    other_apps.log_as_hydra_does(cfg)
+    other_apps.set_up_logging(cfg)
     logging.getLogger("app").info("two")
     out = capsys.readouterr().out
     assert "hydra.job_logging cannot be set up on this host" in out

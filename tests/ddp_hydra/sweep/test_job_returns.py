@@ -10,7 +10,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
 
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
-from ddp_hydra.sweep.job_returns import portable, summarised, with_trace
+from ddp_hydra.sweep.job_returns import describe_error, portable, with_trace
 
 
 def result(value, status=JobStatus.COMPLETED):
@@ -62,4 +62,4 @@ def test_an_error_shows_where_it_was_raised():
     ],
 )
 def test_an_error_is_one_line_in_the_overview(error, line):
-    assert summarised(error) == line
+    assert describe_error(error) == line

@@ -7,16 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
-from ddp_hydra.sweep.live_table import Display
+from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.rows import Objective, Row, State
 
 OBJECTIVE = Objective("val/accuracy", maximize=True)
 
 
-def show(terminal: bool, height: int = 25) -> tuple[Display, io.StringIO, list[float]]:
+def show(terminal: bool, height: int = 25) -> tuple[LiveTable, io.StringIO, list[float]]:
     out, now = io.StringIO(), [0.0]
     console = Console(file=out, force_terminal=terminal, width=120, height=height, color_system=None)
-    return Display(OBJECTIVE, console, lambda: now[0]), out, now
+    return LiveTable(OBJECTIVE, console, lambda: now[0]), out, now
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ def call(cfg, context):
 def test_on_a_rank_an_app_may_call_what_it_may_call_anywhere():
     with utils.execution_whitelist("fractions.*"):
         context = SimpleNamespace(execution_whitelist=("collections.Counter",))
-        found = other_apps.perform(call({"_target_": "collections.Counter", "_args_": ["aab"]}, context), [])
+        found = other_apps.run_task(call({"_target_": "collections.Counter", "_args_": ["aab"]}, context), [])
         assert found == {"a": 2, "b": 1}
         with pytest.raises(InstantiationException, match="not in the Hydra execution whitelist"):
-            other_apps.perform(call({"_target_": "fractions.Fraction"}, context), [])
+            other_apps.run_task(call({"_target_": "fractions.Fraction"}, context), [])
 
 
 @pytest.mark.skipif(not hasattr(utils, "execution_whitelist"), reason="Hydra 1.3 knows no such lists")

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import planned_job
-from ddp_hydra.sweep.planned_job import Need, Numbers, PlannedJob
+from ddp_hydra.sweep.planned_job import JobNumbers, Need, PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
 
@@ -25,23 +25,23 @@ def planned(folder: Path, earlier: Row | None = None, is_ours: bool = True) -> P
 
 
 def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
-    numbers = Numbers([])
-    assert [numbers.of([f"a={n}"], wanted)[0] for n, wanted in enumerate([0, 1, 2, 5])] == [0, 1, 2, 5]
+    numbers = JobNumbers([])
+    assert [numbers.assign([f"a={n}"], wanted)[0] for n, wanted in enumerate([0, 1, 2, 5])] == [0, 1, 2, 5]
 
 
 def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
     earlier = [row(0, "a=1"), row(1, "a=2"), row(2, "a=3")]
-    numbers = Numbers(earlier)
-    found = [numbers.of([override], wanted) for wanted, override in enumerate(["a=0", "a=3", "a=1", "a=4"])]
+    numbers = JobNumbers(earlier)
+    found = [numbers.assign([override], wanted) for wanted, override in enumerate(["a=0", "a=3", "a=1", "a=4"])]
     assert found == [(3, None), (2, earlier[2]), (0, earlier[0]), (4, None)]
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
 def test_no_two_jobs_ever_have_one_number(before, now):
-    first, second = Numbers([]), None
-    earlier = [row(first.of([str(job)], wanted)[0], str(job)) for wanted, job in enumerate(before)]
-    second = Numbers(earlier)
-    given_now = [second.of([str(job)], wanted) for wanted, job in enumerate(now)]
+    first, second = JobNumbers([]), None
+    earlier = [row(first.assign([str(job)], wanted)[0], str(job)) for wanted, job in enumerate(before)]
+    second = JobNumbers(earlier)
+    given_now = [second.assign([str(job)], wanted) for wanted, job in enumerate(now)]
     numbers = [number for number, _ in given_now]
     assert len(set(numbers)) == len(numbers)
     known = {found.number for found in earlier}
@@ -56,7 +56,7 @@ def test_no_two_jobs_ever_have_one_number(before, now):
     ],
 )
 def test_jobs_are_told_apart_by_what_is_not_hydras(overrides, kept):
-    assert planned_job.of_task(overrides) == kept
+    assert planned_job.without_hydras(overrides) == kept
 
 
 def test_what_was_composed_to_be_checked_is_not_composed_again():
@@ -94,17 +94,17 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
     job = planned(tmp_path, row(0, "", state), is_ours)
     if job.earlier is not None:
         job.earlier.wall_s = 60.0
-    planned_job.go_on(job)
+    planned_job.resume(job)
     assert (job.config.resume == str(tmp_path)) == resumes
     assert job.spent_s == 60.0 * resumes, "the time that it took before counts, where it is not begun anew"
 
 
 def test_the_folder_of_another_job_is_not_taken(tmp_path):
-    planned_job.refuse_foreign_folder(planned(tmp_path))
+    planned_job.refuse_used_folder(planned(tmp_path))
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- lr=1\n- data=b\n")
     with pytest.raises(ConfigError, match=r"lr=1 data=b.*give another hydra\.sweep\.dir"):
-        planned_job.refuse_foreign_folder(planned(tmp_path))
+        planned_job.refuse_used_folder(planned(tmp_path))
 
 
 @pytest.mark.parametrize(

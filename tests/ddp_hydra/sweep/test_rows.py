@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, counted, swept
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 
 
 def row(number: int, objective: float | None = None, state: State = State.done, *overrides: str) -> Row:
@@ -46,11 +46,11 @@ def test_what_is_swept_is_what_differs():
 
 def test_jobs_are_counted_by_how_they_ended():
     rows = [row(0), row(1), row(2, None, State.failed), row(3, None, State.queued)]
-    assert counted(rows) == "4 jobs: 2 done, 1 failed, 1 queued"
-    assert counted(rows[:1]) == "1 job: 1 done"
+    assert describe_counts(rows) == "4 jobs: 2 done, 1 failed, 1 queued"
+    assert describe_counts(rows[:1]) == "1 job: 1 done"
 
 
 def test_who_waits_for_workers_does_not_run():
     rows = [row(number, None, State.running) for number in range(4)]
     rows[0].workers = rows[3].workers = 2
-    assert counted(rows) == "4 jobs: 2 running, 2 waiting"
+    assert describe_counts(rows) == "4 jobs: 2 running, 2 waiting"

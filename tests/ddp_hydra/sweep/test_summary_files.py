@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import summary_files
 from ddp_hydra.sweep.rows import Objective, Row, State
-from ddp_hydra.sweep.summary_files import Overview, json_text, read
+from ddp_hydra.sweep.summary_files import SummaryFiles, json_text, read
 from ddp_hydra.sweep.tables import csv_text, markdown_text
 from ddp_hydra.writers import hparams
 
@@ -88,7 +88,7 @@ rows = st.builds(
 @given(st.lists(rows, max_size=3, unique_by=lambda row: row.number))
 def test_what_was_written_is_read(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("sweep")
-    Overview(folder, ACCURACY).write(rows)
+    SummaryFiles(folder, ACCURACY).write(rows)
     assert read(folder) == rows
     assert {path.name for path in folder.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
 
@@ -99,7 +99,7 @@ def test_no_file_no_jobs(tmp_path):
 
 def test_json_has_no_word_for_nan(tmp_path):
     odd = done(0, math.nan, value=[math.inf, (1, math.nan)], wall_s=1.0, eta_s=math.inf)
-    Overview(tmp_path, None).write([odd])
+    SummaryFiles(tmp_path, None).write([odd])
     text = (tmp_path / "sweep.json").read_text()
     content = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert content["objective"] is None
@@ -276,10 +276,10 @@ def test_a_long_message_is_cut():
 
 def test_changes_on_the_way_are_written_now_and_then_ends_at_once(tmp_path, monkeypatch):
     rows = [job(number, state=State.running, step=0) for number in range(500)]
-    made = Overview(tmp_path / "new" / "sweep", ACCURACY)
+    made = SummaryFiles(tmp_path / "new" / "sweep", ACCURACY)
     made.write(rows)
     monkeypatch.setattr(summary_files, "_MAX_WAIT_S", 60.0)
-    monkeypatch.setattr(summary_files, "_REST", 1e9)
+    monkeypatch.setattr(summary_files, "_PAUSE_FACTOR", 1e9)
     made.write(rows, now=True)
     for step in range(1000):
         rows[0].step = step
@@ -294,7 +294,7 @@ def test_changes_on_the_way_are_written_now_and_then_ends_at_once(tmp_path, monk
 
 
 def test_a_file_that_would_be_the_same_is_left(tmp_path):
-    made = Overview(tmp_path, ACCURACY)
+    made = SummaryFiles(tmp_path, ACCURACY)
     made.write(ROWS)
     before = {path: path.stat().st_ino for path in tmp_path.iterdir()}
     made.write(ROWS, now=True)
@@ -302,7 +302,7 @@ def test_a_file_that_would_be_the_same_is_left(tmp_path):
 
 
 def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog):
-    made = Overview(tmp_path, ACCURACY)
+    made = SummaryFiles(tmp_path, ACCURACY)
     made.write(ROWS[:1])
     write_bytes = Path.write_bytes
 
@@ -325,19 +325,19 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog)
 
 @pytest.mark.parametrize("folder", ["x" * 5000, "a\0b"])
 def test_a_job_whose_folder_has_no_name_for_one_ends_no_sweep(tmp_path, folder):
-    Overview(tmp_path, ACCURACY).write([job(0, folder=folder, metrics={"a": 1.0})])
+    SummaryFiles(tmp_path, ACCURACY).write([job(0, folder=folder, metrics={"a": 1.0})])
     assert read(tmp_path)[0].folder == folder
 
 
 def test_a_folder_that_cannot_be_made_ends_no_sweep(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    Overview(tmp_path / "file" / "sweep", ACCURACY).write(ROWS)
+    SummaryFiles(tmp_path / "file" / "sweep", ACCURACY).write(ROWS)
     assert "the sweep goes on" in caplog.text
 
 
 def test_drafts_of_a_killed_sweep_are_removed(tmp_path):
     (tmp_path / ".part-0123").write_text("half")
-    Overview(tmp_path, None).write(ROWS)
+    SummaryFiles(tmp_path, None).write(ROWS)
     assert not list(tmp_path.glob(".part-*"))
 
 
@@ -348,7 +348,7 @@ def test_the_tab_gets_its_columns_once_there_are_curves(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
     rows = [job(0, folder=str(tmp_path / "0")), job(1, folder=str(tmp_path / "1"))]
-    made = Overview(tmp_path, ACCURACY)
+    made = SummaryFiles(tmp_path, ACCURACY)
     made.write(rows, now=True)
     rows[0].metrics = {"lr": 1.0, "train/loss": 1.0}
     made.write(rows, now=True)
@@ -368,5 +368,5 @@ def test_metrics_with_other_names_are_all_shown(tmp_path, monkeypatch):
     (tmp_path / "tensorboard").mkdir()
     calls = []
     monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
-    Overview(tmp_path, None).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
+    SummaryFiles(tmp_path, None).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
     assert calls[0][2] == ["a", "b"]

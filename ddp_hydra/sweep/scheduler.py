@@ -1,0 +1,137 @@
+"""Decide which job of a sweep starts next, and on which cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ddp_hydra.errors import ClusterError
+from ddp_hydra.sweep.cluster_process import ClusterProcess
+from ddp_hydra.sweep.forked_process import ForkedProcess
+from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.rows import Row
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunningJob:
+    """Hold a job that has started.
+
+    Args:
+        planned: the job.
+        process: its process.
+        begun: when it got its workers, by the monotonic clock.
+        stop_reason: the reason why it alone was told to stop.
+        kill_at: when it is killed, by the monotonic clock.
+    """
+
+    planned: PlannedJob
+    process: ForkedProcess
+    begun: float = field(default_factory=time.monotonic)
+    stop_reason: str = ""
+    kill_at: float | None = None
+
+    @property
+    def row(self) -> Row:
+        """Return its row in the table of jobs."""
+        return self.planned.row
+
+    @property
+    def wall_s(self) -> float:
+        """Return how long it has taken, with the earlier runs that it resumes, in seconds."""
+        return self.planned.spent_s + time.monotonic() - self.begun
+
+
+class JobScheduler:
+    """Fill the workers of a cluster with jobs.
+
+    One cluster is up at a time, so that no cluster slows down the jobs on another. Jobs that need another one wait.
+
+    Args:
+        queue: the jobs that have not started.
+        max_jobs: how many may run at once; None for as many as fit.
+        start_cluster: starts the cluster of a config.
+
+    Attributes:
+        cluster: the cluster that is up, if any.
+        running: the jobs that have started; the sweep adds and removes them.
+    """
+
+    def __init__(self, queue: JobQueue, max_jobs: int | None, start_cluster: Callable[[str], ClusterProcess]) -> None:
+        self.queue, self.max_jobs, self.start_cluster = queue, max_jobs, start_cluster
+        self.cluster: ClusterProcess | None = None
+        self.running: list[RunningJob] = []
+
+    def bring_up(self, config: str) -> None:
+        """Start a cluster, unless it is up already; another one is closed first.
+
+        Args:
+            config: of the cluster, as YAML; "" for none.
+        """
+        if self.cluster is not None and (self.cluster.config != config or self.cluster.is_gone):
+            self.close_cluster()
+        if self.cluster is None and config:
+            self.cluster = self.start_cluster(config)
+
+    def close_cluster(self) -> None:
+        """End the cluster that is up."""
+        cluster, self.cluster = self.cluster, None
+        if cluster is not None:
+            cluster.close()
+
+    def ready_jobs(self, is_stopping: Callable[[], bool]) -> Iterator[PlannedJob]:
+        """Yield the jobs to start now, taken from the queue.
+
+        If a cluster cannot be brought up, all jobs that need it fail.
+
+        Args:
+            is_stopping: no further job is yielded once it returns True.
+        """
+        try:
+            job = self._next_job()
+            if job is not None and not self.running:
+                self.bring_up(job.need.cluster)
+            if self.cluster is not None:
+                self.cluster.update()
+                if self.cluster.is_gone and job is not None:
+                    log.warning("the cluster is gone: another one is brought up")
+                    self.bring_up(self.cluster.config)
+            while job is not None and not is_stopping() and self.fits(job):
+                yield self.queue.pop()
+                job = self._next_job()
+        except ClusterError as error:
+            config = self.cluster.config if self.cluster else ""
+            self.close_cluster()
+            self.queue.fail_all_on(config, error)
+
+    def bring_up_next(self) -> None:
+        """Once all jobs on a cluster have ended, bring up the one that the waiting jobs need."""
+        if not self.queue and not self.running and self.queue.switch_cluster():
+            self.bring_up(self.queue.jobs[0].need.cluster)
+
+    def _next_job(self) -> PlannedJob | None:
+        """Return the next job for the cluster that is up; for any cluster if none is up and nothing runs."""
+        up = self.cluster.config if self.cluster is not None else "" if self.running else None
+        return self.queue.first(up)
+
+    def fits(self, job: PlannedJob) -> bool:
+        """Return whether a job can start now.
+
+        Some more jobs of ours start than there are workers for: they wait for the next workers that become free.
+        """
+        if self.max_jobs is not None and len(self.running) >= self.max_jobs:
+            return False
+        if self.cluster is None:
+            most = os.cpu_count() or 1
+            return len(self.running) < (most if not job.is_ours or job.is_dry else 1)
+        total = self.cluster.workers
+        ranks = job.need.ranks or total
+        used = sum(other.planned.need.ranks or total for other in self.running)
+        waiting = sum(not other.row.workers for other in self.running)
+        may_wait = job.is_ours and waiting < max(1, total // max(1, ranks))
+        return self.cluster.scheduler is not None and (used + ranks <= total or may_wait)

@@ -1,0 +1,166 @@
+"""Which job starts next, and when."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import ClusterError
+from ddp_hydra.sweep import scheduler as module
+from ddp_hydra.sweep import sweep
+from ddp_hydra.sweep.planned_job import Need, PlannedJob
+from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
+
+
+class Cluster:
+    """A cluster process without a process."""
+
+    def __init__(self, config: str, workers: int = 4, is_up: bool = True) -> None:
+        self.config, self.workers, self.is_gone, self.closed = config, workers, False, False
+        self.scheduler = object() if is_up else None
+        self.error: ClusterError | None = None
+
+    def update(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def job(
+    number: int = 0, ranks: int | None = 2, cluster: str = "a", workers: int = 0, is_ours: bool = True
+) -> PlannedJob:
+    config = OmegaConf.create({"hydra": {}})
+    row = Row(number, [], str(number), workers=workers)
+    return PlannedJob(row, config=config, need=Need(cluster, ranks), is_ours=is_ours)
+
+
+@pytest.fixture
+def make():
+    """A scheduler, and the clusters that it has started."""
+
+    def make(*jobs: PlannedJob, max_jobs: int | None = None) -> tuple[JobScheduler, list[Cluster]]:
+        queue, started = JobQueue(Path(), None, OmegaConf.create({}), Need(), None, False), []
+        queue.jobs.extend(jobs)
+
+        def start(config: str) -> Cluster:
+            started.append(Cluster(config))
+            return started[-1]
+
+        return JobScheduler(queue, max_jobs, start), started
+
+    return make
+
+
+def start_all(scheduler: JobScheduler, workers: int = 2) -> list[int]:
+    """Start what is ready; the numbers of the jobs. They have so many workers at once."""
+    numbers = []
+    for ready in scheduler.ready_jobs(lambda: False):
+        ready.row.workers = workers
+        scheduler.running.append(RunningJob(ready, None))
+        numbers.append(ready.row.number)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "running", "fits"),
+    [
+        (2, [], True),
+        (2, [(2, 2)], True),
+        (2, [(2, 2), (2, 2)], True),  # it waits for workers
+        (2, [(2, 2), (2, 2), (2, 0), (2, 0)], False),  # enough of them wait
+        (None, [(2, 2)], True),
+        (None, [(None, 4), (None, 0)], False),
+        (8, [], True),  # more ranks than workers: the job itself says so
+    ],
+)
+def test_a_job_starts_where_there_are_workers_and_a_few_wait_for_them(make, ranks, running, fits):
+    scheduler, _ = make()
+    scheduler.bring_up("a")
+    scheduler.running = [RunningJob(job(ranks=own, workers=workers), None) for own, workers in running]
+    assert scheduler.fits(job(ranks=ranks)) is fits
+
+
+def test_tasks_of_other_apps_do_not_wait_for_workers_of_their_own(make):
+    scheduler, _ = make()
+    scheduler.bring_up("a")
+    scheduler.running = [RunningJob(job(workers=2, is_ours=False), None) for _ in range(2)]
+    assert not scheduler.fits(job(is_ours=False))
+
+
+@pytest.mark.parametrize(("is_ours", "fits"), [(True, False), (False, True)])
+def test_without_a_cluster_our_jobs_run_one_by_one_and_others_on_each_core(make, is_ours, fits, monkeypatch):
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    scheduler, _ = make()
+    assert scheduler.fits(job(cluster="", is_ours=is_ours))
+    scheduler.running = [RunningJob(job(cluster=""), None)]
+    assert scheduler.fits(job(cluster="", is_ours=is_ours)) is fits
+
+
+def test_no_more_than_max_jobs_start(make):
+    scheduler, _ = make(*map(job, range(3)), max_jobs=1)
+    assert start_all(scheduler) == [0]
+    assert start_all(scheduler) == []
+    scheduler.running.clear()
+    assert start_all(scheduler) == [1]
+
+
+def test_no_job_starts_before_the_cluster_is_up_or_once_the_sweep_stops(make):
+    scheduler, started = make(job())
+    scheduler.bring_up("a")
+    started[0].scheduler = None
+    assert start_all(scheduler) == []
+    started[0].scheduler = object()
+    assert list(scheduler.ready_jobs(lambda: True)) == []
+    assert start_all(scheduler) == [0]
+
+
+def test_jobs_for_another_cluster_start_when_the_others_have_ended(make):
+    scheduler, started = make(job(0, cluster="a"), job(1, cluster="b"), job(2, cluster="a"))
+    assert start_all(scheduler) == [0, 2]
+    scheduler.bring_up_next()
+    assert [cluster.config for cluster in started] == ["a"]
+    scheduler.running.clear()
+    scheduler.bring_up_next()
+    assert [(cluster.config, cluster.closed) for cluster in started] == [("a", True), ("b", False)]
+    assert start_all(scheduler) == [1]
+
+
+def test_a_cluster_that_is_gone_is_brought_up_again(make, caplog):
+    scheduler, started = make(job())
+    scheduler.bring_up("a")
+    started[0].is_gone = True
+    scheduler.running = [RunningJob(job(9, workers=2), None)]
+    assert start_all(scheduler) == [0]
+    assert [cluster.closed for cluster in started] == [True, False]
+    assert "the cluster is gone: another one is brought up" in caplog.text
+
+
+def test_jobs_on_a_cluster_that_cannot_be_brought_up_fail(make):
+    first, other = job(0, cluster="a"), job(1, cluster="b")
+    scheduler, started = make(first, other)
+    scheduler.bring_up("a")
+    started[0].error = ClusterError("no quota")
+    assert start_all(scheduler) == []
+    assert (first.row.state, first.row.message) == (State.failed, "no quota")
+    assert started[0].closed
+    assert start_all(scheduler) == [1]
+
+
+def test_what_is_preloaded_exists(monkeypatch):
+    for name in sweep.PRELOAD:
+        assert importlib.util.find_spec(name), name
+    imported = []
+    monkeypatch.setattr(sweep, "connect", SimpleNamespace(load=lambda: None))
+    monkeypatch.setattr(sweep.importlib, "import_module", imported.append)
+    sweep.preload(is_ours=False)
+    assert imported == []
+    sweep.preload(is_ours=True)
+    assert imported == list(sweep.PRELOAD)
