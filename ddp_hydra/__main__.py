@@ -2,7 +2,7 @@
 
 
 def main() -> None:
-    """Entry of `python -m ddp_hydra` and of the console script: imports nothing before it can be interrupted."""
+    """Run `python -m ddp_hydra` and the console script. Signals are handled before anything else is imported."""
     from ddp_hydra.console import signals
 
     signals.leave_at_once()
@@ -11,5 +11,5 @@ def main() -> None:
     entry()
 
 
-if __name__ == "__main__":  # Dask's workers import this module, too, and need none of it
+if __name__ == "__main__":  # Dask's workers import this module, too
     main()

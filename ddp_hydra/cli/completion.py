@@ -1,4 +1,4 @@
-"""Tab completion of values: Hydra offers what a key is now, this also what it may be."""
+"""Complete values with the tab key: Hydra offers only the present value of a key, this all possible ones."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from omegaconf import BooleanNode, EnumNode, OmegaConf
 
 
 def offer_choices() -> None:
-    """Have Hydra's completion offer all values of an enum or a boolean, where it is asked for by the shell."""
+    """Let Hydra's completion offer all values of an enum or a boolean, if the shell has asked for completion."""
     if {"-sc", "--shell-completion"} & set(sys.argv):
-        hydras = CompletionPlugin._get_matches
+        original = CompletionPlugin._get_matches
         CompletionPlugin._get_matches = staticmethod(  # type: ignore[method-assign]
-            lambda config, word: choices(config, word) or hydras(config, word)
+            lambda config, word: choices(config, word) or original(config, word)
         )
 
 
 def choices(config: Any, word: str) -> list[str]:
-    """Return the words that a "key=" or "key=beginning" can become; none where the key takes anything.
+    """Return the completions of "key=" or "key=beginning"; none if the key is no enum or boolean.
 
     Args:
         config: as composed so far.
-        word: that is to be completed.
+        word: the word to complete.
     """
-    key, given, begun = word.partition("=")
+    key, equals, beginning = word.partition("=")
     parent, _, name = key.rpartition(".")
     holder = OmegaConf.select(config, parent) if parent else config
-    if not given or not OmegaConf.is_dict(holder) or name not in holder:
+    if not equals or not OmegaConf.is_dict(holder) or name not in holder:
         return []
     node = holder._get_node(name)
     if isinstance(node, EnumNode):
@@ -38,4 +38,4 @@ def choices(config: Any, word: str) -> list[str]:
     else:
         return []
     values += ["null"] if node._is_optional() else []
-    return [f"{key}={value}" for value in values if value.startswith(begun)]
+    return [f"{key}={value}" for value in values if value.startswith(beginning)]

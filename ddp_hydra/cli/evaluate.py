@@ -1,6 +1,6 @@
-"""Evaluation: every sample exactly once, whatever the number of ranks.
+"""`python -m ddp_hydra evaluate run=<run dir>`: repeat a run's validation with its best, last or any checkpoint.
 
-`python -m ddp_hydra evaluate run=<run dir>` repeats a run's validation with its best, last or any checkpoint.
+Each sample is counted once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USAGE = """python -m ddp_hydra evaluate run=<run directory, its URL, or checkpoi
 
 @dataclass
 class Options:
-    """Of the command line.
+    """The options of this command.
 
     Args:
         run: run directory or checkpoint file, or the URL of a run.
@@ -31,7 +31,7 @@ class Options:
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry of `python -m ddp_hydra evaluate`."""
+    """Evaluate a checkpoint and print its metrics."""
     from ddp_hydra.training import builders, load_run
 
     options, overrides = parse(Options, words, USAGE)

@@ -1,7 +1,7 @@
-"""`python -m ddp_hydra generate run=<run dir> n=50`: let a trained model make up new samples.
+"""`python -m ddp_hydra generate run=<run dir> n=50`: generate samples with a trained model.
 
-How a model is sampled is the business of its data set, which knows the alphabet and what was seen in training:
-any data set with `sample(model, n, temperature, seed) -> list[str]` will do.
+The data set samples from the model, because it knows the alphabet and the training samples. It needs a method
+`sample(model, n, temperature, seed) -> list[str]`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ USAGE = """python -m ddp_hydra generate run=<run directory, its URL, or checkpoi
 
 @dataclass
 class Options:
-    """Of the command line.
+    """The options of this command.
 
     Args:
         run: run directory or checkpoint file, or the URL of a run.
-        n: how many samples.
-        temperature: below 1 plays safe, above 1 dares.
-        seed: of the sampling.
+        n: number of samples.
+        temperature: values below 1 prefer likely samples, values above 1 unlikely ones.
+        seed: of the random numbers.
         which: the checkpoint of a run directory.
     """
 
@@ -39,7 +39,7 @@ class Options:
 
 
 def main(words: Sequence[str]) -> None:
-    """Entry of `python -m ddp_hydra generate`."""
+    """Generate samples and print them."""
     options, overrides = parse(Options, words, USAGE)
     if options.n < 1 or options.temperature <= 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Options of the small commands: "key=value" words, as everywhere."""
+"""Parse the options of the small commands, "key=value" words as everywhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, list[str]]:
-    """Read "key=value" words: those of `options`, and the rest, which are overrides of the run's config.
+    """Return the options, and the other "key=value" words, which are overrides of the run's config.
 
     Args:
         options: a dataclass with a field `run`.
-        arguments: of the command line.
+        arguments: the words of the command line.
         usage: printed for --help.
 
     Raises:
@@ -33,13 +33,13 @@ def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, li
             raise ConfigError(f"{word!r} is not key=value; usage:\n{usage}")
     schema = OmegaConf.structured(options)
     keys = [str(key) for key in schema]
-    mine = [word for word in arguments if word.partition("=")[0] in keys]
+    own = [word for word in arguments if word.partition("=")[0] in keys]
     try:
-        parsed = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(mine)))
+        parsed = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(own)))
     except OmegaConfBaseException as error:
-        what = "run=<run directory> is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
-        raise ConfigError(f"{what}; usage:\n{usage}") from error
-    unknown = [word for word in arguments if word not in mine and "." not in word.partition("=")[0]]
+        reason = "run=<run directory> is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
+        raise ConfigError(f"{reason}; usage:\n{usage}") from error
+    unknown = [word for word in arguments if word not in own and "." not in word.partition("=")[0]]
     if unknown:
         raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}; usage:\n{usage}")
-    return cast("T", parsed), [word for word in arguments if word not in mine]
+    return cast("T", parsed), [word for word in arguments if word not in own]

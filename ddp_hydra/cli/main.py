@@ -1,4 +1,4 @@
-"""The command line: Hydra composes a config, `main` runs it as one job."""
+"""The command line: Hydra composes a config, and `main` runs it as one job."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
 COMMANDS = ("attach", "evaluate", "generate")
-"""First words that are not part of a job's config: modules beside this one."""
+"""First words that name a command instead of a job; each is a module of this package."""
 
 
 def main(cfg: DictConfig) -> float | None:
-    """Run one job: the whole task function, for plain runs and for any launcher."""
+    """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
     signals.leave_tidily()
     from ddp_hydra.job.local import run_other_rank
     from ddp_hydra.job.run import run_job
@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> float | None:
     if cfg.resume and "://" not in cfg.resume and hydra_cfg.job.chdir:
         cfg.resume = str(project.typed_in() / cfg.resume)
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
-        cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # each job has its own
+        cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
     if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
         raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
     return run_job(cfg, Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task)
@@ -67,12 +67,12 @@ def entry() -> None:
 
 
 def run_command() -> None:
-    """Run the command that the first word names. Some import torch, so only the one that is wanted is imported."""
+    """Run the command that the first word names. Only that one is imported, because some import torch."""
     importlib.import_module(f"ddp_hydra.cli.{sys.argv[1]}").main(sys.argv[2:])
 
 
 def compose_and_run() -> None:
-    """Let Hydra parse the command line, compose, and call `main`."""
+    """Let Hydra parse the command line, compose the config and call `main`."""
     signals.leave_at_once()
     root = project.find()
     sys.path.insert(0, str(root))
@@ -82,11 +82,11 @@ def compose_and_run() -> None:
     try:
         hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
     finally:
-        launcher.close_all()  # Hydra does not tell launchers when a sweep is over
+        launcher.close_all()  # Hydra does not tell a launcher when its sweep is over
 
 
 def report(run: Callable[[], None]) -> int:
-    """Run, say what went wrong in a sentence where there is one, and return the exit code."""
+    """Run a function, print its error as a message, and return the exit code."""
     with output.lasting(), signals.raised(), errors_raised() as traceback_wanted:
         try:
             run()
@@ -97,13 +97,13 @@ def report(run: Callable[[], None]) -> int:
             if traceback_wanted:
                 traceback.print_exc()
             else:
-                print(f"ddp_hydra: {sentence(error)}", file=sys.stderr)  # noqa: T201
+                print(f"ddp_hydra: {error_message(error)}", file=sys.stderr)  # noqa: T201
             return 1
     return 0
 
 
-def sentence(error: Exception) -> str:
-    """Return what a person should read of an error, also of those that Hydra raises before there is a job."""
+def error_message(error: Exception) -> str:
+    """Return the message of an error for the user, also of errors that Hydra raises before there is a job."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
     frames = traceback.extract_tb(error.__traceback__)
@@ -117,7 +117,7 @@ def sentence(error: Exception) -> str:
 
 
 def _value_of(result: JobReturn) -> Any:
-    """Return what a job returned, or raise its error; Hydra prints all overrides above that."""
+    """Return the value of a job, or raise its error. Hydra's own property also prints all overrides."""
     if result.status == JobStatus.FAILED:
         raise result._return_value
     return result._return_value
@@ -125,19 +125,19 @@ def _value_of(result: JobReturn) -> Any:
 
 @contextmanager
 def errors_raised() -> Iterator[bool]:
-    """Have Hydra raise errors instead of printing them, so that all of them are told in one way.
+    """Let Hydra raise errors instead of printing them, so that all are reported in the same way.
 
     Yields:
-        Whether the user asked for tracebacks, with HYDRA_FULL_ERROR=1.
+        Whether the user has asked for tracebacks with HYDRA_FULL_ERROR=1.
     """
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    printing: Any = JobReturn.return_value
-    JobReturn.return_value = property(_value_of, printing.fset)  # type: ignore[method-assign, assignment]
+    original: Any = JobReturn.return_value
+    JobReturn.return_value = property(_value_of, original.fset)  # type: ignore[method-assign, assignment]
     try:
         yield before == "1"
     finally:
-        JobReturn.return_value = printing  # type: ignore[method-assign]
+        JobReturn.return_value = original  # type: ignore[method-assign]
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:
             os.environ["HYDRA_FULL_ERROR"] = before

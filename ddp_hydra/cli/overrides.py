@@ -1,4 +1,4 @@
-"""What is typed, made into what Hydra takes."""
+"""Translate the typed arguments into those that Hydra understands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hydra.errors import ConfigError
 
 
 def read(arguments: list[str]) -> list[str]:
-    """Return what Hydra shall see.
+    """Return the arguments for Hydra.
 
     Args:
         arguments: as they were typed.
@@ -22,29 +22,29 @@ def read(arguments: list[str]) -> list[str]:
 
 
 def with_search(arguments: list[str]) -> list[str]:
-    """Let `hparams_search=<name>` be a sweep without `-m`: Hydra 1.4 lets no config of a group say that.
+    """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun.
 
     Args:
-        arguments: of the command line.
+        arguments: the command line.
     """
-    said = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {_key(word) for word in arguments}
+    modes = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {_key(word) for word in arguments}
     names = [word.partition("=")[2] for word in arguments if _key(word) == "hparams_search"]
-    return arguments if said or set(names) <= {"", "null"} else [*arguments, "--multirun"]
+    return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
 
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
-    """Let `resume=<run>` bring along the overrides that the run was started with; those given now win.
+    """Add to `resume=<run>` the overrides that the run was started with; those typed now have priority.
 
     Args:
-        arguments: of the command line.
+        arguments: the command line.
     """
     resumed = next((word.partition("=")[2] for word in arguments if word.startswith("resume=")), "").strip("'\"")
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
-    # No fault strikes twice, and who types a command waits for it, unless they say so again.
+    # Faults are not injected twice, and the command waits for the run, unless the user types these again.
     given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults", "detach"}
-    # A group chosen anew (cluster=inline) takes the old changes inside it (cluster.n_workers=4) along.
+    # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
     kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
@@ -58,14 +58,14 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 
 
 def _overrides_of(run: str) -> list[str] | None:
-    if "://" in run:  # what knows of stores is imported only where it is needed
+    if "://" in run:  # imported only if needed, to keep the start quick
         from ddp_hydra.storage import results_root
 
         run = results_root.plain_path(run)
         if results_root.is_url(run):
             try:
                 content = results_root.folder(run).get(".hydra/overrides.yaml")
-            except (FileNotFoundError, ConnectionError):  # checkpoints alone; or a store that is asked again
+            except (FileNotFoundError, ConnectionError):  # only checkpoints; or a store that is tried again later
                 return None
             return _words(OmegaConf.create(content.decode()))
     path = Path(run)
@@ -75,15 +75,15 @@ def _overrides_of(run: str) -> list[str] | None:
 
 
 def _words(saved: Any) -> list[str]:
-    """Return overrides as they were typed: an interpolation means what it does then."""
+    """Return overrides as they were typed, with interpolations unresolved."""
     return [str(word) for word in OmegaConf.to_container(saved) or ()]
 
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
-    """Let `-m hydra.sweep.dir=<sweep>` alone go on with a sweep: the overrides that it was started with are kept there.
+    """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep.
 
     Args:
-        arguments: of the command line; `hydra.launcher.resume` means the same as `hydra.sweep.dir`.
+        arguments: the command line; `hydra.launcher.resume` means the same as `hydra.sweep.dir`.
     """
     if not {"-m", "--multirun"} & set(arguments):
         return arguments
@@ -104,10 +104,10 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def with_faults(arguments: list[str]) -> list[str]:
-    """Let `+fault=kill,rank=1,step=20` be typed as it is: Hydra takes commas for a sweep.
+    """Quote `+fault=kill,rank=1,step=20`, because Hydra reads commas as a sweep.
 
     Args:
-        arguments: of the command line.
+        arguments: the command line.
     """
     given = [word for word in arguments if word.startswith(("+fault=", "fault="))]
     if not given:

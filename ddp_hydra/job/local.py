@@ -16,13 +16,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import project, schema
+from ddp_hydra.config import schema
+from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import CheckpointError, Interrupted
 from ddp_hydra.job.checks import check
 from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
 from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
+from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.resume import weights_path
 from ddp_hydra.job.run_dir import next_attempt, read_summary, saved_step
 from ddp_hydra.job.summary import read_value, shown_path, why_stopped
@@ -42,25 +44,17 @@ TRAIN = "ddp_hydra.training.loop:train"
 
 @dataclass(frozen=True)
 class RemoteContext:
-    """Carry what a job needs from the command, which was typed on another host.
+    """Connect a job to the driver that runs it.
 
     Args:
-        project: the packed project space.
-        config: the config as plain values, as it was composed.
-        cwd: the folder where the command was typed.
-        url: the URL of the results, shown to the user.
-        saved_config: the config as checkpoints contain it.
+        spec: the job as the command has sent it.
         writers: further writers that get the job's records.
         before_mirror: called before a checkpoint is uploaded.
         note_attempts: called with the failed attempts when another attempt starts.
         checkpoints: the store that checkpoints are uploaded to.
     """
 
-    project: project.Project
-    config: dict[str, Any]
-    cwd: str
-    url: str
-    saved_config: dict[str, Any]
+    spec: JobSpec
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[dict[str, Any]]], None]
@@ -107,7 +101,7 @@ class Job:
         config: the same as plain values, for the ranks.
         files: files of the client that rank 0 needs, by name: "resume", a checkpoint; "weights", to start with.
         summary: filled in while the job runs.
-        remote: what the command has sent along, if it was typed on another host.
+        remote: the driver's part, if a driver runs the job.
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
     """
 
@@ -123,7 +117,7 @@ class Job:
     ) -> None:
         self.run_dir, self.cfg, self.config, self.files, self.summary = run_dir, cfg, config, files, summary
         self.remote, self.saved_config = remote, saved_config
-        self.shown_dir = remote.url if remote else shown_path(run_dir)
+        self.shown_dir = remote.spec.url if remote else shown_path(run_dir)
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_attempt = next_attempt(run_dir)
@@ -178,7 +172,7 @@ class Job:
                 **_inline_settings(self.cfg),
             )[0]
 
-    def run_on_dask(self, packed: project.Project) -> dict[str, Any]:
+    def run_on_dask(self, packed: Project) -> dict[str, Any]:
         """Run a gang on a Dask cluster, and return what `train` returns on rank 0."""
         from ddp_hydra.cluster import preflight
 
@@ -202,7 +196,7 @@ class Job:
                 goes_on=self.describe_restart,
                 retry_s=self.cfg.results.retry_s,
                 port_range=(ports[0], ports[1]) if ports else None,
-                cwd=self.remote.cwd if self.remote else "",
+                cwd=self.remote.spec.cwd if self.remote else "",
                 **{str(name): value for name, value in settings.items()},
             )
             with self.handler(gang.fetch, client) as handler:

@@ -31,7 +31,7 @@ def run_job(
         cfg: the composed config.
         run_dir: where its results are written.
         overrides: the overrides it was composed with, for TensorBoard's HParams tab.
-        remote: what the command has sent along, if it was typed on another host.
+        remote: the driver's part, if a driver runs the job.
 
     Returns:
         The objective's last value, for sweepers.
@@ -49,7 +49,7 @@ def run_job(
     with locked(run_dir):
         if remote is None:
             refuse_other_run(run_dir, cfg.resume)
-        print(f"ddp_hydra  ->  {remote.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
+        print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
         if cfg.results.handler is schema.Handler.cluster:
             connect.load()
             from ddp_hydra.job.remote.client import run_remote_job
@@ -60,19 +60,19 @@ def run_job(
 
 def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: RemoteContext | None) -> float | None:
     """Train a job whose results this process writes; arguments and errors as for `run_job`."""
-    shown_dir = remote.url if remote else shown_path(run_dir)
+    shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         check(cfg)
         with held_back():
             from ddp_hydra.writers import hparams  # imports TensorBoard: not before the config is known to be right
 
         stack.enter_context(hparams.session(run_dir, overrides))
-        config = remote.config if remote else schema.resolved(cfg)
-        saved_config = remote.saved_config if remote else checkpoint_config.of(cfg)
+        config = remote.spec.config if remote else schema.resolved(cfg)
+        saved_config = remote.spec.saved_config if remote else checkpoint_config.of(cfg)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None
-        packed = remote.project if remote else packed_project(cfg, config)
+        packed = remote.spec.project if remote else packed_project(cfg, config)
         summary["project"] = packed.sha256
         if cfg.trainer.profile_steps:
             summary["profile"] = "profile/table.md"

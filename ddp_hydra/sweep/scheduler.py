@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Row
 
 log = logging.getLogger(__name__)
+STOP_S = 10.0
+"""How long a job that has exceeded its time limit may take to end."""
 
 
 @dataclass
@@ -45,6 +48,20 @@ class RunningJob:
     def wall_s(self) -> float:
         """Return how long it has taken, with the earlier runs that it resumes, in seconds."""
         return self.planned.spent_s + time.monotonic() - self.begun
+
+    def check_time(self, limit_s: float | None, now: float) -> None:
+        """Stop the job if it has exceeded its time limit, and kill it if it does not end then.
+
+        Args:
+            limit_s: in seconds; None for no limit.
+            now: by the monotonic clock.
+        """
+        if limit_s is not None and now - self.begun > limit_s and not self.stop_reason:
+            self.stop_reason = f"it took longer than hydra.launcher.job_timeout_s={limit_s:g}"
+            self.kill_at = now + STOP_S
+            self.process.signal(signal.SIGINT)
+        if self.kill_at is not None and now > self.kill_at:
+            self.process.signal(signal.SIGKILL)
 
 
 class JobScheduler:

@@ -43,8 +43,6 @@ POLL_S = 0.2
 """How often the status files of the jobs are read."""
 PLOT_S = 30.0
 """How long a plot may take."""
-STOP_S = 10.0
-"""How long a job that has exceeded its time limit may take to end."""
 PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
@@ -222,17 +220,7 @@ class Sweep:
                 if was_waiting:  # the time until it gets its workers does not count
                     job.begun = now
             job.row.wall_s = job.wall_s
-            self.check_time(job, now)
-
-    def check_time(self, job: RunningJob, now: float) -> None:
-        """Stop a job that has exceeded its time limit."""
-        limit_s = self.settings.job_timeout_s
-        if limit_s is not None and now - job.begun > limit_s and not job.stop_reason:
-            job.stop_reason = f"it took longer than hydra.launcher.job_timeout_s={limit_s:g}"
-            job.kill_at = now + STOP_S
-            job.process.signal(signal.SIGINT)
-        if job.kill_at is not None and now > job.kill_at:
-            job.process.signal(signal.SIGKILL)
+            job.check_time(self.settings.job_timeout_s, now)
 
     def interrupt_notice(self) -> str:
         """Return the message for a user who has pressed Ctrl-C."""

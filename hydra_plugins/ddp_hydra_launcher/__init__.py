@@ -1,11 +1,11 @@
-"""`hydra/launcher=dask_ddp`. Hydra 1.3 finds launchers in this namespace only; the work is in `ddp_hydra.sweep`."""
+"""Register `hydra/launcher=dask_ddp`. Hydra 1.3 finds launchers only in this namespace; see `ddp_hydra.sweep`."""
 
 from ddp_hydra.config.hydra_compat import register
 from ddp_hydra.sweep.launcher import GangLauncher
 
 
 class DaskDDPLauncher(GangLauncher):
-    """The launcher under the name that Hydra wants."""
+    """Run the jobs of a sweep on Dask. Hydra wants the class in this module."""
 
 
 register(

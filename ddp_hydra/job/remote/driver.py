@@ -172,11 +172,7 @@ class RemoteJobRunner:
         spec = self.spec
         writers: list[Writer] = [self.status, self.channel] if self.channel else [self.status]
         remote = RemoteContext(
-            project=spec.project,
-            config=spec.config,
-            cwd=spec.cwd,
-            url=spec.url,
-            saved_config=spec.saved_config,
+            spec=spec,
             writers=writers,
             before_mirror=self.uploader.upload_curves,
             note_attempts=self.status.note_attempts,

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ddp_hydra.cli.main import sentence
+from ddp_hydra.cli.main import error_message
 from ddp_hydra.config.schema import Config, resolved
 from ddp_hydra.dispatch.restarts import Ended
 from ddp_hydra.errors import (
@@ -413,7 +413,7 @@ def test_a_disk_that_stays_full_is_told_with_what_is_safe_and_what_to_type(steps
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(RecordError, match=r"cannot write .*metrics\.jsonl") as caught, summarised(run_dir, config()):
         raise cannot_write("metrics.jsonl", full) from full
-    *_, last = sentence(caught.value).splitlines()
+    *_, last = error_message(caught.value).splitlines()
     assert last.startswith(advice)
     assert re.search(rf"[\d,]+ bytes are free in {run_dir}: free some space there, then ", last)
     assert last.endswith(f"go on with resume={run_dir}" if steps else "start it again")
