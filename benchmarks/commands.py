@@ -1,4 +1,4 @@
-"""The two commands that are compared: a job of ddp_hydra, and a hand-written script under torchrun."""
+"""Run the two commands that are compared: a job of ddp_hydra, and a hand-written script under torchrun."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def torchrun(script: str, *arguments: str, ranks: int) -> float:
 
 
 def job(*overrides: str, run_dir: Path) -> list[str]:
-    """The command of a job."""
+    """Return the command of a job."""
     return [sys.executable, "-m", "ddp_hydra", CONF, *overrides, f"hydra.run.dir={run_dir}"]
 
 
 def by_hand(script: str, *arguments: str, ranks: int, options: tuple[str, ...] = ()) -> list[str]:
-    """The command of a script in peers/ under torchrun."""
+    """Return the command of a script in peers/ under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
     return [sys.executable, *launcher, str(ROOT / "benchmarks" / "peers" / script), *arguments]
 
 
 def run(command: list[str], variables: Mapping[str, str]) -> float:
-    """Run a command to its end; show what it said where it fails."""
+    """Run a command to its end; print its output if it fails."""
     begin = time.time()
     done = subprocess.run(command, cwd=ROOT, env=with_ours(variables), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -67,12 +67,12 @@ def run(command: list[str], variables: Mapping[str, str]) -> float:
 
 
 def with_ours(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a command."""
+    """Return the environment of a command."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
 
 
 class Running:
-    """A command in the background that is heard. Use it in a `with` block, which ends it and all that it started.
+    """Run a command in the background and read its output. A `with` block ends it and all that it has started.
 
     Args:
         command: what to run.
@@ -101,11 +101,11 @@ class Running:
             self.lines.append((time.time(), line))
 
     def said(self, pattern: str, since: float) -> float | None:
-        """When it first said something like `pattern` after a time, in seconds since the epoch."""
+        """Return when it first printed `pattern` after a time, in seconds since the epoch."""
         return next((at for at, line in self.lines if at >= since and re.search(pattern, line)), None)
 
     def fail(self, why: str) -> NoReturn:
-        """End the benchmark, and show what the command said last."""
+        """End the benchmark, and print the last output of the command."""
         said = "".join(line for _, line in self.lines[-60:])
         sys.exit(f"{' '.join(self.command)}\n{said[-4000:]}\n{why}")
 
@@ -131,7 +131,7 @@ class Running:
 
 @contextmanager
 def nobody_warm() -> Iterator[dict[str, str]]:
-    """Variables under which no warm server is found; at the end, wait for the one that came up to be gone."""
+    """Yield variables under which no warm fork server is found; at the end, wait until the one that started is gone."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         yield {"XDG_RUNTIME_DIR": folder}
         deadline = time.monotonic() + 30

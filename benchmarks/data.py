@@ -28,7 +28,7 @@ BARE = "bare obstore"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use a peer.
+    """Describe one way to use a peer.
 
     Args:
         peer: which.
@@ -48,12 +48,12 @@ class Way:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """What each result of the script at one latency is called."""
+        """Return the names of the script's results at one latency."""
         return (self.peer, WARM) if self.peer.startswith("wids") else (self.peer,)
 
 
 def both(peer: str, script: str, alone: tuple[int, int], two: tuple[int, int]) -> tuple[Way, Way]:
-    """A peer with two worker processes, and then without: what forks should come first."""
+    """Return a peer with two worker processes, then without: the one that forks should come first."""
     return Way(peer, "2 workers", script, two, workers=2), Way(peer, "no workers", script, alone)
 
 
@@ -90,7 +90,7 @@ def measure(repeats: int) -> Iterator[Figure]:
 
 
 def end_to_end(sides: Sides, endpoints: Sequence[str], repeats: int) -> Iterator[Figure]:
-    """From the store to batches of crops: all ways once, then of each peer the ways that were best."""
+    """Measure from the store to batches of crops: all ways once, then the best ways of each peer."""
     measured: Measured = defaultdict(lambda: defaultdict(list))
     for turn in range(repeats):
         ways = WAYS if turn == 0 else tuple(way for way in WAYS if is_best(way, measured))
@@ -128,18 +128,18 @@ def run_peer(sides: Sides, endpoints: Sequence[str], ways: Sequence[Way], seed: 
 
 
 def is_best(way: Way, measured: Measured) -> bool:
-    """Whether it was the peer's best way in anything."""
+    """Return whether it was the peer's best way in anything."""
     return any(way.how == best_way(measured[name, latency]) for latency in LATENCIES_MS for name in way.passes)
 
 
 def best_way(ways: dict[str, list[Result]]) -> str:
-    """The fastest way to use a peer, of those measured most often."""
+    """Return the fastest way to use a peer, of those measured most often."""
     most = max(map(len, ways.values()))
     return max((how for how in ways if len(ways[how]) == most), key=lambda how: images_per_s("", ways[how]).median)
 
 
 def of_latency(latency: int, measured: Measured) -> Iterator[Figure]:
-    """The lines of one latency."""
+    """Return the figures of one latency."""
     speeds: dict[str, Figure] = {}
     for name, at in measured:
         if at == latency:
@@ -200,7 +200,7 @@ def decoding(sides: Sides, repeats: int) -> Iterator[Figure]:
 
 
 def listing(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]:
-    """The data set made of very many keys."""
+    """Measure the making of a data set with very many keys."""
     results = [result for _ in range(repeats) for result in sides.ours("listing", "--endpoints", endpoint)]
     assert all(result["keys"] == corpus.MANY_KEYS for result in results)
     name = f"listing {corpus.MANY_KEYS:,} keys, {OURS}"
@@ -229,7 +229,7 @@ def random_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]
 
 
 def cold_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]:
-    """An epoch of undecoded samples from shards that come over a slow link, and the download alone."""
+    """Measure an epoch of undecoded samples from shards over a slow link, and the download alone."""
     ours, wids = [], []
     alone: dict[int, list[Result]] = {1: [], 4: []}
     for _ in range(repeats):
@@ -253,7 +253,7 @@ def cold_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]:
 
 
 def has_shards() -> bool:
-    """Whether this checkout reads shards at all."""
+    """Return whether this checkout reads shards at all."""
     there = (ROOT / "data" / "wids_shards.py").is_file()
     if not there:
         report.progress("ddp_hydra/data/wids.py is not there: its lines are left out")
@@ -266,12 +266,12 @@ def images_per_s(name: str, results: Sequence[Result]) -> Figure:
 
 
 def cpu_ms(name: str, results: Sequence[Result]) -> Figure:
-    """What the client computed for an image, with all its processes."""
+    """Return the CPU time per image of the client with all its processes."""
     return report.times(name, [result["cpu_ms_per_image"] for result in results], unit="CPU ms/image")
 
 
 def seconds(name: str, results: Sequence[Result]) -> Figure:
-    """How long it took."""
+    """Return how long it took."""
     return report.times(name, [result["seconds"] for result in results])
 
 

@@ -21,13 +21,13 @@ BUCKET, PREFIX, MANY = "photos", "train", "many"
 
 
 def photos(endpoint: str, prefix: str = PREFIX) -> S3ImageFolder:
-    """The data set as a user makes it."""
+    """Make the data set as a user does."""
     transform = TrainTransform(common.SIDE)
     return S3ImageFolder(BUCKET, prefix, endpoint_url=endpoint, anon=True, transform=transform)
 
 
 def images(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """From the store to batches, as a rank reads them: bytes, as they go to a GPU, or normalised on the CPU."""
+    """Read batches as a rank does: as bytes for a GPU, or normalised on the CPU."""
     for endpoint in arguments.endpoints:
         dataset = photos(endpoint)
         if arguments.bytes:
@@ -51,7 +51,7 @@ def decoding(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 def listing(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """The constructor with many keys, as one "image" a second of CPU would be: `seconds` is CPU time."""
+    """Measure the constructor with many keys, in units of one "image" per second of CPU: `seconds` is CPU time."""
     for endpoint in arguments.endpoints:
         photos(endpoint).close()  # the client and its threads are up
         begin = common.cpu_s()
@@ -79,7 +79,7 @@ def shards_random(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
 
 
 def shards_cold(arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
-    """An epoch shard after shard, with none there."""
+    """Read an epoch, shard after shard, with an empty cache."""
     for endpoint in arguments.endpoints:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             dataset = shards(endpoint, folder)

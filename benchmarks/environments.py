@@ -12,7 +12,7 @@ from benchmarks.commands import ROOT
 
 
 def python(name: str, *requirements: str) -> str:
-    """The interpreter of an environment with these packages; what it lacks, torch say, it takes from ours.
+    """Return the interpreter of an environment with these packages; others, like torch, come from ours.
 
     Args:
         name: of the environment, in the folder `.venv-<name>`.

@@ -1,4 +1,4 @@
-"""A step whose gradients are averaged in shared memory, beside gloo's sockets: 2, 4 and 8 ranks of this host."""
+"""Compare steps that average gradients in shared memory with gloo's sockets: 2, 4 and 8 ranks of this host."""
 
 from __future__ import annotations
 

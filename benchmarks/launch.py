@@ -39,7 +39,7 @@ def measure(repeats: int) -> Iterator[Figure]:
 
 
 def compare(ranks: int, ours: list[float], theirs: list[float], gangs: list[float]) -> Iterator[Figure]:
-    """The figures of one number of ranks."""
+    """Return the figures of one number of ranks."""
     hand = report.times(f"torchrun, {ranks} ranks", theirs)
     cold = report.times(f"ddp_hydra cold, {ranks} ranks", ours)
     warm = report.times(f"ddp_hydra warm, {ranks} ranks", gangs)
@@ -49,7 +49,7 @@ def compare(ranks: int, ours: list[float], theirs: list[float], gangs: list[floa
 
 
 def overrides(ranks: int, stamp: Path) -> list[str]:
-    """The job: one step of a tiny model."""
+    """Return the overrides of the job: one step of a tiny model."""
     return [
         f"cluster.n_workers={ranks}",
         "data=bench",
@@ -65,18 +65,18 @@ def overrides(ranks: int, stamp: Path) -> list[str]:
 
 
 def cold(ranks: int, run_dir: Path) -> float:
-    """From the command `python -m ddp_hydra` to the first step; no server is warm."""
+    """Measure from the command `python -m ddp_hydra` to the first step, without a warm fork server."""
     stamp = run_dir.with_suffix(".stamp")
     return since(commands.ddp_hydra(*overrides(ranks, stamp), run_dir=run_dir), stamp)
 
 
 def torchrun(ranks: int, stamp: Path) -> float:
-    """From the command `torchrun` to the first step."""
+    """Measure from the command `torchrun` to the first step."""
     return since(commands.torchrun("torchrun_first_step.py", str(stamp), ranks=ranks), stamp)
 
 
 def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
-    """From a dispatch to the first step, on a cluster that has run one gang before."""
+    """Measure from a dispatch to the first step, on a cluster that has run one gang before."""
     schema.register()
     with initialize_config_dir(str(commands.ROOT / "conf"), **VERSION_BASE):
         cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])

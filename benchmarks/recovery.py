@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step of rank 0.
+    """Hold one step of rank 0.
 
     Args:
         time: when it was done, seconds since the epoch.
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill cost.
+    """Hold the cost of one kill.
 
     Args:
         detect_s: until the launcher said that it knows.
@@ -64,7 +64,7 @@ class Kill:
 
 
 class Training:
-    """A training that is killed again and again.
+    """Run a training that is killed again and again.
 
     Args:
         running: its command.
@@ -109,7 +109,7 @@ class Training:
         return Kill(detected - begin, first.time - begin, self.steps[index - 1].number - first.number + 1)
 
     def read(self) -> list[Step]:
-        """All steps so far."""
+        """Return all steps so far."""
         path = self.folder / "steps"
         if path.exists():
             with path.open("rb") as file:
@@ -122,7 +122,7 @@ class Training:
         return self.steps
 
     def is_whole(self) -> bool:
-        """Whether all Dask workers are there."""
+        """Return whether all Dask workers are there."""
         pids = (int(path.name.partition("-")[2]) for path in self.folder.glob("worker-*"))
         return sum(map(psutil.pid_exists, pids)) >= self.workers
 
@@ -164,7 +164,7 @@ def struck(name: str, training: AbstractContextManager[Training], n: int, whom: 
 
 
 def figures(name: str, kills: list[Kill], detect: Goal | None = None, again: Goal | None = None) -> Iterator[Figure]:
-    """The figures of one training."""
+    """Return the figures of one training."""
     yield report.times(f"{name}: detect", [kill.detect_s for kill in kills], detect)
     yield report.times(f"{name}: first step again", [kill.first_step_s for kill in kills], again)
     yield report.times(f"{name}: steps lost", [kill.lost for kill in kills], unit="steps")
@@ -172,7 +172,7 @@ def figures(name: str, kills: list[Kill], detect: Goal | None = None, again: Goa
 
 @contextmanager
 def ddp_hydra(ranks: int, spare: int = 0) -> Iterator[Training]:
-    """A job that starts again as often as it is killed."""
+    """Run a job that restarts as often as it is killed."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, commands.nobody_warm() as variables:
         overrides = [
             f"cluster.n_workers={ranks + spare}",
@@ -200,7 +200,7 @@ def ddp_hydra(ranks: int, spare: int = 0) -> Iterator[Training]:
 
 @contextmanager
 def torchrun(ranks: int) -> Iterator[Training]:
-    """The script by hand, under a torchrun that starts it again."""
+    """Run the hand-written script under a torchrun that restarts it."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         options = ("--max-restarts=1000", "--monitor-interval=0.1")
         arguments = (folder, str(STEP_S), str(STEPS))

@@ -1,4 +1,4 @@
-"""What all benchmarks share: a table with the goal beside each figure, `--json`, and `--check`."""
+"""Report the figures of a benchmark: a table with the goal beside each figure, `--json`, and `--check`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure shall reach.
+    """Set the goal of a figure.
 
     Args:
         limit: the bound.
@@ -29,7 +29,7 @@ class Goal:
     at_most: bool = False
 
     def met(self, value: float) -> bool:
-        """Whether a figure reaches it."""
+        """Return whether a figure reaches it."""
         return value <= self.limit if self.at_most else value >= self.limit
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table.
+    """Hold one line of the table.
 
     Args:
         name: what was measured.
@@ -60,7 +60,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether it has no goal or reaches it."""
+        """Return whether it has no goal or reaches it."""
         return self.goal is None or self.goal.met(self.median)
 
 
@@ -75,12 +75,12 @@ def speeds(name: str, runs: Sequence[float]) -> Figure:
 
 
 def ratio(name: str, over: Figure, under: Figure, goal: Goal | None = None) -> Figure:
-    """One figure over another: of their medians, of their bests, and of their worsts."""
+    """Return the ratio of two figures: of their medians, their bests and their worsts."""
     return Figure(name, over.median / under.median, over.best / under.best, over.worst / under.worst, "x", goal)
 
 
 def paired(name: str, over: Sequence[float], under: Sequence[float], goal: Goal | None = None) -> Figure:
-    """The ratio of two speeds that were measured side by side in each turn: what drifts meanwhile meets both."""
+    """Return the ratio of two speeds, measured side by side in each turn, so that drift of the machine affects both."""
     ratios = tuple(a / b for a, b in zip(over, under, strict=True))
     return Figure(name, statistics.median(ratios), max(ratios), min(ratios), "x", goal, ratios)
 
@@ -115,7 +115,7 @@ def progress(text: str) -> None:
 
 
 def table(figures: Iterable[Figure]) -> Table:
-    """The figures for a person."""
+    """Return the figures as a table."""
     shown = Table("figure", title=machine())
     for heading in ("median", "best", "worst", "unit", "goal", ""):
         shown.add_column(heading, justify="right" if heading in ("median", "best", "worst") else "left")
@@ -139,7 +139,7 @@ def digits(value: float) -> str:
 
 
 def as_dict(figures: Iterable[Figure]) -> dict[str, object]:
-    """The figures for a program."""
+    """Return the figures as JSON values."""
     return {
         "machine": machine(),
         "figures": [{**asdict(figure), "met": figure.met} for figure in figures],
@@ -147,6 +147,6 @@ def as_dict(figures: Iterable[Figure]) -> dict[str, object]:
 
 
 def machine() -> str:
-    """Where it was measured."""
+    """Describe the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{platform.system()} {platform.machine()}, {cores} cores, Python {platform.python_version()}"

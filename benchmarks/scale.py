@@ -1,4 +1,4 @@
-"""What a rank more costs the client and the scheduler: gangs of 2 to 256 stub ranks, without a process behind them."""
+"""Measure the cost of each additional rank for client and scheduler: gangs of 2 to 256 stub ranks without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PER_PROCESS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """What a gang took.
+    """Hold the costs of one gang.
 
     Args:
         wall_s: from the dispatch to the last rank's end.
@@ -62,7 +62,7 @@ def measure(repeats: int) -> Iterator[Figure]:
 
 
 def figures(dispatch: dict[int, list[Cost]], records: dict[int, list[Cost]]) -> Iterator[Figure]:
-    """The table: each cost per rank, how it grows, and what it would be for many."""
+    """Return the figures: each cost per rank, its growth, and an extrapolation to many ranks."""
     most, linear = max(RANKS), Goal(1.2, at_most=True)
     for part in ("wall", "client", "scheduler"):
         each = {
@@ -112,7 +112,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 @contextmanager
 def workers(n: int) -> Iterator[tuple[Client, psutil.Process]]:
-    """A scheduler in a process of its own, and `n` workers in a few more."""
+    """Run a scheduler in a process of its own, and `n` workers in a few more."""
     with ExitStack() as stack:
         scheduler = start(stack, sys.executable, "-m", "benchmarks.scale_workers")
         assert scheduler.stdout is not None

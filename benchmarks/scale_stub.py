@@ -1,4 +1,4 @@
-"""A rank that is none: all that a relay does for one, but no process behind it."""
+"""Run a stub rank: everything that the rank task does, but no process behind it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ddp_hydra.results import Record
 
 
 def records(n: int) -> None:
-    """What a gang is told to run, and `run_rank` reads: say so many records."""
+    """Stand for a function that sends `n` records; `run_rank` reads `n` from the call."""
 
 
 def run_rank(order: launch_spec.LaunchSpec) -> None:
-    """Stand in for `relay.run_rank`: come up, hear where to meet, send records one by one, end."""
+    """Stand in for `task.run_rank`: come up, receive the rendezvous address, send records one by one, end."""
     worker, rank = get_worker(), order.spec.rank
     box = inbox.box(order.gang, rank)
     try:

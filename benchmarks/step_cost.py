@@ -1,4 +1,4 @@
-"""What records cost, in microseconds: metrics, progress, TensorBoard, checkpoints. A tiny model's steps.
+"""Measure the cost of records in microseconds (metrics, progress, TensorBoard, checkpoints) with a tiny model.
 
 What a rank pays is found within one run, between steps with and without a record; what the client pays, in CPU time.
 """
@@ -46,7 +46,7 @@ RESNET = (
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run has cost.
+    """Hold the costs of one run.
 
     Args:
         step_us: time from the end of a step to that of the next one, by the step before it, 1 first.
@@ -74,7 +74,7 @@ def measure(repeats: int) -> Iterator[Figure]:
 
 
 def once() -> dict[str, float]:
-    """All prices, in microseconds."""
+    """Measure all costs, in microseconds."""
     paired, rare = run(ALL, every=2), run(ALL, every=STEPS)
     step = paired.after(2, 1)
     record = paired.after(2) - step
@@ -147,7 +147,7 @@ def storing() -> float:
 
 @dataclass(frozen=True)
 class Here:
-    """A sender to nobody.
+    """Drop all records.
 
     Args:
         spool: folder for files.

@@ -1,4 +1,4 @@
-"""A sweep of short jobs: our launcher, torchrun once for each job, and Hydra's joblib launcher without DDP."""
+"""Compare sweeps of short jobs: our launcher, torchrun once per job, and Hydra's joblib launcher without DDP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JOBLIB = ("hydra-core==1.3.*", "hydra-joblib-launcher==1.2.*")
 
 @dataclass(frozen=True)
 class Job:
-    """When a job did what.
+    """Hold the times of one job.
 
     Args:
         first_step: end of its first step, seconds since the epoch.
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Swept:
-    """What one sweep took.
+    """Hold the times of one sweep.
 
     Args:
         begin: when the command was given, seconds since the epoch.
@@ -66,31 +66,31 @@ class Swept:
 
     @property
     def wall_s(self) -> float:
-        """From the command to the prompt."""
+        """Return the time from the command to the prompt, in seconds."""
         return self.end - self.begin
 
     @property
     def start_up_s(self) -> float:
-        """From the command to the first step of whichever job comes first."""
+        """Return the time from the command to the first step of any job, in seconds."""
         return min(job.first_step for job in self.jobs) - self.begin
 
     @property
     def train_s(self) -> float:
-        """Steps of the median job."""
+        """Return the time of all steps of the median job, in seconds."""
         return statistics.median(job.train_s for job in self.jobs)
 
     @property
     def beyond_s(self) -> float:
-        """What the process of the median job takes beyond its steps."""
+        """Return the time that the median job's process takes beyond its steps, in seconds."""
         return statistics.median(job.wall_s - job.train_s for job in self.jobs if job.wall_s is not None)
 
     @property
     def closing_s(self) -> float:
-        """From the end of the last job to the prompt."""
+        """Return the time from the end of the last job to the prompt, in seconds."""
         return self.end - max(job.end for job in self.jobs if job.end is not None)
 
     def overhead_s(self, without_start_up: bool = False) -> float:
-        """Time of a job in its slot beyond the steps of the median job.
+        """Return the time of a job in its slot beyond the steps of the median job, in seconds.
 
         Args:
             without_start_up: leave out what comes before the very first step.
@@ -122,7 +122,7 @@ def points() -> list[tuple[float, int]]:
 
 
 def figures(ours: Sequence[Swept], hand: Sequence[Swept], joblib: Sequence[Swept]) -> Iterator[Figure]:
-    """The table."""
+    """Return the figures."""
 
     def of(name: str, sweeps: Sequence[Swept], value: Callable[[Swept], float], goal: Goal | None = None) -> Figure:
         return report.times(name, [value(swept) for swept in sweeps], goal)
@@ -203,12 +203,12 @@ def by_joblib(folder: Path, python: str) -> Swept:
 
 
 def listed(values: Sequence[float]) -> str:
-    """Values as a sweep takes them."""
+    """Return values in the syntax of a sweep."""
     return ",".join(map(str, values))
 
 
 def read(folder: Path, begin: float, end: float, at_once: int) -> Swept:
-    """Read what the jobs of a sweep have left: summary.json and first-step of each; our launcher's sweep.json.
+    """Read the files of a sweep: summary.json and first-step of each job; our launcher's sweep.json.
 
     Args:
         folder: with a folder for each job.
@@ -229,7 +229,7 @@ def read(folder: Path, begin: float, end: float, at_once: int) -> Swept:
 
 
 def shown(name: str, swept: Swept) -> Swept:
-    """Say what was measured, once it is known to be all there."""
+    """Print what was measured, after a check that all jobs are there."""
     if len(swept.jobs) != JOBS:
         sys.exit(f"{name}: {len(swept.jobs)} of {JOBS} jobs have ended well")
     report.progress(

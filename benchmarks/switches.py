@@ -1,4 +1,4 @@
-"""What each switch of the trainer buys and costs: images/s, memory and the loss, beside the same job without it."""
+"""Measure what each switch of the trainer changes: images/s, memory and loss, beside the job without it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SWITCHES: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Run:
-    """What a job came to.
+    """Hold the results of one job.
 
     Args:
         images_per_s: median of the records after the first steps.
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: medians over the repeats.
+    """Hold a line of the table: medians over the repeats.
 
     Args:
         switch: the overrides.
@@ -137,18 +137,18 @@ def run(switch: tuple[str, ...]) -> Run:
 
 
 def median(runs: Sequence[Run]) -> Run:
-    """Of each figure."""
+    """Return the median of each figure."""
     columns = zip(*(asdict(run).values() for run in runs), strict=True)
     return Run(*(statistics.median(column) for column in columns))
 
 
 def row(switch: tuple[str, ...], found: Run, plain: Run) -> Row:
-    """A line of the table."""
+    """Return a line of the table."""
     return Row(" ".join(switch) or "as it is", speed=found.images_per_s / plain.images_per_s, **asdict(found))
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For a person."""
+    """Return the table for the terminal."""
     shown = Table("switch", title=report.machine())
     for heading in ("images/s", "x", "memory, MiB", "val/loss", "val/accuracy"):
         shown.add_column(heading, justify="right")

@@ -55,7 +55,7 @@ def from_store(url: str) -> Side:
 
 
 class Peers:
-    """The loops in `peers/`.
+    """Run the loops in `peers/`.
 
     Args:
         python: the interpreter that has Fabric and Ray.
@@ -86,7 +86,7 @@ class Peers:
 
 
 def sizes(work: Work, folder: Path) -> tuple[str, ...]:
-    """What all scripts are told."""
+    """Return the arguments of all scripts."""
     metrics = f"--metrics={folder / 'metrics.jsonl'}"
     return f"--model={work.model}", f"--batch-size={work.batch_size}", f"--steps={work.steps}", metrics
 

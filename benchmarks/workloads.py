@@ -1,4 +1,4 @@
-"""What both sides train: a tiny model, and data sets in memory. Nothing here knows ddp_hydra."""
+"""Make what both sides train: a tiny model, and data sets in memory. Nothing here imports ddp_hydra."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class InMemory:
         return self.x[chosen], self.y[chosen]
 
     def collate(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """A batch is one already."""
+        """Return a batch, which is one already."""
         return batch
 
     def prepare(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ class StampedSGD(torch.optim.SGD):
         self._stamp: Path | None = Path(stamp) if os.environ.get("RANK", "0") == "0" else None
 
     def step(self, closure: Any = None) -> Any:
-        """One step; the first is written down."""
+        """Do one step; write down the time of the first."""
         loss = super().step(closure)
         if self._stamp is not None:
             self._stamp.write_text(repr(time.time()))
@@ -125,7 +125,7 @@ class TracedSGD(torch.optim.SGD):
             self._file = os.open(Path(folder) / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def step(self, closure: Any = None) -> Any:
-        """One step."""
+        """Do one step."""
         loss = super().step(closure)
         self.param_groups[0]["count"] += 1
         if self._file >= 0:

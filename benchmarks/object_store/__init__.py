@@ -1,1 +1,1 @@
-"""An object store on loopback for benchmarks: photos, shards of them, canned listings, and the server of it all."""
+"""Serve an object store on loopback for benchmarks: photos, shards of them and canned listings."""

@@ -1,4 +1,4 @@
-"""The photos: made once from a seed, into a folder that git ignores."""
+"""Make the photos once from a seed, in a folder that git ignores."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def _blown_up(rng: np.random.Generator, cells: int, width: int, height: int) -> 
 
 
 def _part(field: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A part of the size of a photo, from a random place."""
+    """Return a part of a random image, with the size of a photo."""
     top, left = rng.integers(field.shape[0] - SIZE[1]), rng.integers(field.shape[1] - SIZE[0])
     return field[top : top + SIZE[1], left : left + SIZE[0]]

@@ -1,4 +1,4 @@
-"""A network link in front of the server: all connections together get no more than its bandwidth.
+"""Limit the bandwidth of all connections to the server together, like a network link.
 
 It runs as a process of its own, as it computes: `python -m benchmarks.object_store.link PORT`.
 """

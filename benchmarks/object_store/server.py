@@ -1,4 +1,4 @@
-"""The server: nginx on loopback, once as it is and once with the first byte 20 ms late, as real stores have it."""
+"""Serve files with nginx on loopback: once directly, and once with the first byte 20 ms late, as of real stores."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ http {{
 
 @dataclass(frozen=True)
 class Store:
-    """Where the running server is.
+    """Hold the endpoints of the running server.
 
     Args:
         prompt: its port without delay.
@@ -80,7 +80,7 @@ class Store:
     late: int
 
     def url(self, latency_ms: int) -> str:
-        """The endpoint with a first-byte latency of 0 or 20 ms."""
+        """Return the endpoint with a first-byte latency of 0 or 20 ms."""
         return f"http://127.0.0.1:{self.late if latency_ms else self.prompt}"
 
 
@@ -147,7 +147,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _modules() -> str:
-    """The folder of nginx's modules, with the one that waits."""
+    """Return the folder of nginx's modules, with the one that waits."""
     advice = (
         f"this benchmark needs the Debian packages {PACKAGES}: type `apt-get install {PACKAGES.replace(' and', '')}`"
     )

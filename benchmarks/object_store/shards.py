@@ -1,4 +1,4 @@
-"""The same photos as tar files with an index, as webdataset's wids reads them."""
+"""Make tar files of the same photos with an index, as webdataset's wids reads them."""
 
 from __future__ import annotations
 

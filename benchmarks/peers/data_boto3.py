@@ -1,4 +1,4 @@
-"""What most write by hand: an ImageFolder in the style of torchvision, with one boto3 client a process."""
+"""Read images as most users write it by hand: an ImageFolder like torchvision's, with one boto3 client per process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the data scripts share: their options, and how reading is timed. No torch, so that bare ones start fast."""
+"""Parse the options of the data scripts, and time their reading. Without torch, so that bare scripts start fast."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def count(loader: Iterable[Any]) -> int:
 
 
 def timed(read: Callable[[], int]) -> dict[str, float]:
-    """How fast this process and its children read images, and what they computed for one.
+    """Return how many images per second this process and its children read, and the CPU time per image.
 
     Args:
         read: reads, and returns how many images.

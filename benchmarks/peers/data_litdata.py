@@ -34,7 +34,7 @@ class Listed(BaseIndexer):
         return [FileMetadata(f"s3://photos/{item['Key']}", item["Size"]) for page in pages for item in page["Contents"]]
 
     def discover_files(self, *_: Any) -> list[FileMetadata]:
-        """As above."""
+        """List the bucket."""
         return self.build_or_load_index()
 
 

@@ -18,12 +18,12 @@ to_crop = transforms.Compose(
 
 
 def decoded(data: bytes) -> Any:
-    """A crop of an image file: float (3, 224, 224)."""
+    """Return a crop of an image file: float (3, 224, 224)."""
     return to_crop(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
 class Batches:
-    """A batch sampler whose batches can be changed between epochs, also of workers that stay."""
+    """Sample batches that can be changed between epochs, also for persistent workers."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The bare obstore client: objects fetched in threads and thrown away."""
+"""Fetch objects with the bare obstore client in threads, and discard them."""
 
 from __future__ import annotations
 

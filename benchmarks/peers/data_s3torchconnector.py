@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 
 def decoded(reader: S3Reader) -> tuple[Any, int]:
-    """A crop and its class."""
+    """Return a crop and its class."""
     return data_loader.decoded(reader.read()), int(reader.key.split("/")[-2].removeprefix("class-"))
 
 

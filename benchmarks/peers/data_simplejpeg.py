@@ -1,4 +1,4 @@
-"""The bare decoder: JPEGs in memory to crops of 224, in threads, and thrown away."""
+"""Decode JPEGs in memory to crops of 224 in threads with the bare decoder, and discard them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Photos(Dataset):
 
 
 def decoded(sample: dict[str, Any]) -> tuple[Any, int]:
-    """A crop and its class."""
+    """Return a crop and its class."""
     return data_loader.decoded(sample[".jpg"].getbuffer()), int(sample[".cls"].read())
 
 

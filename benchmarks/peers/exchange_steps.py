@@ -1,4 +1,4 @@
-"""A loop by hand whose gradients go through gloo's sockets in one step and through shared memory in the next."""
+"""Run a hand-written loop that exchanges gradients through gloo's sockets and through shared memory in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of `ddp_loop.py` with Lightning Fabric. Run by torchrun."""
+"""Run the loop of `ddp_loop.py` with Lightning Fabric, under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loops by hand, of Fabric and of Ray Train have in common: the model, its batches, what they count."""
+"""Share the model, the batches and the measurements among the loops: by hand, of Fabric and of Ray Train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.workloads import Images, Windows
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=("lstm", "resnet18"), required=True)
     parser.add_argument("--batch-size", type=int, required=True)
@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Work:
-    """One rank's work.
+    """Hold the model and the data of one rank.
 
     Args:
         model: lstm or resnet18.
@@ -52,7 +52,7 @@ class Work:
     world_size: int
 
     def build(self) -> tuple[nn.Module, Any]:
-        """The model and its data."""
+        """Make the model and its data."""
         torch.set_num_threads(1)
         torch.manual_seed(0)
         n_samples = self.steps * self.batch_size * self.world_size

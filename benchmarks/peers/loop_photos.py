@@ -20,7 +20,7 @@ WORKERS = 1
 
 
 def photos(endpoint: str) -> Dataset:
-    """The data set.
+    """Make the data set.
 
     Args:
         endpoint: URL of the store.

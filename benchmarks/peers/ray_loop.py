@@ -1,4 +1,4 @@
-"""The loop of `ddp_loop.py` with Ray Train: `python ray_loop.py ...`."""
+"""Run the loop of `ddp_loop.py` with Ray Train: `python ray_loop.py ...`."""
 
 from __future__ import annotations
 
