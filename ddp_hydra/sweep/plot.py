@@ -79,10 +79,9 @@ class Scale:
     @property
     def numbers(self) -> dict[int, float]:
         """Return the numbers by job number; {} if not all values are numbers."""
-        found = {job: _number(value) for job, value in self.values.items()}
-        return (
-            {job: number for job, number in found.items() if number is not None} if None not in found.values() else {}
-        )
+        numbers = {job: _number(value) for job, value in self.values.items()}
+        found = {job: number for job, number in numbers.items() if number is not None}
+        return found if len(found) == len(numbers) else {}
 
     @property
     def categories(self) -> list[str | None]:
@@ -138,12 +137,11 @@ def _png(rows: Sequence[Row], objective: Objective, keys: list[str]) -> bytes:
 
 def _title(rows: Sequence[Row], objective: Objective, keys: int) -> str:
     best = _good(rows, objective)[0]
-    said = f"best: job {best.number} with {_shown(objective.metric, 40)} {best.objective:.5g} ({objective.better})"
+    verdict = f"best: job {best.number} with {_shown(objective.metric, 40)} {best.objective:.5g} ({objective.better})"
     if not objective.ranks(rows):
-        said = "no best: " + ("jobs have other data" if objective.maximize is not None else "no direction was given")
-    return f"{describe_counts(rows)}\n{said}" + (
-        f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else ""
-    )
+        verdict = f"no best: {'no direction was given' if objective.maximize is None else 'jobs have other data'}"
+    omitted = f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else ""
+    return f"{describe_counts(rows)}\n{verdict}{omitted}"
 
 
 def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.forked_process import ForkedProcess
+from ddp_hydra.sweep.job_process import JobOutcome
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import Row
+from ddp_hydra.sweep.rows import Row, State
 
 log = logging.getLogger(__name__)
 STOP_S = 10.0
@@ -48,6 +49,24 @@ class RunningJob:
     def wall_s(self) -> float:
         """Return how long it has taken, with the earlier runs that it resumes, in seconds."""
         return self.planned.spent_s + time.monotonic() - self.begun
+
+    def outcome(self, is_interrupted: bool) -> JobOutcome:
+        """End its process, and return how the job ended.
+
+        Args:
+            is_interrupted: whether the user has ended the sweep, and so perhaps the process before it sent its outcome.
+        """
+        last = self.process.messages[-1] if self.process.messages else None
+        self.process.end()
+        if isinstance(last, JobOutcome):
+            outcome = last
+        else:
+            log_file = self.planned.folder / "logs" / "job.log"
+            message = f"its own process {self.process.describe_end()}; see {log_file}"
+            outcome = JobOutcome(State.interrupted if is_interrupted else State.failed, None, message)
+        if self.stop_reason and outcome.state != State.done:
+            return JobOutcome(State.failed, None, self.stop_reason)
+        return outcome
 
     def check_time(self, limit_s: float | None, now: float) -> None:
         """Stop the job if it has exceeded its time limit, and kill it if it does not end then.

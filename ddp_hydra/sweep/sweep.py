@@ -26,7 +26,7 @@ from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
 from ddp_hydra.sweep import job_status, planned_job
 from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
-from ddp_hydra.sweep.job_process import JobOutcome, run_planned_job
+from ddp_hydra.sweep.job_process import run_planned_job
 from ddp_hydra.sweep.job_returns import failed_return, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import CachingConfigLoader, PlannedJob
@@ -180,13 +180,9 @@ class Sweep:
     def on_end(self, job: RunningJob) -> None:
         """Take over the outcome of a job whose process has ended."""
         self.running.remove(job)
-        last = job.process.messages[-1] if job.process.messages else None
-        job.process.end()
+        outcome = job.outcome(self.interrupts.wanted)
         row, folder = job.row, job.planned.folder
         row.wall_s, row.eta_s = job.wall_s, None
-        outcome = last if isinstance(last, JobOutcome) else self.crashed(job)
-        if job.stop_reason and outcome.state != State.done:
-            outcome = JobOutcome(State.failed, None, job.stop_reason)
         row.state, row.message = outcome.state, outcome.message
         if job.planned.is_ours:
             job_status.read_summary(row, folder, self.objective)
@@ -196,12 +192,6 @@ class Sweep:
                 job_status.take_value(row, outcome.result.return_value, self.objective)
         if outcome.state == State.failed and self.settings.fail_fast and not self.is_stopping():
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
-
-    def crashed(self, job: RunningJob) -> JobOutcome:
-        """Return the outcome of a job whose process has sent none: it crashed or was killed."""
-        log_file = job.planned.folder / "logs" / "job.log"
-        message = f"its own process {job.process.describe_end()}; see {log_file}"
-        return JobOutcome(State.interrupted if self.interrupts.wanted else State.failed, None, message)
 
     # -- watching and stopping jobs ------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.sweep import scheduler as module
 from ddp_hydra.sweep import sweep
+from ddp_hydra.sweep.job_process import JobOutcome
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Row, State
@@ -152,6 +154,52 @@ def test_jobs_on_a_cluster_that_cannot_be_brought_up_fail(make):
     assert (first.row.state, first.row.message) == (State.failed, "no quota")
     assert started[0].closed
     assert start_all(scheduler) == [1]
+
+
+class Process:
+    """A process that has ended, or was sent signals."""
+
+    def __init__(self, *messages: object) -> None:
+        self.messages, self.signals = list(messages), []
+
+    def end(self) -> None:
+        pass
+
+    def describe_end(self) -> str:
+        return "was killed by SIGSEGV"
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+DONE, INTERRUPTED = JobOutcome(State.done, None), JobOutcome(State.interrupted, None, "saved")
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_interrupted", "stop_reason", "state", "words"),
+    [
+        ([DONE], False, "", State.done, ""),
+        ([DONE], False, "it took longer", State.done, ""),  # it came to its end all the same
+        ([INTERRUPTED], False, "it took longer", State.failed, "it took longer"),
+        ([], False, "", State.failed, "its own process was killed by SIGSEGV; see 0/logs/job.log"),
+        ([], True, "", State.interrupted, "its own process was killed"),
+    ],
+)
+def test_how_a_job_ended(messages, is_interrupted, stop_reason, state, words):
+    planned = job()
+    planned.folder = Path("0")
+    outcome = RunningJob(planned, Process(*messages), stop_reason=stop_reason).outcome(is_interrupted)
+    assert outcome.state == state
+    assert words in outcome.message
+
+
+def test_a_job_that_takes_too_long_is_interrupted_and_then_killed():
+    running = RunningJob(job(), Process(), begun=100.0)
+    running.check_time(None, 1e9)
+    for now in (109.0, 111.0, 112.0, 122.0):
+        running.check_time(10.0, now)
+    assert running.process.signals == [signal.SIGINT, signal.SIGKILL]
+    assert running.stop_reason == "it took longer than hydra.launcher.job_timeout_s=10"
 
 
 def test_what_is_preloaded_exists(monkeypatch):
