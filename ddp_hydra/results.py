@@ -147,7 +147,7 @@ def emit(kind: str, data: Mapping[str, Any], step: int | None = None) -> None:
 def _sender() -> Sender:
     if _process.sender is None:
         raise RecordError(
-            "results.* was called outside a rank, where nobody listens; call it in the function that "
+            "results.* was called outside a rank, where nobody receives records; call it in the function that "
             "dispatch.run or a job runs"
         )
     return _process.sender

@@ -113,7 +113,7 @@ _ABSENT = object()
 
 def _shown(leaves: Mapping[str, Any], key: str) -> str:
     if key not in leaves:
-        return "(not there)"
+        return "(missing)"
     return "null" if leaves[key] is None else str(leaves[key])
 
 

@@ -82,7 +82,7 @@ class Sources:
             size += 1
         module, rest = parts[:size], parts[size:]
         if not rest:
-            raise ConfigError(f"it is a module: give something in it, {target}.<name>")
+            raise ConfigError(f"it is a module: give a class or function of it, {target}.<name>")
         path = self.find(".".join(module)) if module else None
         names = self.names(path) if path else set()
         if names is None or rest[0] in names:

@@ -109,7 +109,7 @@ def _check_results(cfg: DictConfig) -> None:
             )
     elif results.root:
         raise ConfigError(
-            f"results.root={results.root} is for results that do not come here: give results.handler=cluster, too, or "
+            f"results.root={results.root} is only for results.handler=cluster: give that, too, or "
             "hydra.run.dir=<folder> for a folder here"
         )
     elif cfg.detach:

@@ -40,7 +40,7 @@ def message_of(error: object) -> str:
     try:
         return shorten(str(error), MESSAGE_CHARS)
     except Exception as failed:
-        return f"(its message can't be told: {type(error).__name__}.__str__ raised {type(failed).__name__})"
+        return f"(its message is not available: {type(error).__name__}.__str__ raised {type(failed).__name__})"
 
 
 def traceback_of(error: BaseException) -> str:

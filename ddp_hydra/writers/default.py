@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_hydra.storage.results_root import Store
 from ddp_hydra.writers.base import Fetch, Writer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # rich takes long to import, and only the live display needs it
     from rich.console import Console
-
-    from ddp_hydra.storage.results_root import Store
 
 
 def default_writers(

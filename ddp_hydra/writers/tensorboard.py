@@ -116,7 +116,9 @@ def _image(record: Record) -> Summary:
     except (binascii.Error, ValueError):
         png = b""
     if len(png) < 33 or png[:8] != b"\x89PNG\r\n\x1a\n" or png[12:16] != b"IHDR":
-        raise RecordError(f"image {record.data['name']!r} of rank {record.rank} is no PNG: pass results.image one")
+        raise RecordError(
+            f"image {record.data['name']!r} of rank {record.rank} is not a PNG: pass PNG bytes to results.image"
+        )
     width, height, _, color = struct.unpack(">IIBB", png[16:26])
     if not 0 < width < 2**31 or not 0 < height < 2**31:
         raise RecordError(f"image {record.data['name']!r} of rank {record.rank} claims {width} x {height} pixels")

@@ -69,11 +69,11 @@ def test_changes_are_told_by_what_was_given():
     assert checkpoint_config.changes(before, before) == []
     assert checkpoint_config.changes(before, now) == [
         "data.bucket photos -> b",
-        "data.val.bucket ${..bucket} -> (not there)",
-        "data.val.names ['${data.bucket}', 'b'] -> (not there)",
+        "data.val.bucket ${..bucket} -> (missing)",
+        "data.val.names ['${data.bucket}', 'b'] -> (missing)",
         "optimizer.lr 0.1 -> 0.01",
-        "trainer.epochs 5 -> (not there)",
-        "data.val (not there) -> null",
+        "trainer.epochs 5 -> (missing)",
+        "data.val (missing) -> null",
     ]
 
 

@@ -177,7 +177,7 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
         ({"results.retry_s": -1.0}, "results.retry_s=-1: give seconds, 0 or more"),
         ({"results.retry_s": float("nan")}, "results.retry_s=nan: give seconds, 0 or more"),
         ({"results.handler": "cluster"}, "results.handler=cluster needs a place that the workers can write"),
-        ({"results.root": "s3://a/b"}, "results.root=s3://a/b is for results that do not come here: give"),
+        ({"results.root": "s3://a/b"}, "results.root=s3://a/b is only for results.handler=cluster: give"),
         (
             {"results.handler": "cluster", "results.root": "s3://a/b", "results.mirror": "s3://a/c"},
             "results.mirror=s3://a/c: with results.handler=cluster the checkpoints are in the store already",

@@ -63,7 +63,7 @@ def test_what_is_there_is_found(root, target):
         ("models.good.Transformer", r"models/good\.py has no Transformer; it has Net, Small, torch"),
         ("models.god.Net", r"no models/god\.py: did you mean models\.good\?"),
         ("models.blocks.Depe", r"models/blocks/__init__\.py has no Depe: did you mean Deep\?"),
-        ("models.good", r"it is a module: give something in it, models\.good\.<name>"),
+        ("models.good", r"it is a module: give a class or function of it, models\.good\.<name>"),
         ("modelz.good.Net", r"there is no package modelz: did you mean models\?"),
     ],
 )

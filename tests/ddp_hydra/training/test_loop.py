@@ -275,8 +275,8 @@ def test_what_is_typed_at_a_resume_wins_and_the_header_lists_it(train):
     parts = {"optimizer": {"lr": 0.05, "weight_decay": 0.3}, "scheduler": {"min_factor": 0.5}}
     again = train(resume=first.last, clip_norm=7.0, parts=parts, **options)
     assert changed(again) == [
-        "optimizer.lr 0.1 -> 0.05, trainer.clip_norm null -> 7.0, optimizer.weight_decay (not there) -> 0.3, "
-        "scheduler.min_factor (not there) -> 0.5"
+        "optimizer.lr 0.1 -> 0.05, trainer.clip_norm null -> 7.0, optimizer.weight_decay (missing) -> 0.3, "
+        "scheduler.min_factor (missing) -> 0.5"
     ]
     rates = dict(never.metrics("lr"))
     assert again.metrics("lr") == [(step, pytest.approx(0.025 + rates[step] / 4)) for step in (5, 6, 7, 8)]

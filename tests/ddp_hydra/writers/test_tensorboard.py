@@ -107,5 +107,5 @@ def test_a_second_writer_adds_a_file_that_is_read_after_the_first(tmp_path, metr
 
 @pytest.mark.parametrize("content", ["%%%", "é", base64.b64encode(b"GIF89a" + bytes(60)).decode()])
 def test_an_image_that_is_no_png_is_refused(tmp_path, content):
-    with pytest.raises(RecordError, match="image 'x' of rank 3 is no PNG"):
+    with pytest.raises(RecordError, match="image 'x' of rank 3 is not a PNG"):
         TensorBoardWriter(tmp_path).write(Record("image", {"name": "x", "png": content}, rank=3))
