@@ -249,7 +249,7 @@ def test_content_that_is_neither_bytes_nor_text_is_refused(data, sent):
     ids=["log", "text", "image", "submit", "submit large", "submit_file"],
 )
 def test_outside_a_rank_a_sentence_says_where_to_call_it(speak):
-    with pytest.raises(RecordError, match=r"outside a rank, where nobody receives records; call it in the function that"):
+    with pytest.raises(RecordError, match=r"outside a rank, where nobody receives records; call it in the function"):
         speak()
 
 

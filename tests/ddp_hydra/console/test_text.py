@@ -46,5 +46,5 @@ def test_an_error_of_ten_megabytes_is_told_in_a_few_lines():
 def test_an_error_that_cannot_say_what_it_is_has_a_type_and_a_traceback():
     with pytest.raises(Mute) as caught:
         raise Mute
-    assert message_of(caught.value) == "(its message can't be told: Mute.__str__ raised KeyError)"
+    assert message_of(caught.value) == "(its message is not available: Mute.__str__ raised KeyError)"
     assert "raise Mute" in traceback_of(caught.value)

@@ -85,5 +85,5 @@ def test_what_was_raised_is_told_within_bounds_also_by_an_error_that_cannot_say_
     assert end["message"].startswith("ValueError: xxx")
     assert len(json.dumps(end)) < 100_000
     assert len(json.dumps(process.describe(SystemExit("x" * 10_000_000)))) < 100_000
-    assert process.describe(Mute())["message"] == "Mute: (its message can't be told: Mute.__str__ raised KeyError)"
+    assert process.describe(Mute())["message"] == "Mute: (its message is not available: Mute.__str__ raised KeyError)"
     assert process.describe(KeyError())["message"] == "KeyError"
