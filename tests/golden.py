@@ -3,8 +3,8 @@
 python -m tests.golden record golden.json     # before a change
 python -m tests.golden compare golden.json    # after it: exits 1 where a job came to something else
 
-The digests hold on one machine with one version of torch; they are not committed. Two jobs are interrupted and one is
-killed on the way: these have to come to what the undisturbed one comes to, on any machine.
+The digests hold on one machine with one version of torch; they are not committed. Some jobs are resumed, killed or
+rolled back on the way: they have to come to what another job comes to, on any machine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,14 @@ JOBS: dict[str, tuple[str, ...]] = {
     ),
     "resumed": ("resume={digits}/checkpoints/step-000005.pt", *DIGITS),
     "killed and restarted": (*DIGITS, "+fault=kill,rank=1,step=14"),
+    "a step left out": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=skip"),
+    "rolled back": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=rollback"),
 }  # fmt: skip
-SAME = {"resumed": "digits, 2 ranks", "killed and restarted": "digits, 2 ranks"}
+SAME = {
+    "resumed": "digits, 2 ranks",
+    "killed and restarted": "digits, 2 ranks",
+    "rolled back": "a step left out",
+}
 """Jobs that have to come to what another comes to."""
 
 

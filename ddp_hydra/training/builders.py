@@ -81,7 +81,7 @@ def not_taken(node: DictConfig) -> str:
     hints = "".join(unknown_keys.meant(key, names) for key in refused)
     leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
     there = ", ".join(names)
-    return f"it takes no {', '.join(refused)}{hints}; it takes {there}; to leave the others out, type {leave_out}"
+    return f"it takes no {', '.join(refused)}{hints}; it takes {there}. To leave the others out, type {leave_out}"
 
 
 def dataset(node: DictConfig | None) -> Any:

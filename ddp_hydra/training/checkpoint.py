@@ -152,8 +152,8 @@ def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
     if bad := not_finite(content, (name for name, _ in state.model.named_buffers())):
         names = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise NonFiniteLoss(
-            f"after step {content['position']['step']} not all that is to be saved is finite ({names}), though losses "
-            "and gradients were; it is not saved. Lower optimizer.lr, or give trainer.clip_norm, and go on from the "
+            f"the state after step {content['position']['step']} is not finite ({names}), although losses and "
+            "gradients were, so it is not saved. Lower optimizer.lr, or give trainer.clip_norm, and resume from the "
             "last checkpoint with resume=<run dir>"
         )
 

@@ -193,7 +193,7 @@ def _by_step(
 ) -> FactorLR:
     """Build a schedule whose factor depends on the step, after a linear warm-up from 1 / (warm-up steps + 1)."""
     if by not in ("step", "epoch"):
-        raise ValueError(f"by is {by!r}, and is step or epoch: type scheduler.by=epoch")
+        raise ValueError(f"by={by!r}: give scheduler.by=step or scheduler.by=epoch")
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
 
     def with_warmup(step: float) -> float:

@@ -32,10 +32,10 @@ class Parallel:
 
     Attributes:
         call: `wrapped`, or its compiled form.
-        alike: all ranks have the same gradients after the backward pass.
+        same_gradients: all ranks have the same gradients after the backward pass.
     """
 
-    alike = True
+    same_gradients = True
 
     def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
         self.model, self.wrapped = model, wrapped
@@ -163,7 +163,7 @@ def ddp(
     if sync_batchnorm:
         if next(model.parameters()).device.type == "cpu":
             raise ConfigError(
-                "parallel.sync_batchnorm=true works on GPUs only, and this rank computes on the CPU: leave it out, or "
+                "parallel.sync_batchnorm=true needs GPUs, but this rank computes on the CPU: leave it out, or "
                 "give parallel.batchnorm=average"
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -210,10 +210,10 @@ def _hook(
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
         on_host, _ = dist.new_subgroups(group_size=_ranks_per_host())
-        alike = local_sgd.PostLocalSGDState(None, on_host, start_step)
-        wrapped.register_comm_hook(alike, local_sgd.post_localSGD_hook)
+        state = local_sgd.PostLocalSGDState(None, on_host, start_step)
+        wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
         parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
-        parallel.alike = False
+        parallel.same_gradients = False
 
 
 def _share(wrapped: DistributedDataParallel) -> bool:
@@ -249,8 +249,8 @@ def _ranks_per_host() -> int:
     dist.all_gather_object(every, local)
     if len(set(every)) > 1:
         raise ConfigError(
-            f"parallel.comm_hook=post_local_sgd wants as many ranks on each host, and they are {sorted(set(every))}: "
-            "give dispatch.ranks that divide evenly, or another hook"
+            f"parallel.comm_hook=post_local_sgd needs equally many ranks on each host, but hosts have "
+            f"{sorted(set(every))}: give dispatch.ranks that divide evenly, or another hook"
         )
     return local
 
@@ -283,6 +283,6 @@ def none(model: nn.Module) -> Parallel:
 def _refuse_several_ranks(name: str) -> None:
     if (ranks := dist.get_world_size()) > 1:
         raise ConfigError(
-            f"parallel={name} is for one rank, and this job has {ranks}: give dispatch.ranks=1 (and a data.batch_size "
+            f"parallel={name} is for one rank, but this job has {ranks}: give dispatch.ranks=1 (and a data.batch_size "
             f"{ranks} times as large for the same global batch), or parallel=ddp"
         )

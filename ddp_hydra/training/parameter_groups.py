@@ -39,12 +39,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
             raise ConfigError(
-                f"trainer.freeze has {pattern!r}, which is the name of no parameter; some are {', '.join(_some(names))}"
+                f"trainer.freeze has {pattern!r}, but no parameter has such a name; some names: "
+                f"{', '.join(_some(names))}"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_chosen(name, patterns))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"trainer.freeze={list(patterns)} leaves nothing to train: take something out, as in '!fc.*'")
+        raise ConfigError(
+            f"trainer.freeze={list(patterns)} leaves nothing to train: exclude something, as with '!fc.*'"
+        )
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
@@ -90,7 +93,8 @@ def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
         if not parts:
             known = sorted({type(module).__name__ for module in model.modules()})
             raise ConfigError(
-                f"trainer.activation_checkpointing has {name!r}, and the model is made of {', '.join(known)}"
+                f"trainer.activation_checkpointing has {name!r}, but the model has no such module; it has "
+                f"{', '.join(known)}"
             )
         for part in parts:
             part.forward = partial(_checkpointed, part.forward)

@@ -29,8 +29,8 @@ def load(model: nn.Module, path: Path) -> list[str]:
     fitting = {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
     if len(fitting) < len(own) / 2:
         raise CheckpointError(
-            f"{path} has weights for {len(fitting)} of the {len(own)} parts of this model: it is of another one. Its "
-            f"names begin with {', '.join(list(given)[:3])}, the model's with {', '.join(list(own)[:3])}"
+            f"{path} has weights for {len(fitting)} of the {len(own)} tensors of this model, so it is of another one. "
+            f"Its names begin with {', '.join(list(given)[:3])}, the model's with {', '.join(list(own)[:3])}"
         )
     model.load_state_dict(fitting, strict=False)
     return [name for name in own if name not in fitting]
@@ -51,5 +51,5 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise CheckpointError(f"{path} holds no weights: a state_dict of names and tensors is wanted")
+        raise CheckpointError(f"{path} holds no weights: give a state_dict of names and tensors")
     return {name.removeprefix("module."): value for name, value in content.items()}

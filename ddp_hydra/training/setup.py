@@ -80,7 +80,7 @@ def build(
     validation = builders.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
     consensus = StepConsensus()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
-    check_late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.alike
+    check_late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.same_gradients
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)

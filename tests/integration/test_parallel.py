@@ -189,12 +189,15 @@ def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("parallel=none", r"parallel=none is for one rank, and this job has 2: give dispatch\.ranks=1"),
+        ("parallel=none", r"parallel=none is for one rank, but this job has 2: give dispatch\.ranks=1"),
         ("parallel.comm_hook=zip", r"parallel\.comm_hook=zip: give one of auto, none, shared, fp16"),
-        ("parallel.sync_batchnorm=true", r"sync_batchnorm=true works on GPUs only"),
+        ("parallel.sync_batchnorm=true", r"sync_batchnorm=true needs GPUs"),
         ("trainer.freeze=['nothing.*']", r"freeze has 'nothing\.\*'.*layers\.0\.weight"),
         ("trainer.freeze=['*']", r"leaves nothing to train"),
-        ("trainer.activation_checkpointing=[Bottleneck]", r"'Bottleneck', and the model is made of .*Tiny"),
+        (
+            "trainer.activation_checkpointing=[Bottleneck]",
+            r"'Bottleneck', but the model has no such module; it has .*Tiny",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(client2, train, override, said):

@@ -62,8 +62,8 @@ class Profiler:
         needed = WARM_UP + self.steps
         if self.steps and steps < needed:
             raise ConfigError(
-                f"trainer.profile_steps={self.steps} takes {needed} steps, for {WARM_UP} come before, and this run has "
-                f"{steps}: give trainer.max_steps={needed} or more, or less to trainer.profile_steps"
+                f"trainer.profile_steps={self.steps} takes {needed} steps with the {WARM_UP} before them, but this run "
+                f"has {steps}: give trainer.max_steps={needed} or more, or a smaller trainer.profile_steps"
             )
 
     def count_batch(self, x: torch.Tensor) -> None:

@@ -72,11 +72,11 @@ def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
 # -- whether a step may count ----------------------------------------------------------------------------------
 
 
-def step_check(late=False, precision=None, alike=True):
+def step_check(late=False, precision=None, same_gradients=True):
     """Of a model with a weight and a bias."""
     model = nn.Linear(1, 1)
     wrapped = Parallel(model, model)
-    wrapped.alike = alike
+    wrapped.same_gradients = same_gradients
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     made = StepCheck(OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), StepConsensus(), late)
     model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
@@ -87,9 +87,9 @@ def vote(made, loss):
     return made.vote([torch.tensor(loss)], 0).result()
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(alike):
-    made, model = step_check(alike=alike)
+@pytest.mark.parametrize("same_gradients", [True, False])
+def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(same_gradients):
+    made, model = step_check(same_gradients=same_gradients)
     losses = [torch.tensor(0.25), torch.tensor(0.5)]
     assert made.find_nonfinite(Decision(), losses) is None
     model.weight.grad = torch.full((1, 1), NAN)

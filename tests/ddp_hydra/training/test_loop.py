@@ -463,7 +463,7 @@ def test_leaving_out_a_step_with_a_bad_gradient_is_as_with_a_bad_loss(train):
 
 def test_weights_that_are_not_finite_are_never_saved(train, tmp_path):
     steep = {"optimizer": {"lr": 3e38, "momentum": 0, "weight_decay": 10.0}}
-    with pytest.raises(NonFiniteLoss, match=r"after step 1 not all that is to be saved is finite \(weight"):
+    with pytest.raises(NonFiniteLoss, match=r"the state after step 1 is not finite \(weight"):
         train(max_steps=1, parts=steep)
     assert list((tmp_path / "1").iterdir()) == []
 
@@ -744,7 +744,10 @@ def test_anybodys_weights_will_do(wrap, train, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"a": torch.ones(2), "b": torch.ones(2)}, r"weights for 0 of the 2 parts.*begin with a, b, the model's with"),
+        (
+            {"a": torch.ones(2), "b": torch.ones(2)},
+            r"weights for 0 of the 2 tensors.*begin with a, b, the model's with",
+        ),
         ([1, 2], r"holds no weights"),
         (b"nothing", r"can't be read as weights"),
     ],

@@ -73,7 +73,7 @@ def test_a_rate_rises_during_warm_up_then_never(schedule, total_steps, warmup_st
 
 
 def test_other_steps_than_steps_and_epochs_are_refused():
-    with pytest.raises(ValueError, match=r"by is 'week', and is step or epoch: type scheduler\.by=epoch"):
+    with pytest.raises(ValueError, match=r"by='week': give scheduler\.by=step or scheduler\.by=epoch"):
         rates(lr_schedules.cosine, 4, by="week")
 
 

@@ -221,5 +221,5 @@ def test_a_rollback_never_goes_to_what_is_not_finite(sent):
     guard = NonFinite("rollback", 10, run)
     run.model[0].weight.data[0, 0] = NAN
     guard.remember()
-    with pytest.raises(NonFiniteLoss, match=r"after step 2 not all that is to be saved is finite \(0\.weight\)"):
+    with pytest.raises(NonFiniteLoss, match=r"the state after step 2 is not finite \(0\.weight\)"):
         guard.handle(BAD, 0, [1])

@@ -42,7 +42,7 @@ def test_norms_whose_weights_are_frozen_are_told():
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_names_that_are_there():
-    with pytest.raises(ConfigError, match=r"'!tail\.\*', which is the name of no parameter; .*body\.0\.weight"):
+    with pytest.raises(ConfigError, match=r"'!tail\.\*', but no parameter has such a name; .*body\.0\.weight"):
         parameter_groups.freeze(network(), ["*", "!tail.*"])
 
 
