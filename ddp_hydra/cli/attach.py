@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> None:
     options, others = parse(Options, words, USAGE)
     if others:
         raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{USAGE}")
-    store = results_root.folder(results_root.find(options.run))
+    store = results_root.open_folder(results_root.find(options.run))
     attached = Attached(store, options.lost_timeout_s)
     try:
         attached.begin()

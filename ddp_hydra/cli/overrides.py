@@ -64,7 +64,7 @@ def _overrides_of(run: str) -> list[str] | None:
         run = results_root.plain_path(run)
         if results_root.is_url(run):
             try:
-                content = results_root.folder(run).get(".hydra/overrides.yaml")
+                content = results_root.open_folder(run).get(".hydra/overrides.yaml")
             except (FileNotFoundError, ConnectionError):  # only checkpoints; or a store that is tried again later
                 return None
             return _words(OmegaConf.create(content.decode()))

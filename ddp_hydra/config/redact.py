@@ -9,6 +9,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from ddp_hydra.storage.files import write_atomic
+
 SECRET = {
     "auth", "authorization", "cookie", "credential", "credentials", "passphrase", "passwd", "password", "pw", "pwd",
     "secret", "sig", "signature",
@@ -65,9 +67,7 @@ def rewrite(*paths: Path) -> None:
         for file in sorted(path.glob("*.yaml")) if path.is_dir() else [path] if path.is_file() else []:
             found, content = _saved(file)
             if found:
-                draft = file.with_name(f".{file.name}.part")
-                draft.write_bytes(content)
-                draft.replace(file)
+                write_atomic(file, content, durable=False)
 
 
 def _saved(path: Path) -> tuple[bool, bytes]:

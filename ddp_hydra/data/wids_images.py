@@ -11,7 +11,7 @@ from ddp_hydra.data.images.bad_samples import LostSamples
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.wids import WidsShards, field_of
-from ddp_hydra.storage.retry import StaleCredentialsError
+from ddp_hydra.storage.base import StaleCredentialsError
 
 
 class WidsImages(StoredImages):

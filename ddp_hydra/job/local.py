@@ -58,7 +58,7 @@ class RemoteContext:
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[dict[str, Any]]], None]
-    checkpoints: results_root.Store
+    checkpoints: results_root.ResultsFolder
 
 
 def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:

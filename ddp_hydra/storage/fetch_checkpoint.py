@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.storage import bucket, results_root
-from ddp_hydra.storage.files import cannot_write, commit, part_of, writing
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.storage.files import replacing, writing
 from ddp_hydra.storage.manifest import FOLDER, NAME, STEP_FILE, Entries, damage, newest_first, read_manifest_text
+from ddp_hydra.storage.remote import PIECE_BYTES
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
@@ -21,7 +23,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
 log = logging.getLogger(__name__)
 
 
-def folder_of(url: str, timeout_s: float = 60.0) -> results_root.Store:
+def folder_of(url: str, timeout_s: float = 60.0) -> results_root.ResultsFolder:
     """Return where the checkpoints of a mirrored run lie.
 
     Args:
@@ -32,7 +34,7 @@ def folder_of(url: str, timeout_s: float = 60.0) -> results_root.Store:
         ConfigError: it is no such URL, or obstore is not installed.
     """
     url = url.rstrip("/")
-    return results_root.folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
+    return results_root.open_folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
 
 
 def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
@@ -67,17 +69,19 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
         )
     reasons: dict[str, str] = {}
     for name in names:
-        reason = _download(remote, name, entries[name], folder, retry_s)
-        if reason is None:
-            for bad, why in reasons.items():
-                log.warning("checkpoint %s/%s is damaged: %s; using the one before it, %s", remote.url, bad, why, name)
-            return folder / name
-        reasons[name] = reason
+        try:
+            _download(remote, name, entries[name], folder / name, retry_s)
+        except _Damaged as damaged:
+            reasons[name] = str(damaged)
+            continue
+        for bad, why in reasons.items():
+            log.warning("checkpoint %s/%s is damaged: %s; using the one before it, %s", remote.url, bad, why, name)
+        return folder / name
     left = "no whole checkpoint from before it is left" if which == "last" else "no other one is the best"
     raise CheckpointError(f"checkpoint {remote.url}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 
-def _entries(remote: results_root.Store, retry_s: float) -> Entries:
+def _entries(remote: WritableStore, retry_s: float) -> Entries:
     try:
         return read_manifest_text(_patiently(lambda: remote.get(NAME), retry_s))
     except FileNotFoundError:
@@ -88,43 +92,48 @@ def _entries(remote: results_root.Store, retry_s: float) -> Entries:
         raise CheckpointError(f"{remote.url}/{NAME} is not the manifest of checkpoints ({error})") from None
 
 
-def _download(
-    remote: results_root.Store, name: str, wanted: dict[str, Any], folder: Path, retry_s: float
-) -> str | None:
-    """Put one checkpoint into `folder`. Returns what is wrong with it."""
-    assert STEP_FILE.fullmatch(name)
-    size, target = wanted.get("size"), folder / name
-    if not isinstance(size, int) or size < 0:
-        return "its entry in the manifest has no size"
-    if damage(target, wanted) is None:
-        return None
-    with writing(target):
-        folder.mkdir(parents=True, exist_ok=True)
-        part = part_of(target)
+class _Damaged(Exception):
+    """A checkpoint in the store is not the one that the manifest describes."""
 
+
+def _download(remote: WritableStore, name: str, wanted: dict[str, Any], target: Path, retry_s: float) -> None:
+    """Download one checkpoint to `target`, unless it is there already.
+
+    Raises:
+        _Damaged: it is not what its entry in the manifest, `wanted`, says.
+    """
+    assert STEP_FILE.fullmatch(name)
+    size, sha256 = wanted.get("size"), str(wanted.get("sha256"))
+    if not isinstance(size, int) or size < 0:
+        raise _Damaged("its entry in the manifest has no size")
+    if damage(target, wanted) is None:
+        return
+    found = _patiently(lambda: remote.size(name), retry_s)
+    if found is None:
+        raise _Damaged("it is missing")
+    if found != size:
+        raise _Damaged(f"it has {found} bytes, the manifest says {size}")
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as part:
+            found_sha256 = _download_pieces(remote, name, size, part, retry_s)
+            if found_sha256 != sha256:
+                raise _Damaged(f"its sha256 is {found_sha256[:12]}…, the manifest says {sha256[:12]}…")
+
+
+def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, retry_s: float) -> str:
+    """Write an object to the file `part`, piece by piece, and return its sha256."""
     digest = hashlib.sha256()
-    try:
-        found = _patiently(lambda: remote.size(name), retry_s)
-        if found is None:
-            return "it is missing"
-        if found != size:
-            return f"it has {found} bytes, the manifest says {size}"
-        with part.open("wb") as file:
-            for start in range(0, size, bucket.PIECE_BYTES):
-                end = min(size, start + bucket.PIECE_BYTES)
-                piece = _patiently(functools.partial(remote.read, name, start, end), retry_s)
-                digest.update(piece)
-                file.write(piece)
-        if digest.hexdigest() != wanted.get("sha256"):
-            return f"its sha256 is {digest.hexdigest()[:12]}…, the manifest says {str(wanted.get('sha256'))[:12]}…"
-        commit(part, target)
-        return None
-    except FileNotFoundError:
-        return "it is missing"
-    except OSError as error:
-        raise cannot_write(target, error) from error
-    finally:
-        part.unlink(missing_ok=True)
+    with part.open("wb") as file:
+        for start in range(0, size, PIECE_BYTES):
+            end = min(size, start + PIECE_BYTES)
+            try:
+                piece = _patiently(functools.partial(remote.get_range, name, start, end), retry_s)
+            except FileNotFoundError:
+                raise _Damaged("it is missing") from None
+            digest.update(piece)
+            file.write(piece)
+    return digest.hexdigest()
 
 
 def _patiently(ask: Callable[[], T], retry_s: float) -> T:

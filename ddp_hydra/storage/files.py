@@ -106,26 +106,35 @@ def remove_parts(folder: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def commit(part: Path, target: Path) -> None:
-    """Give complete content its name, so that it survives a power cut under the old or the new one."""
-    sync(part)
-    part.replace(target)
-    sync(target.parent)
+@contextmanager
+def replacing(target: Path, *, durable: bool = True, part: Path | None = None) -> Iterator[Path]:
+    """Yield the name of a new file, which replaces `target` when the block ends, and is removed if the block fails.
+
+    Args:
+        target: the file to replace, in a folder that exists.
+        durable: wait until the disk has the new file, so that either the old or the new one survives a power cut.
+        part: the name of the new file; None: a hidden name beside `target`.
+    """
+    part = part or part_of(target)
+    try:
+        yield part
+        if durable:
+            sync(part)
+        part.replace(target)
+        if durable:
+            sync(target.parent)
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def write_atomic(target: Path, content: bytes) -> None:
-    """Replace the file `target` by `content`, whole or not at all.
+def write_atomic(target: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replace the file `target` by `content`, whole or not at all; see `replacing`.
 
     Raises:
-        RecordError: it cannot be written; the old file is as it was.
+        RecordError: the content cannot be written; the old file is unchanged.
     """
-    part = part_of(target)
-    with writing(target):
-        try:
-            part.write_bytes(content)
-            commit(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+    with writing(target), replacing(target, durable=durable) as part:
+        part.write_bytes(content)
 
 
 def sync(path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.counters import Traffic
 from ddp_hydra.storage.remote import Remote
-from ddp_hydra.storage.retry import TemporaryError
 from ddp_hydra.storage.s3_messages import cause
 
 
@@ -37,7 +37,7 @@ class WebServer(Remote):
         """Refuse, as `objects`."""
         raise ValueError(f"the folders of {self.shown()} can't be listed: give a bucket, a folder or an index")
 
-    def put(self, key: str, content: Any) -> None:
+    def put(self, key: str, content: Any, size: int = 0) -> None:
         """Refuse: web servers are only read."""
         raise PermissionError(f"{self.shown()} is a web server, and is only read: give a bucket or a folder")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ddp_hydra.storage.retry import TemporaryError
+from ddp_hydra.storage.base import TemporaryError
 
 _PAGE = 1000
 _EMPTY = 2

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.storage.base import ObjectChangedError
 from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.files import replacing
+
+LOCK = ".lock"
 
 
 class LocalFolder:
@@ -91,19 +97,54 @@ class LocalFolder:
         """Return the size of a file in bytes; raises as `get`."""
         return self.path(key).stat().st_size
 
-    def put(self, key: str, content: Any) -> None:
-        """Write a file, whole or not at all: bytes, or the path of one to copy."""
+    def put(self, key: str, content: Any, size: int = 0) -> None:
+        """Write a file, whole or not at all: bytes, the path of a file to copy, or a file that is open for reading."""
         target = self.path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(content.read_bytes() if isinstance(content, Path) else content)
-                file.flush()
-                temporary.replace(target)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with replacing(target) as part:
+            if isinstance(content, Path):
+                shutil.copyfile(content, part)
+            elif hasattr(content, "read"):
+                with part.open("wb") as file:
+                    shutil.copyfileobj(content, file, 2**20)
+            else:
+                part.write_bytes(content)
+
+    def delete(self, key: str) -> None:
+        """Remove a file, if it is there."""
+        self.path(key).unlink(missing_ok=True)
+
+    def etag(self, key: str) -> str | None:
+        """Return a text that differs for each content of a file, None if there is no file."""
+        try:
+            found = self.path(key).stat()
+        except FileNotFoundError:
+            return None
+        return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+
+    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
+        """Write a file if it still has this ETag (None: if there is no file), and return its new ETag.
+
+        Raises:
+            ObjectChangedError: the file has another ETag.
+        """
+        with self._locked():
+            if self.etag(key) != etag:
+                raise ObjectChangedError(key)
+            self.put(key, content)
+            return str(self.etag(key))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep others from conditional writes meanwhile, on all hosts where the disk has locks (NFS 4 has)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            with suppress(OSError):  # without locks, this is the best that can be done
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def path(self, key: str) -> Path:
         """Return where a file is.

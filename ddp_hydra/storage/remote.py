@@ -11,19 +11,23 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.counters import Traffic
-from ddp_hydra.storage.listing import Walk
-from ddp_hydra.storage.retry import (
+from ddp_hydra.storage.base import (
+    ObjectChangedError,
     OtherRegionError,
     RangesIgnoredError,
     StaleCredentialsError,
     TemporaryError,
     WrongBodyError,
-    retrying,
 )
+from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.listing import Walk
+from ddp_hydra.storage.retry import retrying
 from ddp_hydra.storage.stream import Stream
 
 T = TypeVar("T")
+PIECE_BYTES = 8 * 2**20
+"""Large objects are written, and results are read, in pieces of this size."""
+_MOST_PIECES = 9000  # S3 takes 10,000
 
 # obstore starts threads that a fork does not copy: used on both sides of one, it hangs.
 _used = False
@@ -160,16 +164,28 @@ class Remote(ABC):
 
         return int(self._request(lambda store: obstore.head(store, key)["size"], key, first=True))
 
-    def put(self, key: str, content: Any) -> None:
-        """Put an object there: bytes, or the path of a file, in pieces where it is large.
+    def put(self, key: str, content: Any, size: int = 0) -> None:
+        """Write an object, in pieces if it is large. It replaces an older one at the moment when it is complete.
+
+        Args:
+            key: its name.
+            content: its bytes, the path of a file, or a file that is open for reading.
+            size: the size of the open file in bytes.
 
         Raises:
-            PermissionError: no credentials, wrong ones, or a store that is only for reading.
+            PermissionError: there are no credentials, they are wrong, or the store is only for reading.
             ConnectionError: as `get`.
         """
         import obstore
 
-        self._request(lambda store: obstore.put(store, key, content), key)
+        piece = max(PIECE_BYTES, -(-size // _MOST_PIECES))
+
+        def put(store: Any) -> None:
+            if hasattr(content, "seek"):
+                content.seek(0)
+            obstore.put(store, key, content, chunk_size=piece, max_concurrency=4)
+
+        self._request(put, key)
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """List the objects under a folder.
@@ -227,10 +243,10 @@ class Remote(ABC):
                 raise self._explained(again, key) from None
 
         retry_timeout_s = self.retry_timeout_s
-        if not self._worked and (first or isinstance(error, OtherRegionError)):
-            retry_timeout_s = (
-                self.REGION_RETRY_TIMEOUT_S if isinstance(error, OtherRegionError) else self.FIRST_RETRY_TIMEOUT_S
-            )
+        if not self._worked and isinstance(error, OtherRegionError):
+            retry_timeout_s = min(retry_timeout_s, self.REGION_RETRY_TIMEOUT_S)
+        elif not self._worked and first:
+            retry_timeout_s = min(retry_timeout_s, self.FIRST_RETRY_TIMEOUT_S)
         result = retrying(once, retry_timeout_s, self.traffic, self._closing, self._renew, error)
         self._worked = True
         return result
@@ -238,7 +254,7 @@ class Remote(ABC):
     def _explained(self, error: Exception, key: str | None) -> Exception:
         """Turn any error into one of ours; those that all stores have in common are told here."""
         text = str(error)
-        if isinstance(error, TemporaryError | StaleCredentialsError):
+        if isinstance(error, TemporaryError | StaleCredentialsError | ObjectChangedError):
             return error
         if "non-partial response" in text or "Range request not supported" in text:
             return RangesIgnoredError(f"{self.shown()} gives whole objects only, and a part of {key} was asked for")
@@ -282,7 +298,7 @@ class Remote(ABC):
             return self._opened
 
     def _options(self) -> dict[str, Any]:
-        """Return how obstore shall connect, and that it shall not try again: that is done here, and counted."""
+        """Return how obstore connects. It does not retry by itself, as this class does that and counts it."""
         client: dict[str, Any] = {
             "connect_timeout": timedelta(seconds=3),
             "read_timeout": timedelta(seconds=self.timeout_s),

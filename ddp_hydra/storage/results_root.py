@@ -1,153 +1,107 @@
-"""Where results lie that no client holds: a folder of a bucket, or of a disk that all hosts share."""
+"""Where the results of a run are that no client holds: a folder of a bucket, or of a disk that all hosts share.
+
+For a bucket, only the environment says where the store is and who may use it: the AWS_* variables (AWS_ENDPOINT_URL,
+AWS_REGION, AWS_ACCESS_KEY_ID ...), a profile, or the role of the machine. No config says it.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage.bucket import Changed, Folder
-from ddp_hydra.storage.files import commit, part_of, passing
+from ddp_hydra.storage.base import NoBucketError, OtherRegionError, WritableStore
+from ddp_hydra.storage.files import passing
+from ddp_hydra.storage.local import LocalFolder
+from ddp_hydra.storage.s3 import Bucket
 
-LOCK = ".lock"
 POINTER = "results.url"
 """In the run directory where the command was typed: the URL of the results that are elsewhere."""
+_BUCKET_URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,62})((?:/[^/?#\\]+)*)/?")
 
 
-class Store(Protocol):
-    """A folder of named objects, each of which is there whole or not at all.
+class ResultsFolder:
+    """A folder in a store, whose errors say whether trying again may help.
 
-    All of it raises ConfigError for what only a person can put right, ConnectionError for what may pass, and
-    FileNotFoundError where an object that is asked for is not there.
-    """
-
-    url: str
-
-    def get(self, name: str) -> bytes:
-        """Return the content of a small object."""
-
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Return some bytes of an object."""
-
-    def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if there is none."""
-
-    def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
-        """Put an object there, replacing an older one at the moment when it is complete."""
-
-    def delete(self, name: str) -> None:
-        """Remove an object, if it is there."""
-
-    def tag(self, name: str) -> str | None:
-        """Return what tells this content of an object from others, None if there is no object."""
-
-    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
-        """Put an object there where it is still the one of a tag, None: where there is none; returns the new tag.
-
-        Raises:
-            Changed: it is another.
-            NotImplementedError: the store takes no conditions.
-        """
-
-
-class Disk:
-    """A folder of a disk, as a store.
+    Its methods raise ConfigError for what only a person can put right, ConnectionError for what may pass, and
+    FileNotFoundError if the object to read is not there. It does not retry: its callers do.
 
     Args:
-        path: absolute; made when something is put there.
+        url: of the folder, for messages.
+        store: the store that it is in.
+        prefix: the folder's name in the store; "" for the whole store.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self.url = str(path).rstrip("/")
+    def __init__(self, url: str, store: WritableStore, prefix: str = "") -> None:
+        self.url, self.store, self._prefix = url, store, prefix
 
-    def get(self, name: str) -> bytes:
-        """Return the content of a file."""
-        with self._explained(name):
-            return (self._path / name).read_bytes()
+    def get(self, key: str) -> bytes:
+        """Return the content of a small object."""
+        with self._explained(key):
+            return bytes(self.store.get(self._key(key)))
 
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Return some bytes of a file."""
-        with self._explained(name), (self._path / name).open("rb") as file:
-            file.seek(start)
-            return file.read(end - start)
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """Return bytes `start` to `end` (exclusive) of an object."""
+        with self._explained(key):
+            return bytes(self.store.get_range(self._key(key), start, end))
 
-    def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes, None if there is none."""
-        with suppress(FileNotFoundError), self._explained(name):
-            return (self._path / name).stat().st_size
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes, None if there is none."""
+        with suppress(FileNotFoundError), self._explained(key):
+            return self.store.size(self._key(key))
         return None
 
-    def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
-        """Write a file under another name, then give it its own."""
-        target = self._path / name
-        with self._explained(name, writes=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = part_of(target)
-            try:
-                with part.open("wb") as file:
-                    if isinstance(content, bytes):
-                        file.write(content)
-                    else:
-                        shutil.copyfileobj(content, file, 2**20)
-                commit(part, target)
-            finally:
-                part.unlink(missing_ok=True)
+    def put(self, key: str, content: bytes | IO[bytes], size: int = 0) -> None:
+        """Write an object; see `WritableStore`."""
+        with self._explained(key, writes=True):
+            self.store.put(self._key(key), content, size)
 
-    def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        with self._explained(name):
-            (self._path / name).unlink(missing_ok=True)
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        with self._explained(key, writes=True):
+            self.store.delete(self._key(key))
 
-    def tag(self, name: str) -> str | None:
-        """Return what tells this content of a file from others, None if there is no file."""
-        with suppress(FileNotFoundError), self._explained(name):
-            found = (self._path / name).stat()
-            return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
-        return None
+    def etag(self, key: str) -> str | None:
+        """Return a text that differs for each content of an object, None if there is no object."""
+        with self._explained(key):
+            return self.store.etag(self._key(key))
 
-    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
-        """Replace a file where it is still the one of a tag, None: make it where there is none; returns the new tag.
+    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
+        """Write an object if it still has this ETag; see `WritableStore`."""
+        with self._explained(key, writes=True):
+            return self.store.put_if(self._key(key), content, etag)
 
-        Raises:
-            Changed: it is another.
-        """
-        with self._locked():
-            if self.tag(name) != tag:
-                raise Changed(name)
-            self.put(name, content)
-            return str(self.tag(name))
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}".lstrip("/")
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep others from changing files here meanwhile, on all hosts where the disk has locks (NFS 4 has)."""
-        with self._explained(LOCK, writes=True):
-            self._path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            with suppress(OSError):  # without locks, it is as good as it can be
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
-
-    @contextmanager
-    def _explained(self, name: str, writes: bool = False) -> Iterator[None]:
+    def _explained(self, key: str, writes: bool = False) -> Iterator[None]:
         try:
             yield
+        except (NoBucketError, OtherRegionError) as error:
+            raise ConfigError(str(error)) from None
+        except ValueError as error:  # an answer of the wrong size
+            raise ConnectionError(str(error)) from None
         except OSError as error:
-            said = f"{self.url}/{name}: {error.strerror or error}"
-            if isinstance(error, FileNotFoundError) and not writes:
-                raise FileNotFoundError(said) from None
-            if passing(error):
-                raise ConnectionError(said) from None
-            raise ConfigError(f"{said}: is the disk mounted there, and may its user write it?") from None
+            if error.errno is not None:
+                raise self._disk_error(error, key, writes) from None
+            if isinstance(error, FileNotFoundError | ConnectionError):
+                raise
+            kind = ConfigError if isinstance(error, PermissionError) else ConnectionError
+            raise kind(str(error)) from None
+
+    def _disk_error(self, error: OSError, key: str, writes: bool) -> Exception:
+        message = f"{self.url}/{key}: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError) and not writes:
+            return FileNotFoundError(message)
+        if passing(error):
+            return ConnectionError(message)
+        return ConfigError(f"{message}: is the disk mounted there, and may its user write it?")
 
 
 def is_url(text: str) -> bool:
@@ -169,18 +123,40 @@ def plain_path(text: str) -> str:
     return unquote(parts.path)
 
 
-def folder(url: str, timeout_s: float = 60.0) -> Store:
-    """Return the store of a URL or an absolute path. Nothing is asked of it yet.
+def open_folder(url: str, timeout_s: float = 60.0) -> ResultsFolder:
+    """Return the folder that a URL or an absolute path names. No request is sent yet.
 
     Args:
         url: "s3://bucket/folder", "file:///shared/folder" or "/shared/folder".
-        timeout_s: of one request to a bucket.
+        timeout_s: how long a bucket's connection may stay silent.
 
     Raises:
         ConfigError: it is none of them, or obstore is not installed.
     """
     path = plain_path(url)
-    return Disk(path) if Path(path).is_absolute() else Folder(url, timeout_s)
+    if Path(path).is_absolute():
+        return ResultsFolder(path.rstrip("/"), LocalFolder(path))
+    match = _BUCKET_URL.fullmatch(url)
+    if match is None or any(part in (".", "..") for part in url.split("/")):
+        # The message does not show the URL, as it may hold a secret.
+        raise ConfigError("a bucket is given as s3://bucket/folder, without credentials, query or empty parts")
+    try:
+        import obstore  # noqa: F401
+    except ImportError:
+        raise ConfigError("buckets need the package obstore: pip install 'ddp-hydra[s3]'") from None
+    try:
+        bucket = Bucket(
+            match[2],
+            addressing=None,
+            setting=None,
+            timeout_s=timeout_s,
+            retry_timeout_s=0,
+            scheme=match[1],
+            client_retries=2,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return ResultsFolder(url.rstrip("/"), bucket, match[3].strip("/"))
 
 
 def find(run: str) -> str:

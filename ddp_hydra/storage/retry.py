@@ -8,32 +8,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ddp_hydra.storage.base import StaleCredentialsError, TemporaryError
 from ddp_hydra.storage.counters import Traffic
 
 T = TypeVar("T")
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
-
-
-class TemporaryError(ConnectionError):
-    """The store is out of reach, busy or broken: it may work the next time."""
-
-
-class WrongBodyError(TemporaryError):
-    """Another number of bytes came than there should be."""
-
-
-class OtherRegionError(TemporaryError):
-    """The store says that the bucket is elsewhere: where it was here before, it may be again."""
-
-
-class RangesIgnoredError(OSError):
-    """The store answers with the whole object where a part of it was asked for."""
-
-
-class StaleCredentialsError(PermissionError):
-    """The store does not take the credentials any more, or not these."""
 
 
 def retrying(

@@ -1,16 +1,19 @@
-"""One bucket of an S3-compatible store."""
+"""One bucket of an S3-compatible store, or of Google's or Azure's."""
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from ddp_hydra.storage.base import NoBucketError, ObjectChangedError
 from ddp_hydra.storage.counters import Traffic
 from ddp_hydra.storage.remote import Remote
-from ddp_hydra.storage.s3_messages import explain
+from ddp_hydra.storage.s3_messages import explain, without_user
 
 
 class Bucket(Remote):
@@ -26,12 +29,16 @@ class Bucket(Remote):
         region: e.g. "eu-west-1"; None: what the environment says, else "us-east-1".
         anon: read without credentials, as public buckets allow.
         addressing: "path": the bucket's name comes after the host's, which all stores but a few understand;
-            "virtual": it is a part of the host's.
+            "virtual": it is a part of the host's; None: what the environment says, else "path".
         credentials: access key and secret of a store that is nobody's secret, as the embedded one.
-        setting: the config key that names the bucket, for messages.
+        setting: the config key that names the bucket, for messages; None: only the environment says where the store
+            is and who may use it.
         timeout_s: how long a connection may stay silent.
         retry_timeout_s: how long a read is tried again.
         traffic: counts; None: an own one.
+        scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
+        client_retries: how often obstore itself repeats a request, so that one failed piece of a large object does not
+            cost the others.
 
     Raises:
         ValueError: the bucket, the endpoint or the addressing is not written as one.
@@ -43,42 +50,100 @@ class Bucket(Remote):
         endpoint_url: str | None = None,
         region: str | None = None,
         anon: bool = False,
-        addressing: str = "path",
+        addressing: str | None = "path",
         credentials: tuple[str, str] | None = None,
-        setting: str = "data.bucket",
+        setting: str | None = "data.bucket",
         timeout_s: float = 10.0,
         retry_timeout_s: float = 60.0,
         traffic: Traffic | None = None,
+        scheme: str = "s3",
+        client_retries: int = 0,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
             raise ValueError(
                 f"{name!r} is not the name of a bucket (3 to 63 letters, digits, dots and dashes; no "
                 f"s3://, no slash): check {setting}=..."
             )
-        if addressing not in ("path", "virtual"):
+        if addressing not in ("path", "virtual", None):
             raise ValueError(f"addressing is {addressing!r}, and is path or virtual: type data.addressing=path")
         self.name = name
-        self.url = f"s3://{name}"
-        self.endpoint_url = endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
+        self.scheme = scheme
+        self.url = f"{scheme}://{name}"
+        environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self.endpoint_url = (endpoint_url or environment or None) if scheme == "s3" else None
         self.region = region
         self.anon = anon
         self.addressing = addressing
         self.credentials = credentials
         self.setting = setting
+        self.client_retries = client_retries
         if self.endpoint_url is not None:
             url = urlsplit(self.endpoint_url)
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ValueError(
-                    f"endpoint_url is {self.endpoint_url!r}, and must start with http:// or https://, for "
-                    "example data.endpoint_url=http://127.0.0.1:9000"
+                    f"endpoint_url is {without_user(self.endpoint_url)!r}, and must start with http:// or https://, "
+                    f"for example {'data.endpoint_url' if setting else 'AWS_ENDPOINT_URL'}=http://127.0.0.1:9000"
                 )
         super().__init__(self.endpoint_url, timeout_s, retry_timeout_s, traffic)
 
-    def _open(self) -> Any:
-        from obstore.store import S3Store
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there; raises as `put`."""
+        import obstore
 
+        def delete(store: Any) -> None:
+            with suppress(FileNotFoundError):
+                obstore.delete(store, key)
+
+        self._request(delete, key)
+
+    def etag(self, key: str) -> str | None:
+        """Return the ETag of an object, None if there is none; raises as `put`."""
+        import obstore
+
+        try:
+            return str(self._request(lambda store: obstore.head(store, key)["e_tag"], key))
+        except NoBucketError:
+            raise
+        except FileNotFoundError:
+            return None
+
+    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
+        """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
+
+        A try whose answer was lost may have written it: then the next one finds a changed object.
+
+        Raises:
+            ObjectChangedError: the object has another ETag.
+            NotImplementedError: the store has no conditional writes.
+            Exception: as `put`.
+        """
+        import obstore
+        from obstore import exceptions
+
+        mode: Any = "create" if etag is None else {"e_tag": etag}
+
+        def put(store: Any) -> str:
+            try:
+                return str(obstore.put(store, key, content, mode=mode)["e_tag"])
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotFoundError):
+                raise ObjectChangedError(key) from None
+            except exceptions.NotSupportedError:
+                raise NotImplementedError from None
+            except Exception as error:
+                if "status code: 501" in str(error):
+                    raise NotImplementedError from None
+                raise
+
+        return self._request(put, key)
+
+    def _open(self) -> Any:
+        from obstore.store import AzureStore, GCSStore, S3Store
+
+        if self.scheme != "s3":
+            return (GCSStore if self.scheme == "gs" else AzureStore)(self.name, **self._options())
         config: dict[str, Any] = {"region": self.region, "skip_signature": self.anon or None}
-        config["virtual_hosted_style_request"] = self.addressing == "virtual"
+        if self.addressing is not None:
+            config["virtual_hosted_style_request"] = self.addressing == "virtual"
         if self.endpoint_url is not None:
             endpoint = self._virtual_endpoint() if self.addressing == "virtual" else self.endpoint_url
             # The second one is what the environment would set, and would win over the first.
@@ -89,6 +154,16 @@ class Bucket(Remote):
             config["credential_provider"] = _profile_credentials()
         given = {key: value for key, value in config.items() if value is not None}
         return S3Store(self.name, **self._options(), **given)
+
+    def _options(self) -> dict[str, Any]:
+        options = super()._options()
+        if self.client_retries:
+            options["retry_config"] = {
+                "max_retries": self.client_retries,
+                "retry_timeout": timedelta(seconds=10),
+                "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+            }
+        return options
 
     def _virtual_endpoint(self) -> str:
         url = urlsplit(self.endpoint_url or "")

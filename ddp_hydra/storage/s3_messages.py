@@ -1,4 +1,4 @@
-"""What an S3 client says in its own words, said in those of the config."""
+"""Turns the errors of an S3 client into sentences that say what to type."""
 
 from __future__ import annotations
 
@@ -6,88 +6,76 @@ import os
 import re
 from typing import Any, Protocol
 
-from ddp_hydra.storage.retry import OtherRegionError, StaleCredentialsError, TemporaryError
+from ddp_hydra.storage.base import NoBucketError, OtherRegionError, StaleCredentialsError, TemporaryError
 
 _STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
+_REFUSED = (*_STALE, "AccessDenied", "403")
+_REFUSALS = ("PermissionDeniedError", "UnauthenticatedError")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
 
 class Bucket(Protocol):
-    """What the messages name of a bucket.
-
-    Args:
-        name: of the bucket.
-        endpoint_url: of the store; None for AWS.
-        region: of the bucket; None for the default one.
-        anon: whether it is read without credentials.
-        credentials: that were given; None for the provider's chain.
-        setting: the config key that names the bucket.
-    """
+    """What the messages tell about a bucket; see `s3.Bucket`."""
 
     name: str
+    url: str
+    scheme: str
     endpoint_url: str | None
     region: str | None
     anon: bool
     credentials: Any
-    setting: str
+    setting: str | None
 
 
 def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Exception:
     """Turn an error of the client into a builtin one that says what to type.
 
     Args:
-        error: of obstore.
-        bucket: what was read.
-        key: the object, where it was one.
+        error: raised by obstore.
+        bucket: the bucket that was asked.
+        key: the object, if the request was about one.
 
     Returns:
-        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for what is not known here. Of a
-        kind in `patience` where another try may help.
+        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for an unknown error. It is a kind
+        of `base.py` where another try may help.
     """
     if isinstance(error, RuntimeError | ImportError | PermissionError):
         return error
     full = str(error)
     text = full.split("\n\nDebug source")[0]
-    status = (re.findall(r"status code: (\d{3})", text) or [""])[0]
+    status = (re.findall(r"status code: (\d{3})", text) or re.findall(r"\b([45]\d\d) [A-Z]", text) or [""])[0]
     code = (re.findall(r"<Code>(\w+)</Code>", text) or [status])[0]
-    where = f"at {bucket.endpoint_url}" if bucket.endpoint_url else "at AWS (no data.endpoint_url is given)"
-    name = f"bucket {bucket.name!r}"
+    where, name, is_data = _where(bucket), f"bucket {bucket.name!r}", bucket.setting is not None
+    endpoint = "data.endpoint_url=..." if is_data else "AWS_ENDPOINT_URL in the environment"
 
     if code == "NoSuchBucket":
-        return FileNotFoundError(f"there is no {name} {where}: check {bucket.setting}=... and data.endpoint_url=...")
+        typed = f"check {bucket.setting}=..." if is_data else "make it, or check its name"
+        return NoBucketError(f"there is no {name} {where}: {typed} and {endpoint}")
     if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(f"there is no object s3://{bucket.name}/{key} {where}")
+        return FileNotFoundError(f"there is no object {bucket.url}/{key} {where}")
     if any(request in text for request in _ROLE_REQUESTS):  # the last place where the client looks
+        public = ", or type data.anon=true for a public bucket" if is_data else ""
         return PermissionError(
-            f"no S3 credentials were found for {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
-            "the environment (of the workers, too), or AWS_PROFILE and `pip install boto3`, or type "
-            "data.anon=true for a public bucket"
+            f"no credentials were found for {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+            f"the environment (of the workers, too), or AWS_PROFILE and `pip install boto3`{public}"
         )
     if "without LOCATION" in text or code in _OTHER_REGION:
-        region = repr(bucket.region) if bucket.region else "the default one"
-        there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
-        typed = f"data.region={there}" if there else "data.region=..., for example data.region=us-east-2"
-        return OtherRegionError(
-            f"the store {where} says that {name} is elsewhere, in another region than {region}: type {typed}; where "
-            "the store has one address for each region, check data.endpoint_url=..., too"
-        )
-    if code in _STALE or status in ("401", "403"):
+        return _other_region(text, bucket, where, endpoint)
+    if code in _REFUSED or status in ("401", "403") or type(error).__name__ in _REFUSALS:
         refused = StaleCredentialsError if code in _STALE else PermissionError
+        public = ", or type data.anon=true for a public bucket" if is_data else ""
         return refused(
-            f"{name} {where} refused {_credentials(bucket)} ({code}): check AWS_ACCESS_KEY_ID, "
-            "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE, or type data.anon=true for a "
-            "public bucket"
+            f"{name} {where} refused {_credentials(bucket)} ({code or 'no reason'}): check AWS_ACCESS_KEY_ID, "
+            f"AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE{public}"
         )
     if "HTTP error" in text:
-        return TemporaryError(
-            f"the S3 store {where} is not reachable{cause(full)}: check the network and data.endpoint_url=..."
-        )
+        return TemporaryError(f"the store {where} is not reachable{cause(full)}: check the network and {endpoint}")
     if status:
         kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
         return kind(
-            f"the S3 store {where} answered {name} with {code}: if it is an S3 store, try again later; if "
-            "not, check data.endpoint_url=..."
+            f"the store {where} answered {name} with {code}: if it is an S3 store, try again later; if "
+            f"not, check {endpoint}"
         )
     if "invalid path" in text or "parse path" in text:
         path = (re.findall(r'[Pp]ath "([^"]*)"', text) or ["?"])[0]
@@ -95,7 +83,27 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
             f"{name} holds an object {path!r}, which has an empty or dotted folder and can't be read: rename "
             "it, or give a prefix without it"
         )
-    return OSError(f"{name} {where}: {text}")
+    # The client's own words may be long, and a log of results repeats them.
+    return OSError(f"the store {where} failed for {name}: {text if is_data else type(error).__name__}")
+
+
+def _where(bucket: Bucket) -> str:
+    if bucket.endpoint_url:
+        return f"at {without_user(bucket.endpoint_url)}"
+    if bucket.scheme != "s3":
+        return "at Google" if bucket.scheme == "gs" else "at Azure"
+    return f"at AWS (no {'data.endpoint_url is given' if bucket.setting else 'AWS_ENDPOINT_URL is set'})"
+
+
+def _other_region(text: str, bucket: Bucket, where: str, endpoint: str) -> OtherRegionError:
+    region = repr(bucket.region) if bucket.region else "the default one"
+    there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
+    key = "type data.region=" if bucket.setting else "set AWS_REGION="
+    typed = f"{key}{there}" if there else f"{key}..., for example {key.split()[1]}us-east-2"
+    return OtherRegionError(
+        f"the store {where} says that bucket {bucket.name!r} is elsewhere, in another region than {region}: {typed}; "
+        f"where the store has one address for each region, check {endpoint}, too"
+    )
 
 
 def _credentials(bucket: Bucket) -> str:
@@ -104,6 +112,11 @@ def _credentials(bucket: Bucket) -> str:
     if bucket.credentials is None and "AWS_ACCESS_KEY_ID" in os.environ:
         return f"the credentials of the environment (AWS_ACCESS_KEY_ID={os.environ['AWS_ACCESS_KEY_ID'][:4]}...)"
     return "the credentials that were found"
+
+
+def without_user(url: str) -> str:
+    """Return a URL without the user and password in it."""
+    return re.sub(r"//[^/]*@", "//", url)
 
 
 def cause(full: str) -> str:

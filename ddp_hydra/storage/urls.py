@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
+from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.counters import Traffic
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
-
-
-class Store(Protocol):
-    """What all stores offer; see `Remote` for what the methods raise."""
-
-    url: str
-    ranges: bool
-    traffic: Traffic
-
-    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]: ...  # noqa: D102
-
-    def folders(self, prefix: str = "") -> list[str]: ...  # noqa: D102
-
-    def get(self, key: str, size: int | None = None) -> Any: ...  # noqa: D102
-
-    def get_range(self, key: str, start: int, end: int) -> Any: ...  # noqa: D102
-
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]: ...  # noqa: D102
-
-    def size(self, key: str) -> int: ...  # noqa: D102
-
-    def put(self, key: str, content: Any) -> None: ...  # noqa: D102
-
-    def shown(self) -> str: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
 
 
 @dataclass

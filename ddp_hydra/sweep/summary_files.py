@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.storage.files import part_of, remove_parts, write_atomic, writing
+from ddp_hydra.storage.files import remove_parts, write_atomic, writing
 from ddp_hydra.sweep.rows import Objective, Row, State
 from ddp_hydra.sweep.tables import csv_text, markdown_text
 
@@ -59,9 +59,9 @@ class SummaryFiles:
         try:
             if self._states is None:
                 self._open()
-            self._update("sweep.json", json_text(rows, self.objective), write_atomic)
-            self._update("sweep.csv", csv_text(rows, self.objective), _replace)
-            self._update("sweep.md", markdown_text(rows, self.objective), _replace)
+            self._update("sweep.json", json_text(rows, self.objective), durable=True)
+            self._update("sweep.csv", csv_text(rows, self.objective), durable=False)
+            self._update("sweep.md", markdown_text(rows, self.objective), durable=False)
             self._update_columns(rows)
             self._states = states
         except RecordError as error:
@@ -76,9 +76,10 @@ class SummaryFiles:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_parts(self.folder)
 
-    def _update(self, name: str, text: str, write: Callable[[Path, bytes], None]) -> None:
+    def _update(self, name: str, text: str, durable: bool) -> None:
+        """Write a file that has changed; only one that can't be made from the others has to survive a power cut."""
         if self._written.get(name) != text:
-            write(self.folder / name, text.encode(errors="replace"))
+            write_atomic(self.folder / name, text.encode(errors="replace"), durable=durable)
             self._written[name] = text
 
     def _update_columns(self, rows: Sequence[Row]) -> None:
@@ -204,14 +205,3 @@ def _finite(value: object) -> object:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace a file atomically, but without waiting for the disk, because sweep.json has the same content."""
-    part = part_of(path)
-    with writing(path):
-        try:
-            part.write_bytes(content)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)

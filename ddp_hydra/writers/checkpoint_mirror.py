@@ -17,6 +17,7 @@ from typing import Any
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.results import Record
+from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
 from ddp_hydra.storage.manifest import (
     ALIASES,
@@ -30,7 +31,6 @@ from ddp_hydra.storage.manifest import (
     read_manifest_text,
     write_manifest_text,
 )
-from ddp_hydra.storage.results_root import Store
 
 FIRST_TIMEOUT_S = 5.0
 """Timeout of the first request to the store: the job waits for it, so it is short."""
@@ -69,7 +69,7 @@ class MirrorWriter:
         give_up: threading.Event | None = None,
         timeout_s: float = 60.0,
         before: Callable[[], None] = lambda: None,
-        remote: Store | None = None,
+        remote: WritableStore | None = None,
     ) -> None:
         self.failures = 0
         self._before = before
@@ -228,7 +228,7 @@ class MirrorWriter:
         return named
 
 
-def _entries(remote: Store) -> Entries:
+def _entries(remote: WritableStore) -> Entries:
     """Return the entries of the bucket's manifest."""
     try:
         return read_manifest_text(remote.get(NAME))

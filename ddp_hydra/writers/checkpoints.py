@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.results import Record, check_path, finite
-from ddp_hydra.storage.files import commit, part_of, place, remove_parts, write_atomic, writing
+from ddp_hydra.storage.files import place, remove_parts, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.receive_file import FileReceiver
@@ -94,13 +94,8 @@ class CheckpointWriter:
     def _point(self, alias: str, name: str) -> None:
         """Make `alias` the same file as `name`, atomically."""
         target = self._folder / alias
-        part = part_of(target)
-        with writing(target):
-            try:
-                _link_or_copy(self._folder / name, part)
-                commit(part, target)
-            finally:
-                part.unlink(missing_ok=True)
+        with writing(target), replacing(target) as part:
+            _link_or_copy(self._folder / name, part)
 
     def _too_old(self, entries: Entries) -> list[str]:
         if self._keep is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_hydra.storage.results_root import Store
+from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.writers.base import Fetch, Writer
 
 if TYPE_CHECKING:  # rich takes long to import, and only the live display needs it
@@ -21,7 +21,7 @@ def default_writers(
     keep: int | None = 3,
     mirror: str | None = None,
     before_mirror: Callable[[], None] = lambda: None,
-    mirror_store: Store | None = None,
+    mirror_store: WritableStore | None = None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
     tensorboard: bool = True,

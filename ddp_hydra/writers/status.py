@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record, finite
-from ddp_hydra.storage.files import part_of
+from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.writers.progress_state import ProgressState
 
 NAME = "status.json"
@@ -102,10 +103,5 @@ class StatusWriter:
             self._path.unlink(missing_ok=True)
 
     def _save(self) -> None:
-        part = part_of(self._path)
-        with contextlib.suppress(OSError):
-            try:
-                part.write_bytes(encode(self._status.content()))
-                part.replace(self._path)
-            finally:
-                part.unlink(missing_ok=True)
+        with contextlib.suppress(RecordError):
+            write_atomic(self._path, encode(self._status.content()), durable=False)

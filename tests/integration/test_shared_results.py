@@ -95,7 +95,7 @@ class Results:
     def __init__(self, url: str, access: dict[str, str]) -> None:
         self.url = url
         with environment(access):
-            self.store = results_root.folder(url)
+            self.store = results_root.open_folder(url)
             self.store.size("x")
 
     def get(self, name: str) -> bytes:

@@ -19,8 +19,8 @@ from ddp_hydra.data.images.batch_loader import BatchLoader
 from ddp_hydra.data.images.cache import Cache
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.storage import Traffic
+from ddp_hydra.storage.base import StaleCredentialsError
 from ddp_hydra.storage.counters import TransferCounters
-from ddp_hydra.storage.retry import StaleCredentialsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
 import time
 import zipfile
 from collections import Counter
@@ -16,6 +15,7 @@ import numpy as np
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.storage import Store
+from ddp_hydra.storage.files import replacing
 
 _LARGEST = 2**32 - 1
 
@@ -97,11 +97,5 @@ def _write(path: Path, listing: Listing) -> None:
     kinds, counts = list(listing.others), list(listing.others.values())
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz.part", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                np.savez_compressed(file, keys=keys, sizes=listing.sizes, kinds=np.array(kinds, str), counts=counts)
-                file.flush()
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        with replacing(path, durable=False) as part, part.open("wb") as file:
+            np.savez_compressed(file, keys=keys, sizes=listing.sizes, kinds=np.array(kinds, str), counts=counts)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddp_hydra.data.shards.index import Shard, shown
 from ddp_hydra.storage import Store
-from ddp_hydra.storage.retry import RangesIgnoredError
+from ddp_hydra.storage.base import RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
 

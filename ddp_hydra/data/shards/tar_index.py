@@ -6,8 +6,8 @@ import fcntl
 import mmap
 import os
 import posixpath
+import secrets
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
+
+from ddp_hydra.storage.files import replacing
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
@@ -107,18 +109,13 @@ class TarMembers:
 
     def save(self, path: Path) -> None:
         """Save the index: the file is complete or is not there."""
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)  # so that nobody takes it for the file of a killed process
-                extensions = "\0".join(self.extensions).encode("utf-8", "surrogateescape")
-                texts: Any = {"keys": np.frombuffer(self.keys, np.uint8), "names": np.frombuffer(extensions, np.uint8)}
-                np.savez(file, head=np.array([_FORMAT, self.file_size, self.checksum]), **texts, **self.arrays)
-                file.flush()
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        extensions = "\0".join(self.extensions).encode("utf-8", "surrogateescape")
+        texts: Any = {"keys": np.frombuffer(self.keys, np.uint8), "names": np.frombuffer(extensions, np.uint8)}
+        part = path.with_name(f"{path.name}.{secrets.token_hex(6)}.part")
+        with part.open("wb") as file, replacing(path, durable=False, part=part):
+            fcntl.flock(file, fcntl.LOCK_EX)  # so that nobody takes it for the file of a killed process
+            np.savez(file, head=np.array([_FORMAT, self.file_size, self.checksum]), **texts, **self.arrays)
+            file.flush()
 
 
 def load_members(path: Path, file_size: int) -> TarMembers | None:

@@ -21,6 +21,7 @@ from ddp_hydra.data.shards.download import download, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.storage import Access, Store
+from ddp_hydra.storage.files import replacing
 
 MIB = 2**20
 INDEX_NAME = "index.json"
@@ -282,17 +283,8 @@ def _examine(url: str, access: Access) -> tuple[int, str, TarMembers]:
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that gets its name at the end of the block, when the disk has all of it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with replacing(path) as part, part.open("wb") as file:
+        yield file
 
 
 def _json(index: dict[str, Any]) -> bytes:

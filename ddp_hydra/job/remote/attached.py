@@ -34,7 +34,7 @@ class Attached:
         lost_timeout_s: a driver that has not updated its status for so long is considered lost, in seconds.
     """
 
-    def __init__(self, store: results_root.Store, lost_timeout_s: float) -> None:
+    def __init__(self, store: results_root.ResultsFolder, lost_timeout_s: float) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
 
         self.store, self.lost_timeout_s = store, lost_timeout_s
@@ -123,7 +123,7 @@ class Attached:
         if size <= self.position or not isinstance(self.status.get("start"), dict):
             self.position = -1 if is_first else self.position
             return
-        content = self.store.read(METRICS, self.position, size)
+        content = self.store.get_range(METRICS, self.position, size)
         complete = content.rpartition(b"\n")[0]
         self.position += len(complete) + 1 if complete else 0
         lines = [line for line in map(_decode_line, complete.split(b"\n")) if line]

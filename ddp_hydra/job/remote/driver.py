@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import Scheduler
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
-from ddp_hydra.job.remote.fence import FencedStore, Subfolder
+from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
 from ddp_hydra.job.remote.messages import EventChannel, LivenessWatch, stop_topic
 from ddp_hydra.job.remote.scratch import Scratch
@@ -80,7 +80,7 @@ def open_runner(spec: JobSpec, context: DriverContext) -> Iterator[RemoteJobRunn
     """
     scheduler = Scheduler(context.scheduler, _client_security(context.security), spec.sweep)
     status = DriverStatus(context.scheduler, spec.project.sha256, spec.max_restarts)
-    store = FencedStore(results_root.folder(spec.url))
+    store = FencedStore(results_root.open_folder(spec.url))
     if not spec.is_restart:
         acquire_run(store, status, spec.hydra_files)
     elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
@@ -176,7 +176,7 @@ class RemoteJobRunner:
             writers=writers,
             before_mirror=self.uploader.upload_curves,
             note_attempts=self.status.note_attempts,
-            checkpoints=Subfolder(self.store, FOLDER),
+            checkpoints=results_root.ResultsFolder(f"{self.store.url}/{FOLDER}", self.store, FOLDER),
         )
         try:
             run_job(cfg, self.run_dir, spec.overrides, remote)

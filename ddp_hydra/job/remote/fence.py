@@ -11,8 +11,7 @@ import threading
 from typing import IO
 
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.storage.bucket import Changed
-from ddp_hydra.storage.results_root import Store
+from ddp_hydra.storage.base import ObjectChangedError, WritableStore
 
 OWNER = "owner"
 """The object with the token of the driver that may write."""
@@ -31,7 +30,7 @@ class FencedStore:
         store: the run's folder.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: WritableStore) -> None:
         self.store, self.url, self.token = store, store.url, secrets.token_hex(8)
         self.lost = False
         self._conditional = True
@@ -40,7 +39,7 @@ class FencedStore:
 
     def owner(self) -> str | None:
         """Return the tag of the owner's object, for `acquire`; None if there was no owner yet."""
-        return self.store.tag(OWNER)
+        return self.store.etag(OWNER)
 
     def acquire(self, owner: str | None) -> None:
         """Become the owner.
@@ -55,7 +54,7 @@ class FencedStore:
         try:
             self.store.put_if(OWNER, content, owner)
             self.store.put_if(OWNER, content, None)  # fails in a store that respects conditions
-        except Changed:
+        except ObjectChangedError:
             if self.store.get(OWNER) == content:
                 return
             raise self._taken_over() from None
@@ -93,13 +92,13 @@ class FencedStore:
         with self._lock:
             for _ in range(TRIES):
                 if name not in self._tags:
-                    tag = self.store.tag(name)
+                    tag = self.store.etag(name)
                     self.check()  # after the tag was read, so that it is not the tag of a later owner's object
                     self._tags[name] = tag
                 try:
                     self._tags[name] = self.store.put_if(name, content, self._tags[name])
                     return
-                except Changed:  # by the owner before us, or by our own write whose answer was lost
+                except ObjectChangedError:  # by the owner before us, or by our own write whose answer was lost
                     del self._tags[name]
         raise ConnectionError(f"{self.url}/{name} changes all the time")
 
@@ -112,61 +111,21 @@ class FencedStore:
 
     def get(self, name: str) -> bytes:
         """Return the content of a small object."""
-        return self.store.get(name)
+        return bytes(self.store.get(name))
 
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to `end`."""
-        return self.store.read(name, start, end)
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """Return bytes `start` to `end` (exclusive) of an object."""
+        return bytes(self.store.get_range(name, start, end))
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes, None if there is none."""
         return self.store.size(name)
 
-    def tag(self, name: str) -> str | None:
-        """Return a text that changes with an object's content."""
-        return self.store.tag(name)
+    def etag(self, name: str) -> str | None:
+        """Return a text that differs for each content of an object, None if there is no object."""
+        return self.store.etag(name)
 
-    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
-        """Replace an object if it still has this tag; return the new tag."""
+    def put_if(self, name: str, content: bytes, etag: str | None) -> str:
+        """Write an object if it still has this ETag, and return its new ETag; see `WritableStore`."""
         self.check()
-        return self.store.put_if(name, content, tag)
-
-
-class Subfolder:
-    """Write to a folder inside a fenced store.
-
-    Args:
-        fenced: the run's folder.
-        name: of the folder in it.
-    """
-
-    def __init__(self, fenced: FencedStore, name: str) -> None:
-        self._fenced, self._name, self.url = fenced, name, f"{fenced.url}/{name}"
-
-    def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
-        """Write an object."""
-        self._fenced.put(f"{self._name}/{name}", content, size)
-
-    def delete(self, name: str) -> None:
-        """Remove an object."""
-        self._fenced.delete(f"{self._name}/{name}")
-
-    def get(self, name: str) -> bytes:
-        """Return the content of a small object."""
-        return self._fenced.get(f"{self._name}/{name}")
-
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to `end`."""
-        return self._fenced.read(f"{self._name}/{name}", start, end)
-
-    def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if there is none."""
-        return self._fenced.size(f"{self._name}/{name}")
-
-    def tag(self, name: str) -> str | None:
-        """Return a text that changes with an object's content."""
-        return self._fenced.tag(f"{self._name}/{name}")
-
-    def put_if(self, name: str, content: bytes, tag: str | None) -> str:
-        """Replace an object if it still has this tag; return the new tag."""
-        return self._fenced.put_if(f"{self._name}/{name}", content, tag)
+        return self.store.put_if(name, content, etag)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ddp_hydra
 from ddp_hydra.results import Record
-from ddp_hydra.storage.results_root import Store
+from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.writers.status import NAME, JobStatus, encode
 
 STOP = "stop"
@@ -113,12 +113,12 @@ def failed_attempts(status: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def read(store: Store) -> dict[str, Any]:
+def read(store: WritableStore) -> dict[str, Any]:
     """Return the status of the run in a store; {} if there is none."""
     return read_object(store, NAME)
 
 
-def read_object(store: Store, name: str) -> dict[str, Any]:
+def read_object(store: WritableStore, name: str) -> dict[str, Any]:
     """Return a JSON object from a store; {} if there is none."""
     try:
         content = json.loads(store.get(name))

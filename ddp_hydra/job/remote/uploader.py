@@ -24,12 +24,12 @@ from ddp_hydra.job.remote.status import (
 )
 from ddp_hydra.job.run_dir import SUMMARY
 from ddp_hydra.results import check_path
-from ddp_hydra.storage.bucket import PIECE_BYTES
+from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from ddp_hydra.storage.files import place
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.storage.manifest import NAME as MANIFEST
-from ddp_hydra.storage.results_root import Store
+from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.writers.status import NAME, encode
 
 INTERVAL_S = 1.0
@@ -57,7 +57,7 @@ class Uploader:
     def __init__(
         self,
         folder: Path,
-        store: Store,
+        store: WritableStore,
         status: DriverStatus,
         on_stop: Callable[[], None],
         on_lost: Callable[[str], None] = lambda message: None,
@@ -286,6 +286,6 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
         size = store.size(name)
         with path.open("wb") as file:
             for start in range(0, size or 0, PIECE_BYTES):
-                file.write(store.read(name, start, min(size or 0, start + PIECE_BYTES)))
+                file.write(store.get_range(name, start, min(size or 0, start + PIECE_BYTES)))
     store.put(NAME, encode(status.content()))
     return bool(read_object(store, f"{FOLDER}/{MANIFEST}").get("files"))

@@ -324,7 +324,7 @@ def test_no_credentials_say_what_to_set(folder, pets, monkeypatch):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     # Where a machine's role would be asked for; nobody listens there.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(PermissionError, match=r"no S3 credentials.*AWS_ACCESS_KEY_ID.*data\.anon=true"):
+    with pytest.raises(PermissionError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID.*data\.anon=true"):
         folder(pets, "pets")
 
 

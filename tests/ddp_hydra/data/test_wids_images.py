@@ -15,7 +15,7 @@ from ddp_hydra.data.samplers import Chunked
 from ddp_hydra.data.shards.write import make
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.data.wids_images import WidsImages
-from ddp_hydra.storage.retry import StaleCredentialsError
+from ddp_hydra.storage.base import StaleCredentialsError
 
 
 @pytest.fixture

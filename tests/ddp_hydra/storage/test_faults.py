@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ddp_hydra.storage import Bucket
-from ddp_hydra.storage.retry import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
+from ddp_hydra.storage.base import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
 from tests.support.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import results_root
-from ddp_hydra.storage.bucket import Folder
+from ddp_hydra.storage import Bucket, results_root
 
 
 @pytest.fixture
-def disk(tmp_path) -> results_root.Store:
-    return results_root.folder(f"file://{tmp_path}/runs/a")
+def disk(tmp_path) -> results_root.ResultsFolder:
+    return results_root.open_folder(f"file://{tmp_path}/runs/a")
 
 
 def test_a_folder_of_a_disk_is_a_store(disk, tmp_path):
@@ -21,7 +20,7 @@ def test_a_folder_of_a_disk_is_a_store(disk, tmp_path):
     disk.put("logs/x", b"0123456789")
     disk.put("large", io.BytesIO(b"ab" * 10), 20)
     assert (disk.size("logs/x"), disk.size("large")) == (10, 20)
-    assert disk.read("logs/x", 2, 5) == b"234"
+    assert disk.get_range("logs/x", 2, 5) == b"234"
     disk.put("logs/x", b"new")
     assert disk.get("logs/x") == b"new"
     disk.delete("logs/x")
@@ -35,7 +34,7 @@ def test_what_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (f"{tmp_path}/file/runs", "/proc/runs"):
         with pytest.raises(ConfigError, match=r"is the disk mounted there, and may its user write it\?"):
-            results_root.folder(path).put("x", b"")
+            results_root.open_folder(path).put("x", b"")
 
 
 def test_a_full_disk_may_pass(disk):
@@ -50,14 +49,14 @@ def test_a_full_disk_may_pass(disk):
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket/runs", "az://container/runs"])
 def test_a_bucket_is_one(url):
-    assert isinstance(results_root.folder(url), Folder)
+    assert isinstance(results_root.open_folder(url).store, Bucket)
     assert results_root.is_url(url)
 
 
 @pytest.mark.parametrize("url", ["runs", "", "s3://key:top-secret@bucket/a", "http://bucket/a"])
 def test_anything_else_is_none(url):
     with pytest.raises(ConfigError, match="a bucket is given as") as caught:
-        results_root.folder(url)
+        results_root.open_folder(url)
     assert "top-secret" not in str(caught.value)
 
 

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.storage import bucket
 from ddp_hydra.storage.fetch_checkpoint import fetch_checkpoint
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest_text
+from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.default import default_writers
@@ -315,7 +315,7 @@ def test_giving_up_ends_the_waiting_at_once(front, tmp_path, checkpoint_record, 
 
 
 def test_large_files_go_in_pieces_and_half_of_one_is_nothing(front, tmp_path, checkpoint_record):
-    content = os.urandom(2 * bucket.PIECE_BYTES + 17)
+    content = os.urandom(2 * PIECE_BYTES + 17)
     run = Run(tmp_path / "run", checkpoint_record, retry_s=0.0)
     run.write(1, b"small")
     run.settle()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ddp_hydra.data.images.dataset import ImageDataset, PreallocatedBatch
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
-from ddp_hydra.storage.retry import StaleCredentialsError, TemporaryError
+from ddp_hydra.storage.base import StaleCredentialsError, TemporaryError
 
 
 def jpeg(number: int, size: int = 100) -> bytes:

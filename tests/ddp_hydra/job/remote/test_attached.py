@@ -17,7 +17,7 @@ from ddp_hydra.writers.status import encode
 class Run:
     """A run as its store shows it."""
 
-    def __init__(self, store: results_root.Store) -> None:
+    def __init__(self, store: results_root.ResultsFolder) -> None:
         self.store = store
         self.status = DriverStatus("tcp://scheduler:8786", "abc")
         self.lines = b""
@@ -55,7 +55,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    return Run(results_root.folder(str(tmp_path)))
+    return Run(results_root.open_folder(str(tmp_path)))
 
 
 def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):

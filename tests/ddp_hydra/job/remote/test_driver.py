@@ -28,7 +28,7 @@ PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror":
 
 
 def owned(url: str) -> FencedStore:
-    store = FencedStore(results_root.folder(url))
+    store = FencedStore(results_root.open_folder(url))
     store.acquire(None)
     return store
 
@@ -71,7 +71,7 @@ def test_one_that_is_there_stays(runner, spec, resume):
 
 
 def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
-    store = results_root.folder(spec.url)
+    store = results_root.open_folder(spec.url)
     store.put("metrics.jsonl", b'{"step":1}\n')
     store.put("logs/rank-0.log", b"hello\n")
     before = DriverStatus("tcp://scheduler:8786", "abc")
@@ -87,7 +87,7 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
 
 
 def test_a_run_that_has_ended_needs_no_other_driver(spec):
-    store = results_root.folder(spec.url)
+    store = results_root.open_folder(spec.url)
     status = DriverStatus("tcp://scheduler:8786", "abc")
     status.state = "done"
     store.put("status.json", encode(status.content()))
@@ -115,13 +115,13 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
     assert (found, message) == (state, str(error))
     runner.uploader.start()
     assert runner.uploader.finish(0, found, message) == ""
-    store = results_root.folder(spec.url)
+    store = results_root.open_folder(spec.url)
     assert has_ended(store, 100) is (state == "failed")
     assert (store.size("summary.json") is None) is (state == "lost")
 
 
 def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
-    store = results_root.folder(spec.url)
+    store = results_root.open_folder(spec.url)
     before = DriverStatus("tcp://scheduler:8786", "abc")
     before.note_attempts([{"attempt": 0, "failure": {"message": "a rank was killed"}}])
     before.write(Record("start", {"world_size": 2, "total_steps": 20}, step=4, attempt=1))

@@ -4,37 +4,42 @@ import io
 import threading
 
 import pytest
+from obstore.exceptions import NotSupportedError
 
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.job.remote.fence import FencedStore, Subfolder
-from ddp_hydra.storage import results_root
-from ddp_hydra.storage.bucket import Folder
+from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.storage import LocalFolder, results_root
+from ddp_hydra.storage.base import ObjectChangedError
 from tests.support.s3_server import s3  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def there(request, tmp_path, monkeypatch) -> results_root.Store:
+def there(request, tmp_path, monkeypatch) -> results_root.ResultsFolder:
     if request.param == "disk":
-        return results_root.folder(str(tmp_path / "runs"))
+        return results_root.open_folder(str(tmp_path / "runs"))
     server = request.getfixturevalue("s3")
     environment = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
     for name, value in {**environment, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
         monkeypatch.setenv(name, value)
-    return results_root.folder(f"s3://{server.fill({})}/runs")
+    return results_root.open_folder(f"s3://{server.fill({})}/runs")
 
 
 def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
-    assert there.tag("x") is None
+    assert there.etag("x") is None
     first = there.put_if("x", b"1", None)
-    assert there.tag("x") == first
-    with pytest.raises(results_root.Changed):
+    assert there.etag("x") == first
+    with pytest.raises(ObjectChangedError):
         there.put_if("x", b"2", None)
     second = there.put_if("x", b"22", first)
     for stale in (first, None):
-        with pytest.raises(results_root.Changed):
+        with pytest.raises(ObjectChangedError):
             there.put_if("x", b"333", stale)
     assert there.get("x") == b"22"
-    assert there.tag("x") == second
+    assert there.etag("x") == second
+
+
+def checkpoints_of(fenced: FencedStore) -> results_root.ResultsFolder:
+    return results_root.ResultsFolder(f"{fenced.url}/checkpoints", fenced, "checkpoints")
 
 
 def test_of_many_who_acquire_at_once_one_is_the_owner(there):
@@ -61,10 +66,10 @@ def test_of_many_who_acquire_at_once_one_is_the_owner(there):
 def test_who_was_the_owner_overwrites_and_removes_nothing(there):
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
-    checkpoints = Subfolder(one, "checkpoints")
+    checkpoints = checkpoints_of(one)
     checkpoints.put("manifest.json", b"one's")
     other.acquire(other.owner())
-    Subfolder(other, "checkpoints").put("manifest.json", b"the other's")
+    checkpoints_of(other).put("manifest.json", b"the other's")
     for write in (
         lambda: checkpoints.put("manifest.json", b"one's again"),
         lambda: checkpoints.put("new", b"x"),
@@ -74,7 +79,7 @@ def test_who_was_the_owner_overwrites_and_removes_nothing(there):
         with pytest.raises(TakenOver, match=r"another driver has taken over .*: this one ends"):
             write()
     assert there.get("checkpoints/manifest.json") == b"the other's"
-    Subfolder(other, "checkpoints").put("manifest.json", b"the other's again")
+    checkpoints_of(other).put("manifest.json", b"the other's again")
     assert (there.size("checkpoints/new"), there.size("checkpoints/step")) == (None, None)
 
 
@@ -90,14 +95,14 @@ def test_what_the_one_before_put_there_late_is_replaced(there):
 
 @pytest.mark.parametrize("answer", ["ignores", "refuses"])
 def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
-    class Plain(results_root.Disk):
-        def put_if(self, name, content, tag):
+    class Plain(LocalFolder):
+        def put_if(self, key, content, etag):
             if answer == "refuses":
                 raise NotImplementedError
-            self.put(name, content)
+            self.put(key, content)
             return "x"
 
-    there = Plain(tmp_path)
+    there = results_root.ResultsFolder(str(tmp_path), Plain(tmp_path))
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
     assert "takes no conditional writes" in caplog.text
@@ -109,15 +114,10 @@ def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
 
 
 def test_a_bucket_that_knows_no_conditions_says_so(monkeypatch):
-    class NotSupportedError(Exception):
-        pass
+    def put(*_, **__):
+        raise NotSupportedError("501")
 
-    class Client:
-        def put(self, *_, **__):
-            raise NotSupportedError("501")
-
-    folder = Folder("s3://bucket/a")
-    monkeypatch.setattr(folder, "_obstore", Client())
-    monkeypatch.setattr(folder, "_opened", object())
+    monkeypatch.setattr("obstore.put", put)
+    folder = results_root.open_folder("s3://bucket/a")
     with pytest.raises(NotImplementedError):
         folder.put_if("x", b"", None)

@@ -14,22 +14,29 @@ from ddp_hydra.job.remote.scratch import Scratch
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.results import Record
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import LocalFolder, results_root
 
 
-class Shaky(results_root.Disk):
+class Shaky(results_root.ResultsFolder):
     """A store that is away now and then, and keeps the order of what comes."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(str(path), LocalFolder(path))
         self.away = False
         self.order: list[str] = []
 
-    def put(self, name, content, size=0):
+    def put(self, key, content, size=0):
         if self.away:
             raise ConnectionError("the store is away")
-        super().put(name, content, size)
-        self.order.append(name)
+        super().put(key, content, size)
+        self.order.append(key)
+
+    def put_if(self, key, content, etag):
+        if self.away:
+            raise ConnectionError("the store is away")
+        new_etag = super().put_if(key, content, etag)
+        self.order.append(key)
+        return new_etag
 
 
 @pytest.fixture

@@ -1,0 +1,103 @@
+"""The interfaces that all stores have in common, and the errors that they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import IO, Any, Protocol
+
+from ddp_hydra.storage.counters import Traffic
+
+
+class TemporaryError(ConnectionError):
+    """The store is out of reach, busy or broken: the next try may work."""
+
+
+class WrongBodyError(TemporaryError):
+    """The answer has another number of bytes than it should have."""
+
+
+class OtherRegionError(TemporaryError):
+    """The store says that the bucket is in another region: a bucket that was here before may be here again."""
+
+
+class NoBucketError(FileNotFoundError):
+    """The store has no such bucket."""
+
+
+class RangesIgnoredError(OSError):
+    """The store answers with the whole object where a part of it was asked for."""
+
+
+class StaleCredentialsError(PermissionError):
+    """The store does not accept the credentials any more, or never did."""
+
+
+class ObjectChangedError(Exception):
+    """A conditional put found another object than it expected."""
+
+
+class Store(Protocol):
+    """A store that data is read from; see `Remote` for what the methods raise."""
+
+    url: str
+    ranges: bool
+    traffic: Traffic
+
+    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]: ...  # noqa: D102
+
+    def folders(self, prefix: str = "") -> list[str]: ...  # noqa: D102
+
+    def get(self, key: str, size: int | None = None) -> Any: ...  # noqa: D102
+
+    def get_range(self, key: str, start: int, end: int) -> Any: ...  # noqa: D102
+
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]: ...  # noqa: D102
+
+    def size(self, key: str) -> int: ...  # noqa: D102
+
+    def put(self, key: str, content: Any) -> None: ...  # noqa: D102
+
+    def shown(self) -> str: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+class WritableStore(Protocol):
+    """A store that results are written to. Each object is there whole or not at all.
+
+    `ResultsFolder` says what its methods raise.
+    """
+
+    url: str
+
+    def get(self, key: str) -> Any:
+        """Return the content of a small object."""
+
+    def get_range(self, key: str, start: int, end: int) -> Any:
+        """Return bytes `start` to `end` (exclusive) of an object."""
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None, or FileNotFoundError, if there is none."""
+
+    def put(self, key: str, content: bytes | IO[bytes], size: int = 0) -> None:
+        """Write an object. It replaces an older one at the moment when it is complete.
+
+        Args:
+            key: its name.
+            content: its bytes, or a file to read them from.
+            size: the size of the file in bytes.
+        """
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there."""
+
+    def etag(self, key: str) -> str | None:
+        """Return a text that differs for each content of an object; None if there is no object."""
+
+    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
+        """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
+
+        Raises:
+            ObjectChangedError: the object has another ETag.
+            NotImplementedError: the store has no conditional writes.
+        """
