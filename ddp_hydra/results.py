@@ -259,7 +259,9 @@ def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
             source.unlink(missing_ok=True)  # nobody would delete it, e.g. after a full disk
             raise
 
-    wait_for_space.retry(attempt, lambda: wait_for_space.of_worker(source.parent), _process.retry_s, warn, _wait)
+    wait_for_space.retry_while_full(
+        attempt, lambda: wait_for_space.describe_full_folder(source.parent), _process.retry_s, warn, _wait
+    )
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}

@@ -431,7 +431,7 @@ class Attempt:
         """
         first = self.specs[0]
         try:
-            return wait_for_space.retry(
+            return wait_for_space.retry_while_full(
                 lambda: self.workers.send(first.rank, files),
                 lambda: f"the temporary folder {self.workers.folders[first.worker]} of worker {first.worker} is full",
                 self.settings.retry_s,

@@ -258,8 +258,8 @@ class RankTask:
         """
         folder = Path(self.worker.local_directory)
         warn = lambda sentence: publish(self.worker, self.order, "warning", {"text": sentence})  # noqa: E731
-        return wait_for_space.retry(
-            action, lambda: wait_for_space.of_worker(folder), self.order.retry_s, warn, self.wait
+        return wait_for_space.retry_while_full(
+            action, lambda: wait_for_space.describe_full_folder(folder), self.order.retry_s, warn, self.wait
         )
 
     def wait(self, seconds: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,9 +15,9 @@ from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.files import replacing, writing
 from ddp_hydra.storage.manifest import FOLDER, NAME, STEP_FILE, Entries, damage, newest_first, read_manifest_text
 from ddp_hydra.storage.remote import PIECE_BYTES
+from ddp_hydra.storage.retry import Backoff
 
 T = TypeVar("T")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 8.0
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
 
 def _entries(remote: WritableStore, retry_s: float) -> Entries:
     try:
-        return read_manifest_text(_patiently(lambda: remote.get(NAME), retry_s))
+        return read_manifest_text(_retry(lambda: remote.get(NAME), retry_s))
     except FileNotFoundError:
         raise CheckpointError(
             f"{remote.url} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was given"
@@ -108,7 +107,7 @@ def _download(remote: WritableStore, name: str, wanted: dict[str, Any], target: 
         raise _Damaged("its entry in the manifest has no size")
     if damage(target, wanted) is None:
         return
-    found = _patiently(lambda: remote.size(name), retry_s)
+    found = _retry(lambda: remote.size(name), retry_s)
     if found is None:
         raise _Damaged("it is missing")
     if found != size:
@@ -128,7 +127,7 @@ def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, re
         for start in range(0, size, PIECE_BYTES):
             end = min(size, start + PIECE_BYTES)
             try:
-                piece = _patiently(functools.partial(remote.get_range, name, start, end), retry_s)
+                piece = _retry(functools.partial(remote.get_range, name, start, end), retry_s)
             except FileNotFoundError:
                 raise _Damaged("it is missing") from None
             digest.update(piece)
@@ -136,19 +135,16 @@ def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, re
     return digest.hexdigest()
 
 
-def _patiently(ask: Callable[[], T], retry_s: float) -> T:
+def _retry(ask: Callable[[], T], retry_s: float) -> T:
     """Ask a store until it answers.
 
     Raises:
-        CheckpointError: it did not, in all that time.
+        CheckpointError: it did not answer in time.
     """
-    deadline, pause = time.monotonic() + retry_s, FIRST_PAUSE_S
+    backoff = Backoff(retry_s)
     while True:
         try:
             return ask()
         except ConnectionError as error:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if not backoff.wait():
                 raise CheckpointError(f"{error}; it was tried for {retry_s:g} s: try again later") from None
-            time.sleep(min(pause, left_s))
-            pause = min(2 * pause, LONGEST_PAUSE_S)

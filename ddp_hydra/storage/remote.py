@@ -21,7 +21,7 @@ from ddp_hydra.storage.base import (
 )
 from ddp_hydra.storage.counters import Traffic
 from ddp_hydra.storage.listing import Walk
-from ddp_hydra.storage.retry import retrying
+from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.storage.stream import Stream
 
 T = TypeVar("T")
@@ -233,23 +233,25 @@ class Remote(ABC):
         return result
 
     def _request_again(self, error: Exception, request: Callable[[Any], T], key: str | None, first: bool) -> T:
-        if not isinstance(error, (TemporaryError, StaleCredentialsError)):
-            raise error from None
-
-        def once() -> T:
-            try:
-                return request(self._store())
-            except Exception as again:
-                raise self._explained(again, key) from None
-
-        retry_timeout_s = self.retry_timeout_s
+        timeout_s = self.retry_timeout_s
         if not self._worked and isinstance(error, OtherRegionError):
-            retry_timeout_s = min(retry_timeout_s, self.REGION_RETRY_TIMEOUT_S)
+            timeout_s = min(timeout_s, self.REGION_RETRY_TIMEOUT_S)
         elif not self._worked and first:
-            retry_timeout_s = min(retry_timeout_s, self.FIRST_RETRY_TIMEOUT_S)
-        result = retrying(once, retry_timeout_s, self.traffic, self._closing, self._renew, error)
-        self._worked = True
-        return result
+            timeout_s = min(timeout_s, self.FIRST_RETRY_TIMEOUT_S)
+        backoff = Backoff(timeout_s, self._closing.wait)
+        while True:
+            is_stale = isinstance(error, StaleCredentialsError)
+            may_pass = isinstance(error, TemporaryError) or (is_stale and self._renew())
+            if not may_pass or not backoff.wait():
+                raise error from None
+            self.traffic.add(retries=1)
+            try:
+                result = request(self._store())
+            except Exception as again:
+                error = self._explained(again, key)
+            else:
+                self._worked = True
+                return result
 
     def _explained(self, error: Exception, key: str | None) -> Exception:
         """Turn any error into one of ours; those that all stores have in common are told here."""
@@ -273,7 +275,7 @@ class Remote(ABC):
         return self.url
 
     def _renew(self) -> bool:
-        """Forget the credentials; whether that may help: those that never worked will not by asking again."""
+        """Forget the credentials, and return whether new ones may help: not if the old ones have never worked."""
         self._opened = None
         return self._worked
 

@@ -1,55 +1,51 @@
-"""Trying again what may work the next time."""
+"""Decides how long to wait between the tries of something that failed, and when to stop trying."""
 
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
-from ddp_hydra.storage.base import StaleCredentialsError, TemporaryError
-from ddp_hydra.storage.counters import Traffic
-
-T = TypeVar("T")
-
-FIRST_WAIT_S = 0.1
-LONGEST_WAIT_S = 5.0
+FIRST_PAUSE_S = 0.1
 
 
-def retrying(
-    action: Callable[[], T],
-    retry_timeout_s: float,
-    traffic: Traffic,
-    closing: threading.Event,
-    renew: Callable[[], bool],
-    error: Exception,
-) -> T:
-    """Do something that failed until it works, waiting longer and longer.
+class Backoff:
+    """Waits before each new try, longer each time, until the time is over or somebody gives up.
+
+    Its time begins when it is made. The callers decide which errors to retry, and what to tell the user.
 
     Args:
-        action: what to do.
-        retry_timeout_s: how long after the first failure it is tried again.
-        traffic: counts the retries.
-        closing: ends the waiting.
-        renew: called after stale credentials; whether others may be had.
-        error: why it failed, a TemporaryError or StaleCredentialsError.
+        timeout_s: how long to try.
+        sleep: waits so many seconds, and returns whether to give up. `wait` of a threading.Event is one.
+        longest_pause_s: the longest wait.
 
-    Raises:
-        TemporaryError: it did not work in time.
-        Exception: what `action` raised, where trying again does not help.
+    Attributes:
+        deadline: when to stop trying, on the monotonic clock.
+        tries: how many tries were made.
     """
-    wait_s, give_up = FIRST_WAIT_S, time.monotonic() + retry_timeout_s
-    while True:
-        stale = isinstance(error, StaleCredentialsError)
-        if time.monotonic() + wait_s > give_up or (stale and not renew()):
-            raise error from None
-        # Unequal waits keep many readers from coming back all at once.
-        if closing.wait(wait_s * random.uniform(0.5, 1.0)):  # noqa: S311
-            raise TemporaryError("the reader was closed while it waited for the store")
-        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        traffic.add(retries=1)
-        try:
-            return action()
-        except (TemporaryError, StaleCredentialsError) as again:
-            error = again
+
+    def __init__(
+        self, timeout_s: float, sleep: Callable[[float], bool | None] = time.sleep, longest_pause_s: float = 5.0
+    ) -> None:
+        self._begin = time.monotonic()
+        self.deadline = self._begin + timeout_s
+        self.tries = 1
+        self._sleep = sleep
+        self._pause_s = FIRST_PAUSE_S
+        self._longest_pause_s = longest_pause_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._begin
+
+    def wait(self) -> bool:
+        """Wait before the next try, and return True. Return False if there shall be no other try."""
+        left_s = self.deadline - time.monotonic()
+        # Unequal pauses keep many processes from coming back all at once.
+        pause_s = min(left_s, self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311
+        if left_s <= 0 or self._sleep(pause_s):
+            return False
+        self.tries += 1
+        self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+        return True

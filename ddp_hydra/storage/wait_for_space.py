@@ -1,4 +1,4 @@
-"""Waiting for room on a full disk."""
+"""Retries what fails because a disk is full."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from ddp_hydra.errors import DiskFull
+from ddp_hydra.storage.retry import Backoff
 
 T = TypeVar("T")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-PAUSE_S = 0.5
+LONGEST_PAUSE_S = 0.5
 
 
-def of_worker(folder: Path) -> str:
-    """Name a worker's temporary folder on this host, with what is free there."""
+def describe_full_folder(folder: Path) -> str:
+    """Return a sentence that names a worker's temporary folder on this host, and what is free there."""
     try:
         free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB free"
     except OSError as error:
@@ -26,45 +27,43 @@ def of_worker(folder: Path) -> str:
     return f"the worker's temporary folder {folder} on host {socket.gethostname()} is full ({free})"
 
 
-def retry(
+def retry_while_full(
     action: Callable[[], T],
-    full: Callable[[], str],
+    describe: Callable[[], str],
     retry_s: float,
-    say: Callable[[str], None],
+    warn: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Do something that writes, and try again while there is no room for it.
+    """Do something that writes, and retry it while the disk is full.
 
     Args:
-        action: leaves nothing behind where it fails.
-        full: says which place is full.
-        retry_s: how long it is tried again.
-        say: is told that it is waited for, and when that is over.
+        action: leaves nothing behind if it fails.
+        describe: returns a sentence that says which place is full.
+        retry_s: how long to retry.
+        warn: gets a sentence when the waiting begins, and one when it is over.
         pause: called between two tries, with seconds.
 
     Raises:
-        DiskFull: there was no room in time.
+        DiskFull: there was no space in time.
     """
-    until = None
+    backoff = None
     while True:
         try:
-            done = action()
+            result = action()
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            now = time.monotonic()
-            if until is None:
-                until = now + retry_s
+            if backoff is None:
+                backoff = Backoff(retry_s, pause, LONGEST_PAUSE_S)
                 if retry_s > 0:
-                    say(f"{full()}: trying again for up to {retry_s:g} s; free some space there")
-            if now >= until:
+                    warn(f"{describe()}: trying again for up to {retry_s:g} s; free some space there")
+            if not backoff.wait():
                 raise DiskFull(
-                    f"{full()}; it was tried for results.retry_s={retry_s:g} s: free some space there, or give the "
+                    f"{describe()}; it was tried for results.retry_s={retry_s:g} s: free some space there, or give the "
                     "workers another folder: DASK_TEMPORARY_DIRECTORY=<folder> in their environment, or dask worker "
                     "--local-directory <folder>"
                 ) from error
         else:
-            if until is not None:
-                say(f"there is room again, after {time.monotonic() - until + retry_s:.0f} s")
-            return done
-        pause(PAUSE_S)
+            if backoff is not None:
+                warn(f"there is room again, after {backoff.elapsed_s:.0f} s")
+            return result

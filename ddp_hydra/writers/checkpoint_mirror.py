@@ -18,7 +18,7 @@ from typing import Any
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.results import Record
 from ddp_hydra.storage.base import WritableStore
-from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S, folder_of
+from ddp_hydra.storage.fetch_checkpoint import folder_of
 from ddp_hydra.storage.manifest import (
     ALIASES,
     FOLDER,
@@ -31,6 +31,7 @@ from ddp_hydra.storage.manifest import (
     read_manifest_text,
     write_manifest_text,
 )
+from ddp_hydra.storage.retry import Backoff
 
 FIRST_TIMEOUT_S = 5.0
 """Timeout of the first request to the store: the job waits for it, so it is short."""
@@ -131,9 +132,8 @@ class MirrorWriter:
             self._done = asked
 
     def _mirror_with_retry(self) -> None:
-        began, pause, tries = time.monotonic(), FIRST_PAUSE_S, 0
+        backoff = Backoff(self._retry_s, self._give_up.wait)
         while True:
-            tries += 1
             try:
                 self._mirror()
             except TakenOver as error:
@@ -147,18 +147,18 @@ class MirrorWriter:
                     log.warning("checkpoints reach %s again", self._remote.url)
                 self._reason, self._is_reported = "", False
                 return
-            left_s = (self._closed_at or began) + self._retry_s - time.monotonic()
-            if left_s <= 0 or self._give_up.wait(min(pause, left_s)):
+            if self._closed_at is not None:  # the last tries have as much time as all others
+                backoff.deadline = self._closed_at + self._retry_s
+            if not backoff.wait():
                 break
-            pause = min(2 * pause, LONGEST_PAUSE_S)
         self.failures += 1
         self._is_reported = True
         log.warning(
             "checkpoints do not reach %s: %s (tried %d times in %.0f s); they are in %s, and the next one tries again",
             self._remote.url,
             self._reason,
-            tries,
-            time.monotonic() - began,
+            backoff.tries,
+            backoff.elapsed_s,
             self._local,
         )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import time
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 from ddp_hydra.storage.files import cannot_write, passing
+from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.writers.base import Writer
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+LONGEST_PAUSE_S = 2.0
 _CANNOT = "cannot write "
 _ADVICE = {errno.ENOSPC: ": free some space there", errno.EDQUOT: ": free some of your quota there"}
 
@@ -40,7 +40,7 @@ class DiskRetry:
         Raises:
             RecordError: the record cannot be written, and the error is not temporary or lasted too long.
         """
-        tries, began, pause = 1, time.monotonic(), FIRST_PAUSE_S
+        backoff = None
         while True:
             try:
                 writer.write(record)
@@ -50,19 +50,18 @@ class DiskRetry:
                 if obstacle is None or self._is_spent:
                     raise
                 what = f"{_CANNOT}{obstacle.filename or type(writer).__name__}"
-                if tries == 1:
-                    began = time.monotonic()  # the first try may have copied for minutes
+                if backoff is None:  # not made before: the first try may have copied for minutes
+                    backoff = Backoff(self._retry_s, self._give_up.wait, LONGEST_PAUSE_S)
                     self._warn(what, obstacle)
-                left_s = began + self._retry_s - time.monotonic()
-                if left_s <= 0 or self._give_up.wait(min(pause, left_s)):
+                if not backoff.wait():
                     self._is_spent = True
                     if isinstance(error, OSError):
                         error = cannot_write(type(writer).__name__, error)
-                    waited_s = time.monotonic() - began
-                    raise RecordError(f"{error}; it was tried {tries} times in {waited_s:.0f} s") from obstacle
-            tries, pause = tries + 1, min(2 * pause, LONGEST_PAUSE_S)
-        if tries > 1:
-            log.warning("written, after %.0f s of retrying: %s", time.monotonic() - began, what.removeprefix(_CANNOT))
+                    raise RecordError(
+                        f"{error}; it was tried {backoff.tries} times in {backoff.elapsed_s:.0f} s"
+                    ) from obstacle
+        if backoff is not None:
+            log.warning("written, after %.0f s of retrying: %s", backoff.elapsed_s, what.removeprefix(_CANNOT))
 
     def _warn(self, what: str, obstacle: OSError) -> None:
         reason = (obstacle.strerror or str(obstacle)).lower()

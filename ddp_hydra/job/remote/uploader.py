@@ -25,11 +25,11 @@ from ddp_hydra.job.remote.status import (
 from ddp_hydra.job.run_dir import SUMMARY
 from ddp_hydra.results import check_path
 from ddp_hydra.storage.base import WritableStore
-from ddp_hydra.storage.fetch_checkpoint import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from ddp_hydra.storage.files import place
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.storage.manifest import NAME as MANIFEST
 from ddp_hydra.storage.remote import PIECE_BYTES
+from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.writers.status import NAME, encode
 
 INTERVAL_S = 1.0
@@ -97,13 +97,11 @@ class Uploader:
         self._end.set()
         for thread in self._threads:
             thread.join()
-        deadline, pause = time.monotonic() + retry_s, FIRST_PAUSE_S
+        backoff = Backoff(retry_s, self._give_up.wait)
         while True:
             missing = self._finish_once(state, message)
-            left_s = deadline - time.monotonic()
-            if not missing or left_s <= 0 or self._give_up.wait(min(pause, left_s)):
+            if not missing or not backoff.wait():
                 return missing
-            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _finish_once(self, state: str, message: str) -> str:
         try:
