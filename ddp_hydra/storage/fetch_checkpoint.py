@@ -107,17 +107,17 @@ def _download(remote: WritableStore, name: str, wanted: dict[str, Any], target: 
         raise _Damaged("its entry in the manifest has no size")
     if damage(target, wanted) is None:
         return
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
     found = _retry(lambda: remote.size(name), retry_s)
     if found is None:
         raise _Damaged("it is missing")
     if found != size:
         raise _Damaged(f"it has {found} bytes, the manifest says {size}")
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as part:
-            found_sha256 = _download_pieces(remote, name, size, part, retry_s)
-            if found_sha256 != sha256:
-                raise _Damaged(f"its sha256 is {found_sha256[:12]}…, the manifest says {sha256[:12]}…")
+    with writing(target), replacing(target) as part:
+        found_sha256 = _download_pieces(remote, name, size, part, retry_s)
+        if found_sha256 != sha256:
+            raise _Damaged(f"its sha256 is {found_sha256[:12]}…, the manifest says {sha256[:12]}…")
 
 
 def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, retry_s: float) -> str:
