@@ -75,7 +75,7 @@ class Handler(Enum):
 
 @dataclass
 class TrainerConfig:
-    """How long to train, in which arithmetic, and when to log, validate and save: see conf/trainer/default.yaml."""
+    """Set the length, arithmetic and intervals of the training: see conf/trainer/default.yaml."""
 
     epochs: int | None = 5
     max_steps: int | None = None
