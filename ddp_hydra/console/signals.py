@@ -63,7 +63,7 @@ class Interrupts:
             raise KeyboardInterrupt
         self.wanted = True
         if notice := self.notice():
-            say(f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}: {notice}")
+            print_line(f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}: {notice}")
 
 
 @contextmanager
@@ -104,14 +104,14 @@ def leave_tidily() -> None:
                 signal.signal(number, signal.default_int_handler)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Write a line to stderr, also while something else is being written there."""
     with contextlib.suppress(OSError):
         os.write(2, f"{chr(10) if os.isatty(2) else ''}{line}\n".encode())
 
 
 def _leave(number: int, frame: Any) -> NoReturn:
-    say("interrupted")
+    print_line("interrupted")
     os._exit(130)
 
 
