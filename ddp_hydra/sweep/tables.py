@@ -67,12 +67,12 @@ def _order_of(rows: Sequence[Row], objective: Objective) -> str:
     metric = _markup(objective.metric)
     if objective.maximize is None:
         return (
-            f"In their own order: nobody has said whether a higher {metric} is better. "
-            "`hydra.launcher.direction=maximize` (or `minimize`) does."
+            f"Ordered by number, because it is not known whether a higher {metric} is better. "
+            "Set `hydra.launcher.direction=maximize` (or `minimize`)."
         )
     if objective.ranks(rows):
         return f"Best first by {metric}: {objective.better}."
-    return f"Jobs with other data stand apart, each kind best first by {metric}: {objective.better}."
+    return f"Grouped by data set, the best first in each group by {metric}: {objective.better}."
 
 
 def _bests(ordered: Sequence[Row], objective: Objective | None) -> set[int]:

@@ -189,7 +189,7 @@ def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) ->
     try:
         return file_transfer.send(client, worker, name, 0, path)
     except OSError as error:
-        raise ClusterError(f"worker {worker} could not be given the checkpoint {path}: {error}") from None
+        raise ClusterError(f"the checkpoint {path} could not be sent to worker {worker}: {error}") from None
 
 
 def _start(client: Any, worker: str, spec: JobSpec) -> StartedDriver:
@@ -199,7 +199,8 @@ def _start(client: Any, worker: str, spec: JobSpec) -> StartedDriver:
         raise ClusterError(f"worker {worker} did not start the run: {str(error) or type(error).__name__}") from None
     except (ImportError, AttributeError) as error:
         raise ClusterError(
-            f"worker {worker} knows no results.handler=cluster ({error}): install there the ddp-hydra that is here"
+            f"worker {worker} does not support results.handler=cluster ({error}): install there the "
+            "version of ddp-hydra that this machine has"
         ) from None
     if "error" in answer:
         raise ConfigError(f"on worker {worker}: {plain(str(answer['error']))}")
@@ -278,12 +279,12 @@ class Follower:
                 continue
             if message is None:
                 raise ClusterError(
-                    f"the driver of the run is gone, that worker {self.driver.worker} had started (killed, out of "
-                    f"memory, or its host is gone): go on with resume={self.driver.url}"
+                    f"the run's driver, started by worker {self.driver.worker}, is gone (killed, out of memory, or its "
+                    f"host is gone): go on with resume={self.driver.url}"
                 )
             if (end := self._handle(message)) is not None:
                 return end
-        raise KeyboardInterrupt(f"not waited for its end; see {self.driver.url}")
+        raise KeyboardInterrupt(f"the end of the run was not waited for; see {self.driver.url}")
 
     def _handle(self, message: Any) -> DriverReport | None:
         try:

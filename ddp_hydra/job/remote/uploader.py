@@ -204,9 +204,9 @@ class Uploader:
         self._failures.pop(work, None)
         self._failures |= {work: failure} if failure else {}
         if failure and not before:
-            log.warning("results do not reach %s: %s; it is tried again", self.store.url, failure)
+            log.warning("results cannot be uploaded to %s: %s; the upload is retried", self.store.url, failure)
         elif before and not self._failures:
-            log.warning("results reach %s again", self.store.url)
+            log.warning("results are uploaded to %s again", self.store.url)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for path in sorted(self.folder.rglob("*")):
@@ -233,8 +233,8 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
     is_open = bool(other) and other.get("state") not in (*ENDED, LOST)
     if is_open and (abs(age_s) < LOST_S or _is_updated(store, other.get("time"))):
         raise ConfigError(
-            f"another run is at work in {store.url} (by its clock it was heard {age_s:.0f} s ago): end it with python "
-            f"-m ddp_hydra attach run={store.url} stop=true, or give another hydra.run.dir"
+            f"another run is active in {store.url} (its last status is {age_s:.0f} s old, by its clock): end it with "
+            f"python -m ddp_hydra attach run={store.url} stop=true, or give another hydra.run.dir"
         )
     try:
         store.acquire(owner)

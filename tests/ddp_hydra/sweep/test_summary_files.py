@@ -252,7 +252,7 @@ def test_without_a_direction_no_job_is_called_better():
 def test_each_data_set_has_a_best_of_its_own():
     rows = [done(n, n / 10, f"data={'ab'[n % 2]}", f"seed={n}") for n in range(4)]
     text = markdown_text(rows, ACCURACY)
-    assert "\nJobs with other data stand apart, each kind best first by val/accuracy: higher is better.\n" in text
+    assert "\nGrouped by data set, the best first in each group by val/accuracy: higher is better.\n" in text
     assert [line[0] for line in cells(text)[1:]] == ["2", "0", "3", "1"]
     assert re.findall(r"\*\*(.*?)\*\*", text) == ["0.2", "0.3"]
 

@@ -117,7 +117,7 @@ def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypat
 def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
     there.away = True
     one = make()
-    wait_until(lambda: "do not reach" in caplog.text)
+    wait_until(lambda: "cannot be uploaded" in caplog.text)
     there.away = False
     wait_until(lambda: len(caplog.messages) == 2 and "metrics.jsonl" in there.order)
     assert "store again" in caplog.messages[1]
@@ -154,7 +154,7 @@ def test_a_run_acquires_its_place(there, status):
     acquire_run(FencedStore(there), status, {"config.yaml": b"a: 1\n"})
     assert (there.size("summary.json"), there.size("stop")) == (None, None)
     assert there.get(".hydra/config.yaml") == b"a: 1\n"
-    with pytest.raises(ConfigError, match=r"another run is at work in .*/store .*stop=true, or give another"):
+    with pytest.raises(ConfigError, match=r"another run is active in .*/store .*stop=true, or give another"):
         acquire_run(FencedStore(there), DriverStatus("tcp://scheduler:8786", "abc"), {})
 
 
@@ -168,7 +168,7 @@ def test_a_live_run_with_a_wrong_clock_keeps_its_place(there, status, monkeypatc
     times = iter(range(100))
     monkeypatch.setattr(uploader, "WATCH_S", 0.1)
     monkeypatch.setattr(uploader, "read", lambda _: {"state": "running", "time": float(next(times))})
-    with pytest.raises(ConfigError, match="another run is at work"):
+    with pytest.raises(ConfigError, match="another run is active"):
         acquire_run(FencedStore(there), status, {})
 
 
