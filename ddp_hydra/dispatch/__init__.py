@@ -1,6 +1,6 @@
 """Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`.
 
-What the package offers is imported when it is first used: ranks without Dask are here, too, and need no `distributed`.
+Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ranks of one attempt run."""
+"""Describes the function that the ranks of one attempt run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ddp_hydra.results import Record
 
 
 def show(record: Record) -> None:
-    """Print what rank 0 prints."""
+    """Print the output of rank 0."""
     if record.kind == "log" and record.rank == 0:
         print(plain(record.data["text"]), end="", flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the ranks of one attempt run.
+    """A function that each rank of an attempt calls, and its arguments.
 
     Args:
         fn: the function, or "module:name".
         args: passed to it.
         kwargs: passed to it.
-        files: files of the client that rank 0 needs; where there are any, `fn` is called with files={name: path there}.
+        files: files of the client that rank 0 needs; if there are any, `fn` is called with files={name: path there}.
     """
 
     fn: Callable[..., Any] | str

@@ -1,4 +1,4 @@
-"""Files between ranks and the client: from disk to disk on one host, in pieces through Dask otherwise."""
+"""Transfers files between ranks and the client: by a move on one host, otherwise in pieces through Dask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +19,63 @@ from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import outbox
 
 PIECE_S = 15.0
-"""How long one piece of a file may take."""
+"""Seconds that one piece of a file may take."""
 
 
-def fetch(
-    client: Client,
-    worker: str,
-    local_directory: str,
-    gang: str,
-    rank: int,
-    file: Mapping[str, Any],
-    target: Path,
-    is_lost: Callable[[], bool] = lambda: False,
-) -> None:
-    """Put a spooled file at `target` and remove it from the spool. The caller verifies it, and gives it its name.
+@dataclass(frozen=True)
+class RemoteOutbox:
+    """A rank's outbox, as the client reaches it.
+
+    Files are described by source (their path there), size and sha256.
 
     Args:
         client: of the cluster.
         worker: address of the rank's worker.
         local_directory: of that worker.
-        gang: the gang's name.
-        rank: whose spool.
-        file: source (its path there), size and sha256.
-        target: where to put it.
-        is_lost: whether the worker is given up meanwhile.
+        gang: the gang's name, with its attempt.
+        rank: of the gang.
+        is_lost: returns whether the worker was given up meanwhile.
     """
-    name = Path(file["source"]).name
-    if not _take_local(outbox.path(local_directory, gang, rank) / name, file["size"], target):
+
+    client: Client
+    worker: str
+    local_directory: str
+    gang: str
+    rank: int
+    is_lost: Callable[[], bool] = lambda: False
+
+    def fetch(self, file: Mapping[str, Any], target: Path) -> None:
+        """Put a file at `target` and remove it from the outbox. The caller verifies it."""
+        source = self._path(file)
+        if _is_here(source, file["size"]):
+            shutil.move(source, target)
+            return
         with target.open("wb") as out:
             while out.tell() < file["size"]:
-                piece = call(client, worker, outbox.read, gang, rank, name, out.tell(), is_lost=is_lost)
+                piece = self._call(outbox.read, source.name, out.tell())
                 if not piece:
                     break
                 out.write(piece)
-        call(client, worker, outbox.remove, gang, rank, name, is_lost=is_lost)
+        self._call(outbox.remove, source.name)
+
+    def drop(self, file: Mapping[str, Any]) -> None:
+        """Remove a file from the outbox."""
+        source = self._path(file)
+        if _is_here(source, file.get("size")):
+            source.unlink(missing_ok=True)
+        else:
+            self._call(outbox.remove, source.name)
+
+    def _path(self, file: Mapping[str, Any]) -> Path:
+        return outbox.path(self.local_directory, self.gang, self.rank) / Path(str(file["source"])).name
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return call(self.client, self.worker, function, self.gang, self.rank, *args, is_lost=self.is_lost)
 
 
-def drop(
-    client: Client,
-    worker: str,
-    local_directory: str,
-    gang: str,
-    rank: int,
-    file: Mapping[str, Any],
-    is_lost: Callable[[], bool] = lambda: False,
-) -> None:
-    """Remove a spooled file; the arguments are those of `fetch`."""
-    source = outbox.path(local_directory, gang, rank) / Path(str(file["source"])).name
-    if _is_here(source, file.get("size")):
-        source.unlink(missing_ok=True)
-    else:
-        call(client, worker, outbox.remove, gang, rank, source.name, is_lost=is_lost)
+def _is_here(source: Path, size: int | None) -> bool:
+    """Return whether this host has the file, and it is no link."""
+    return source.is_file() and source.resolve() == source.absolute() and source.stat().st_size == size
 
 
 def call(
@@ -78,7 +85,7 @@ def call(
     *args: Any,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Run a function on one worker.
+    """Run a function on one worker, and return its result.
 
     Raises:
         OSError: the worker does not answer in time, or is gone. Dask alone would try for half a minute.
@@ -97,27 +104,14 @@ def call(
         raise OSError(f"worker {worker} does not answer ({type(error).__name__})") from None
 
 
-def _take_local(source: Path, size: int, target: Path) -> bool:
-    """Move within this host, where the spool is visible from here."""
-    if not _is_here(source, size):
-        return False
-    shutil.move(source, target)
-    return True
-
-
-def _is_here(source: Path, size: int | None) -> bool:
-    """Whether a spool is visible from here, and holds the file itself, not a link."""
-    return source.is_file() and source.resolve() == source.absolute() and source.stat().st_size == size
-
-
 def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str:
-    """Make a file of the client readable for a rank; returns the path there.
+    """Send a file of the client to a rank's host, unless that sees it under the same path; return the path there.
 
     Args:
         client: of the cluster.
         worker: address of the rank's worker.
         gang: the gang's name.
-        rank: into whose spool.
+        rank: of the gang.
         source: the file here.
     """
     found = source.stat()

@@ -1,8 +1,8 @@
-"""The gang: one pinned task per rank, started together, watched, stopped together, and started again.
+"""Runs a gang: one task per rank, started together, watched, stopped together, and started again after failures.
 
 As a library:
 
-    values = dispatch.run(client, train, "resnet18", lr=0.1)      # every worker, inside a process group
+    values = dispatch.run(client, train, "resnet18", lr=0.1)      # on every worker, inside a process group
     dispatch.run(client, dispatch.script("train.py", "--epochs", 2))    # a script that makes its own process group
     values = dispatch.Gang(client, ranks=4, backend="gloo").run(train, "resnet18", lr=0.1)
 """
@@ -33,8 +33,8 @@ from ddp_hydra.dispatch.script import Script, script
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.errors import ClusterError, RankFailed
-from ddp_hydra.rank import launch_spec
 from ddp_hydra.rank.failure import explain
+from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
@@ -52,7 +52,7 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
         kwargs: passed to it.
 
     Returns:
-        What the ranks returned, in order of rank: plain data, arrays and tensors.
+        The ranks' return values, in order of rank: plain data, arrays and tensors.
 
     Raises:
         RankFailed: a rank raised, exited or was killed; the message names the first.
@@ -66,7 +66,7 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
 
 @dataclass
 class Gang(Settings):
-    """The ranks of one job: starts them, watches them, and starts them again after failures; see `Settings`."""
+    """Starts the ranks of one job, watches them, and starts them again after failures; see `Settings`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     attempt: Attempt | None = field(default=None, init=False, repr=False)
@@ -77,7 +77,7 @@ class Gang(Settings):
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
     grouped: bool = field(default=True, init=False, repr=False)
-    asked: set[str] = field(default_factory=set, init=False, repr=False)
+    checked: set[str] = field(default_factory=set, init=False, repr=False)
     unique_name: str = field(default="", init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -89,58 +89,58 @@ class Gang(Settings):
         """Start the ranks, and start them again after failures.
 
         Args:
-            call_of: what attempt `number` runs on `world_size` ranks; asked before each.
+            call_of: returns what an attempt runs, for its number and world size; called before each attempt.
         """
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
         reserved = Reservation(self.client, name, self.ranks, self.sweep)
-        with self.dropped_said(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
+        with self.reporting_dropped(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
-            self.ask(workers)
+            self.check_workers(workers)
             while True:
                 self.attempt = Attempt(
-                    self, number, topic, placement.plan(workers), self.interrupts, self.read, self.order
+                    self, number, topic, placement.plan(workers), self.interrupts, self.read, self.launch_spec
                 )
                 try:
                     return self.start(self.attempt, call_of(number, len(workers)))
                 except RankFailed as error:
-                    silent = self.attempt.silent
-                    self.consider(error)
+                    silent = self.attempt.watchdog.silent
+                    self.decide_restart(error)
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
                         workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
-                        self.ask(workers)
+                        self.check_workers(workers)
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
 
     @property
     def trains(self) -> bool:
-        """Whether the ranks are in their loop, where they can be asked to finish."""
+        """Return whether the ranks are in the training loop, where they can be asked to finish."""
         attempt = self.attempt
         return attempt is not None and attempt.health.in_loop(attempt.rank_states.running)
 
     @contextmanager
-    def dropped_said(self) -> Iterator[None]:
-        """Say at the end what was dropped for want of a reader."""
+    def reporting_dropped(self) -> Iterator[None]:
+        """Warn after the block if records were dropped because nothing reads them."""
         try:
             yield
         finally:
-            if said := self.unread.sentence():
-                log.warning("%s", said)
+            if sentence := self.unread.sentence():
+                log.warning("%s", sentence)
 
-    def ask(self, workers: Iterable[str]) -> None:
-        """See whether those workers that were not asked before have what the ranks need.
+    def check_workers(self, workers: Iterable[str]) -> None:
+        """Check that new workers have what the ranks need.
 
         Raises:
             ClusterError: some do not.
         """
-        found = preflight.probe(self.client, [address for address in workers if address not in self.asked], self.pip)
+        found = preflight.probe(self.client, [address for address in workers if address not in self.checked], self.pip)
         preflight.check(found)
         preflight.check_packages(found)
         preflight.check_network(found, self.interface)
-        self.asked |= found.keys()
+        self.checked |= found.keys()
 
     def start(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
@@ -149,19 +149,19 @@ class Gang(Settings):
         kwargs = dict(call.kwargs)
         try:
             if call.files:
-                kwargs["files"] = attempt.send(call.files)
+                kwargs["files"] = attempt.send_files(call.files)
             with self.interrupts.deferred():
                 return attempt.run(cloudpickle.dumps((call.fn, call.args, kwargs)))
         finally:
             attempt.clean_up()
 
-    def consider(self, error: RankFailed) -> None:
-        """Raise the error again where there shall be no other attempt."""
+    def decide_restart(self, error: RankFailed) -> None:
+        """Raise the error again unless there is another attempt."""
         assert self.attempt is not None
         done = max(self.attempt.health.steps_done, error.failure.step - 1)
-        wall_s = time.monotonic() - self.attempt.begun
+        wall_s = time.monotonic() - self.attempt.begun_at
         why_not = self.restarts.note(Ended(self.attempt.number, self.world_size, done, error.failure, wall_s))
-        if why_not is not None or self.interrupts.wanted or self.attempt.reader.error:
+        if why_not is not None or self.interrupts.wanted or self.attempt.records.error:
             if why_not:
                 error.add_reason(why_not)
             raise error
@@ -169,26 +169,26 @@ class Gang(Settings):
         log.warning("restart %d of %d%s: %s", count, self.max_restarts, self.goes_on(done), cause)
 
     def read(self, attempt: Attempt, record: Record) -> None:
-        """Hand on a record, one at a time: the last of a failed attempt may still be read when the next one begins."""
+        """Pass on one record at a time: those of a failed attempt may still be read when the next one begins."""
         with self.lock:
             self.read_from, self.fetched = attempt, False
             if self.on_record is not None:
                 self.on_record(record)
-            is_left = "source" in record.data and not self.fetched
-            if is_left or self.on_record in (None, show):
+            is_unfetched = "source" in record.data and not self.fetched
+            if is_unfetched or self.on_record in (None, show):
                 self.unread.note(record)
-            if is_left:  # the rank waits for room in its spool
+            if is_unfetched:  # the rank may be waiting for room in its outbox
                 attempt.workers.drop(record)
 
     def fetch(self, record: Record, target: Path) -> None:
-        """Bring the file of a record home; for the writers, while the gang runs."""
-        assert self.read_from is not None, "fetch belongs into on_record"
+        """Fetch the file of a record; only `on_record` may call it."""
+        assert self.read_from is not None, "fetch is for on_record"
         self.fetched = True
         self.read_from.workers.fetch(record, target)
 
-    def order(self, number: int, name: str, spec: RankSpec, call: bytes) -> launch_spec.LaunchSpec:
-        """What the worker of one rank is told."""
-        return launch_spec.LaunchSpec(
+    def launch_spec(self, number: int, name: str, spec: RankSpec, call: bytes) -> LaunchSpec:
+        """Return the launch spec of one rank."""
+        return LaunchSpec(
             gang=name,
             attempt=number,
             spec=spec,

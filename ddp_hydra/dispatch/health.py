@@ -1,4 +1,4 @@
-"""Which ranks are alive and getting on, as far as the client can tell: pure bookkeeping over their beats."""
+"""Decides from heartbeats which ranks are alive and make progress; it does no I/O."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.heartbeat import PHASES, UNREADY, Place
 
 GAP_S = 2.0
-"""A watcher that looked away for longer (a laptop that slept, a breakpoint) gives everyone that time."""
-DOING = {
+"""Seconds without a look after which this process counts as suspended (a laptop that slept, a breakpoint)."""
+ACTIVITY = {
     "join": "joining the process group", "start": "setting up", "load": "loading data", "forward": "the forward pass",
     "backward": "the backward pass", "update": "the optimizer's update", "log": "averaging metrics",
     "validate": "validation", "save": "saving a checkpoint", "end": "leaving the process group",
@@ -21,15 +21,15 @@ DOING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a relay says of its rank about once a second.
+class Heartbeat:
+    """Describes a rank; its task sends it about once a second.
 
     Args:
         place: where the rank is.
-        age_s: how long it has not moved from there.
+        age_s: for how many seconds it has been there.
         stopped: its process is suspended (SIGSTOP, a debugger).
-        at_s: when it was heard, on the client's clock.
-        saving: it has a checkpoint under way.
+        at_s: when it arrived, on the client's clock.
+        saving: the rank is writing a checkpoint.
     """
 
     place: Place
@@ -39,8 +39,8 @@ class Beat:
     saving: bool = False
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], now: float) -> Beat:
-        """Read a beat record; it comes from a rank's host, so odd values become harmless ones."""
+    def of(cls, data: Mapping[str, Any], now: float) -> Heartbeat:
+        """Read a heartbeat record; it comes from a rank's host, so invalid values are replaced by harmless ones."""
         step, age_s, phase = data.get("step"), data.get("age_s"), data.get("phase")
         step = step if isinstance(step, int) and 0 <= step < 2**63 else 0
         age_s = float(age_s) if isinstance(age_s, (int, float)) and 0 <= age_s < 1e9 else 0.0
@@ -49,17 +49,17 @@ class Beat:
         return cls(place, age_s, stopped, now, bool(data.get("saving")))
 
     def stuck_s(self, now: float) -> float:
-        """How long the rank has not moved."""
+        """Return for how many seconds the rank has not moved."""
         return self.age_s + now - self.at_s
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A gang that makes no progress.
+    """Describes a gang that makes no progress.
 
     Args:
-        rank: the one that holds up the others.
-        message: what a person should read.
+        rank: that holds up the others.
+        message: for the user.
     """
 
     rank: int
@@ -67,11 +67,11 @@ class Hang:
 
 
 WAITS = re.compile(r"/torch/|/ddp_hydra/training/consensus\.py")
-"""Where a rank is that waits for others: in a collective, or in the backward pass, which has them inside."""
+"""Files in which a rank waits for others: in a collective, or in the backward pass, which contains collectives."""
 
 
 def waits(stacks: str) -> bool:
-    """Whether a rank waits for others, by the stacks that `faulthandler` printed; the main thread's is the last.
+    """Return whether a rank waits for others, by the stacks that `faulthandler` printed; the main thread's is last.
 
     Args:
         stacks: of all its threads.
@@ -81,16 +81,16 @@ def waits(stacks: str) -> bool:
 
 
 class HealthMonitor:
-    """What is known of each rank's life.
+    """Keeps the last message and the last heartbeat of each rank.
 
     Args:
-        lost_timeout_s: nothing heard for so long means that the worker is gone.
-        hang_timeout_s: no progress for so long means that the rank hangs.
-        first_step_timeout_s: the same where a rank is in a phase for the first time.
-        join_timeout_s: the same where it joins the others.
+        lost_timeout_s: after so many seconds without a message, a worker is lost.
+        hang_timeout_s: after so many seconds without progress, a rank hangs.
+        first_step_timeout_s: the same for a rank that is in a phase for the first time.
+        join_timeout_s: the same for a rank that joins the process group.
 
     Attributes:
-        away_s: the longest time that the watcher did not look, because this process was suspended.
+        away_s: the longest time between two looks, in which this process was suspended.
     """
 
     def __init__(
@@ -100,78 +100,80 @@ class HealthMonitor:
         self.hang_timeout_s = hang_timeout_s
         self.first_step_timeout_s = max(first_step_timeout_s, hang_timeout_s)
         self.join_timeout_s = join_timeout_s
-        self.heard_s: dict[int, float] = {}
-        self.beats: dict[int, Beat] = {}
+        self.last_message_s: dict[int, float] = {}
+        self.heartbeats: dict[int, Heartbeat] = {}
         self.looked_s: float | None = None
         self.excused_s = -math.inf
         self.away_s = 0.0
 
-    def hear(self, rank: int, now: float) -> None:
-        """Note that a rank's relay has said something."""
-        self.heard_s[rank] = now
+    def note_message(self, rank: int, now: float) -> None:
+        """Note that a message of a rank has arrived."""
+        self.last_message_s[rank] = now
 
-    def beat(self, rank: int, data: Mapping[str, Any], now: float) -> None:
+    def note_heartbeat(self, rank: int, data: Mapping[str, Any], now: float) -> None:
         """Note where a rank is."""
-        self.beats[rank] = Beat.of(data, now)
+        self.heartbeats[rank] = Heartbeat.of(data, now)
 
     def look(self, now: float) -> None:
-        """Note that the watcher looks; time that it did not look is nobody's fault."""
+        """Note that the client checks now; do not count time against ranks in which it did not."""
         gap_s = now - self.looked_s if self.looked_s is not None else 0.0
         self.away_s = max(self.away_s, gap_s)
         if gap_s > GAP_S:
-            self.heard_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.heard_s.items()}
-            self.beats = {rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.beats.items()}
+            self.last_message_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.last_message_s.items()}
+            self.heartbeats = {
+                rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.heartbeats.items()
+            }
         self.looked_s = now
 
     def excuse(self, now: float) -> None:
-        """Note that ranks may be waiting for the client: that they stood still until now says nothing."""
+        """Note that ranks may have been waiting for the client until now, so that they do not count as stuck."""
         self.excused_s = now
 
-    def stuck_s(self, beat: Beat, now: float) -> float:
-        """How long a rank has not moved, as far as that is its own affair."""
+    def stuck_s(self, beat: Heartbeat, now: float) -> float:
+        """Return for how many seconds a rank has not moved, since it was last excused."""
         return min(beat.stuck_s(now), now - self.excused_s)
 
     def silent(self, running: Collection[int], now: float) -> list[int]:
-        """The ranks of `running` from whose host nothing has been heard for too long."""
+        """Return the ranks of `running` without a message for too long."""
         return self.overdue(running, now, self.lost_timeout_s)
 
     def overdue(self, running: Collection[int], now: float, after_s: float) -> list[int]:
-        """The ranks of `running` of which nothing has been heard for so long."""
-        return [rank for rank in running if rank in self.heard_s and now - self.heard_s[rank] > after_s]
+        """Return the ranks of `running` without a message for so many seconds."""
+        return [rank for rank in running if rank in self.last_message_s and now - self.last_message_s[rank] > after_s]
 
     def hang(self, running: Collection[int], now: float, waiting: Collection[int] = ()) -> Hang | None:
-        """The rank that holds up the others, if it has not moved for too long.
+        """Return the rank that holds up the others, if it has not moved for too long.
 
-        Ranks wait for each other in every step, so the one that is least far is the one the others wait for.
+        Ranks wait for each other in every step, so the others wait for the rank that is furthest behind.
 
         Args:
             running: the ranks that have not ended.
             now: the time.
-            waiting: those of which it is known that they wait for others.
+            waiting: ranks that are known to wait for others.
         """
-        beats = {rank: self.beats[rank] for rank in running if rank in self.beats}
+        beats = {rank: self.heartbeats[rank] for rank in running if rank in self.heartbeats}
         if len(beats) < len(running) or any(beat.place.phase == "run" for beat in beats.values()):
             return None
-        # Those who are done wait for the others, and only when all are, for each other.
+        # Ranks that are done wait for the others; only when all are done, they wait for each other.
         judged = {rank: beat for rank, beat in beats.items() if beat.place.phase != "end"} or beats
         if not judged:
             return None
-        # Where several are at one place, a suspended process is the likelier cause, and then one that does not wait.
+        # Of several ranks at one place, the cause is more likely a suspended one, and then one that does not wait.
         rank = min(judged, key=lambda rank: (judged[rank].place.order, not judged[rank].stopped, rank in waiting, rank))
         beat = judged[rank]
-        # Of all: who has long waited for one that has just gone on will go on, too, and say so with its next beat.
+        # The minimum of all: ranks that waited for one that has just moved on will move with their next heartbeat.
         if min(self.stuck_s(other, now) for other in judged.values()) <= self.limit_s(beat):
             return None
-        return Hang(rank, self._say(rank, beat, self.stuck_s(beat, now), judged))
+        return Hang(rank, self._message(rank, beat, self.stuck_s(beat, now), judged))
 
-    def limit_s(self, beat: Beat) -> float:
-        """How long a rank may stay where it is."""
+    def limit_s(self, beat: Heartbeat) -> float:
+        """Return for how many seconds a rank may stay where it is."""
         if beat.stopped or not beat.place.first or beat.place.phase == "end":
             return self.hang_timeout_s
         return self.join_timeout_s if beat.place.phase == "join" else self.first_step_timeout_s
 
-    def _say(self, rank: int, beat: Beat, stuck_s: float, judged: Mapping[int, Beat]) -> str:
-        where = f"in {DOING[beat.place.phase]}" + (f" of step {beat.place.step}" if beat.place.step else "")
+    def _message(self, rank: int, beat: Heartbeat, stuck_s: float, judged: Mapping[int, Heartbeat]) -> str:
+        where = f"in {ACTIVITY[beat.place.phase]}" + (f" of step {beat.place.step}" if beat.place.step else "")
         same = [other for other, its in judged.items() if its.place.order == beat.place.order and other != rank]
         ahead = [other for other, its in judged.items() if its.place.order > beat.place.order]
         why = "its process is suspended (SIGSTOP, or a debugger); " if beat.stopped else ""
@@ -182,18 +184,18 @@ class HealthMonitor:
             others.append("they may all wait for each other: look at the network between their hosts")
         if ahead:
             others.append(f"rank {ranges(ahead)} wait{'' if len(ahead) > 1 else 's'} for it further on")
-        said = f"hangs: no progress for {stuck_s:.0f} s {where}; {why}{'; '.join(others)}"
-        return said.rstrip("; ") + "; the stack of every rank is in its log"
+        text = f"hangs: no progress for {stuck_s:.0f} s {where}; {why}{'; '.join(others)}"
+        return text.rstrip("; ") + "; the stack of every rank is in its log"
 
     def in_loop(self, running: Collection[int]) -> bool:
-        """Whether all ranks run a loop that looks at what is asked of it."""
-        return all(rank in self.beats and self.beats[rank].place.phase not in UNREADY for rank in running)
+        """Return whether all ranks are in the training loop, which reacts to requests to finish."""
+        return all(rank in self.heartbeats and self.heartbeats[rank].place.phase not in UNREADY for rank in running)
 
     def saving(self, running: Collection[int]) -> list[int]:
-        """The ranks of `running` that have a checkpoint under way."""
-        return [rank for rank in running if rank in self.beats and self.beats[rank].saving]
+        """Return the ranks of `running` that are writing a checkpoint."""
+        return [rank for rank in running if rank in self.heartbeats and self.heartbeats[rank].saving]
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that the gang is known to have done."""
-        return max((beat.place.steps_done for beat in self.beats.values()), default=0)
+        """Return how many optimizer steps the gang is known to have done."""
+        return max((beat.place.steps_done for beat in self.heartbeats.values()), default=0)

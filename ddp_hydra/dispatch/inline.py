@@ -1,4 +1,4 @@
-"""One rank in this very process: the only one, so that breakpoints, pdb and profilers work, or one of a launcher's."""
+"""Runs one rank in this process: the only one, so that breakpoints and profilers work, or one of a launcher's."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="", host="127.0.0.1")
-NEWS_S = 1.0
-"""How long a rank that lost its partners waits to hear why."""
+CAUSE_S = 1.0
+"""Seconds that a rank whose partners failed waits for their reason."""
 CHOICES = "ddp_hydra/choices"
-"""Where rank 0 says in the store what only it knows."""
-NAMED = 5
-"""Keys that are named in a message; the rest are counted."""
+"""Key of the store under which rank 0 publishes what only it knows."""
+MAX_NAMED = 5
+"""Config keys that a message names; the rest are counted."""
 BURST_S = 2.0
-"""Ctrl-C comes twice to what a launcher has started: from the terminal, and passed on."""
+"""Seconds in which a second Ctrl-C counts as the same: a launcher's process gets it from the terminal and from the
+launcher."""
 
 
 class DirectSender:
-    """Hands records straight to their reader.
+    """Passes records directly to their reader.
 
     Args:
         on_record: called with each record, one at a time.
@@ -52,9 +53,9 @@ class DirectSender:
         self.lock = threading.Lock()
 
     def send(self, record: Record) -> None:
-        """Hand over one record."""
+        """Pass on one record."""
         if record.kind == "warning":
-            return  # it is on this process's stderr
+            return  # this process has logged it already
         with self.lock:
             self.on_record(Record.decode(record.encode()))
 
@@ -77,23 +78,23 @@ def run(
 
     Args:
         fn: the function, or "module:name".
-        args: passed to it. Of several ranks, all have to give the same.
+        args: passed to it; must be the same on all ranks.
         on_record: called with each record of this rank.
-        threads: CPU threads; 0 for this rank's share of the host, or, alone, as they are.
-        spec: this rank's place; of several, a launcher has set the environment.
+        threads: CPU threads; 0 for this rank's share of the host; a single rank leaves the number as it is.
+        spec: this rank's place; if there are several ranks, a launcher has set the environment.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
         wait_timeout_s: how long other ranks may take to come; None for as long as collectives.
-        notice: returns what is said when the user wants to end; "" for nothing.
+        notice: returns the text that is printed when the user wants to end; "" for none.
         attempt: number of this start, in its records.
-        retry_s: how long room is waited for where the disk for temporary files is full.
-        kwargs: passed to the function. Of several ranks, all get rank 0's `files`.
+        retry_s: how long to wait for room if the disk for temporary files is full.
+        kwargs: passed to the function; all ranks get rank 0's `files`.
 
     Returns:
-        A list of this rank's value.
+        A list with this rank's return value.
 
     Raises:
-        RankFailed: of several ranks, this one or another has failed.
+        RankFailed: there are several ranks, and this one or another has failed.
     """
     import cloudpickle
 
@@ -103,8 +104,8 @@ def run(
         if threads or spec is not ALONE:
             process.set_threads(threads, spec.local_world_size)
         results.connect(DirectSender(on_record, Path(folder)), spec.rank, attempt, retry_s)
-        interrupts = FinishHere(notice) if spec is ALONE else FinishThere(notice)
-        fault_injection.arm(spec.rank, 0, {})
+        interrupts = FinishOnInterrupt(notice) if spec is ALONE else FinishLaunched(notice)
+        fault_injection.install(spec.rank, 0, {})
         heartbeat.connect(None)
         try:
             with interrupts.caught():
@@ -112,7 +113,10 @@ def run(
                 mine = fingerprints(args) if spec.world_size > 1 else {}
                 kwargs, wanted = agree(store, spec, kwargs, mine)
                 call = cloudpickle.dumps((fn, args, kwargs))
-                with told(store, spec), process.process_group(store, spec.rank, spec.world_size, backend, timeout_s):
+                with (
+                    reporting_failure(store, spec),
+                    process.process_group(store, spec.rank, spec.world_size, backend, timeout_s),
+                ):
                     check_same(mine, wanted, spec)
                     return [process.perform(call)]
         except Exception:
@@ -125,7 +129,7 @@ def run(
 
 
 def meet_nobody(timeout_s: float) -> Store:
-    """The store of a rank that is alone."""
+    """Return the store of a rank that is alone."""
     from ddp_hydra.rank import process, rendezvous
 
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
@@ -139,7 +143,7 @@ def meet_launched(spec: RankSpec, timeout_s: float, wait_timeout_s: float | None
     """Connect to the store that a launcher's variables point to, served by itself or by rank 0.
 
     Raises:
-        ClusterError: rank 0, or another rank, does not come.
+        ClusterError: rank 0 or another rank does not come.
     """
     from datetime import timedelta
 
@@ -167,27 +171,29 @@ def meet_launched(spec: RankSpec, timeout_s: float, wait_timeout_s: float | None
 def agree(
     store: Store, spec: RankSpec, kwargs: dict[str, Any], mine: dict[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Have all ranks know rank 0's files, and the fingerprints of its arguments.
+    """Give all ranks rank 0's files, and the fingerprints of its arguments.
 
-    Whoever reaches the store can write to it. So nothing that is run is taken from there, and what is taken is plain.
+    Anybody who reaches the store can write to it. So only plain data is read from it, and no code.
 
     Returns:
         The arguments of this rank, and the fingerprints of rank 0.
 
     Raises:
-        DdpHydraError: what is in the store does not come from a rank 0.
+        DdpHydraError: the data in the store does not come from a rank 0.
     """
     if spec.rank == 0:
         if spec.world_size > 1:
             store.set(CHOICES, json.dumps({"files": kwargs.get("files", {}), "arguments": mine}))
         return kwargs, mine
-    while not store.check([CHOICES]):  # in Python, where a launcher's signal is heard
+    while not store.check([CHOICES]):  # a wait in Python, so that signals of the launcher are handled
         time.sleep(0.02)
     try:
-        said = json.loads(store.get(CHOICES))
-        files, theirs = ({str(name): str(value) for name, value in said[key].items()} for key in ("files", "arguments"))
+        choices = json.loads(store.get(CHOICES))
+        files, theirs = (
+            {str(name): str(value) for name, value in choices[key].items()} for key in ("files", "arguments")
+        )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DdpHydraError(f"rank {spec.rank} can't read what rank 0 has chosen: {error!r:.200}") from None
+        raise DdpHydraError(f"rank {spec.rank} can't read the files and arguments of rank 0: {error!r:.200}") from None
     return {**kwargs, "files": files}, theirs
 
 
@@ -200,28 +206,28 @@ def fingerprints(value: Any, name: str = "") -> dict[str, str]:
 
 
 def check_same(mine: dict[str, str], theirs: dict[str, str], spec: RankSpec) -> None:
-    """Refuse to train with other arguments than rank 0.
+    """Check that this rank has the same arguments as rank 0.
 
     Raises:
-        ConfigError: with their names.
+        ConfigError: names those that differ.
     """
     names = [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]
     if names:
-        said = ", ".join(sorted(name.lstrip(".0123456789") for name in names)[:NAMED])
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        differing = ", ".join(sorted(name.lstrip(".0123456789") for name in names)[:MAX_NAMED])
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise ConfigError(
-            f"rank {spec.rank} on {spec.host} has composed another config than rank 0: {said}{more} differ. Type the "
-            "same command on all hosts, with the same conf/, and give such keys a value that does not depend on the "
-            "host or the time, e.g. data.root=<folder>"
+            f"rank {spec.rank} on {spec.host} has composed another config than rank 0: {differing}{more} differ. Type "
+            "the same command on all hosts, with the same conf/, and give such keys a value that does not depend on "
+            "the host or the time, e.g. data.root=<folder>"
         )
 
 
 @contextmanager
-def told(store: Store, spec: RankSpec) -> Iterator[None]:
-    """Let the others know what was raised here, and say which rank was the cause.
+def reporting_failure(store: Store, spec: RankSpec) -> Iterator[None]:
+    """Report an error of the block to the other ranks, and name the rank that caused it.
 
     Raises:
-        RankFailed: on rank 0, with the cause; on the others, in a line, for rank 0 tells the rest.
+        RankFailed: on rank 0, with the cause; on others a DdpHydraError of one line, for rank 0 reports the rest.
     """
     from ddp_hydra.rank import process
 
@@ -236,7 +242,7 @@ def told(store: Store, spec: RankSpec) -> Iterator[None]:
         others: list[Failure] = []
         with contextlib.suppress(Exception):  # the store may be gone with its host
             store.set(f"ddp_hydra/failed/{spec.rank}", json.dumps({"end": end, "host": spec.host}))
-            others = failures(store, spec, until=time.monotonic() + NEWS_S * mine.is_symptom)
+            others = failures(store, spec, until=time.monotonic() + CAUSE_S * mine.is_symptom)
         if spec.rank != 0:
             raise DdpHydraError(f"rank {spec.rank}: {mine.message.partition(chr(10))[0]}") from error
         cause, symptoms = root_cause([mine, *others])
@@ -244,22 +250,22 @@ def told(store: Store, spec: RankSpec) -> Iterator[None]:
 
 
 def failures(store: Store, spec: RankSpec, until: float) -> list[Failure]:
-    """What other ranks have said of their ends."""
+    """Return the failures of other ranks; wait until `until` for one that is not just a symptom."""
     while True:
         found = []
         for other in range(spec.world_size):
             key = f"ddp_hydra/failed/{other}"
             if other != spec.rank and store.check([key]):
-                said = json.loads(store.get(key))
-                found.append(Failure.from_end(said["end"], other, said["host"], 0))
+                report = json.loads(store.get(key))
+                found.append(Failure.from_end(report["end"], other, report["host"], 0))
         known = [failure for failure in found if failure is not None]
         if time.monotonic() > until or any(not failure.is_symptom for failure in known):
             return known
         time.sleep(0.02)
 
 
-class FinishHere(Interrupts):
-    """Ctrl-C has the loop of this process finish at its next step, once there is one."""
+class FinishOnInterrupt(Interrupts):
+    """Lets the training loop of this process finish at its next step after Ctrl-C, if it runs."""
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self.is_deferring = heartbeat.here().read().phase not in heartbeat.UNREADY
@@ -267,8 +273,8 @@ class FinishHere(Interrupts):
         heartbeat.here().ask_to_finish(heartbeat.REASONS.index("interrupt"))
 
 
-class FinishThere(FinishHere):
-    """The same in a process of a launcher."""
+class FinishLaunched(FinishOnInterrupt):
+    """Does the same in a process that a launcher has started."""
 
     def __init__(self, notice: Callable[[], str]) -> None:
         super().__init__(notice)
@@ -276,13 +282,13 @@ class FinishThere(FinishHere):
 
     @contextmanager
     def caught(self, graceful: bool = True) -> Iterator[None]:
-        """Catch the signals inside the block; where it has failed, let this process come to its end by itself."""
+        """Catch the signals inside the block; if it fails, ignore SIGTERM, so that this process ends by itself."""
         try:
             with super().caught(graceful):
                 yield
         except BaseException:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends those that are left
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the launcher sends to the ranks that are left
             raise
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -292,19 +298,19 @@ class FinishThere(FinishHere):
 
 
 def fetch(file: Mapping[str, Any], target: Path) -> None:
-    """Move a spooled file to `target`."""
+    """Move the file of a record to `target`."""
     shutil.move(file["source"], target)
 
 
 def ignore(record: Record) -> None:
-    """Drop a record, and the file that came with it."""
+    """Drop a record and its file."""
     if record.kind == "file" and "source" in record.data:
         Path(record.data["source"]).unlink(missing_ok=True)
 
 
 @contextmanager
 def variables_restored() -> Iterator[None]:
-    """Put the environment back as it was."""
+    """Restore the environment variables after the block."""
     before = dict(os.environ)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which worker hosts which rank: pure arithmetic over the scheduler's list of workers."""
+"""Assigns ranks to workers, by their addresses and hosts only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def plan(workers: Mapping[str, str]) -> list[RankSpec]:
     Args:
         workers: worker address -> host.
     """
-    from ddp_hydra.cluster.scheduler_plugin import natural  # Dask comes with it, and --help needs none
+    from ddp_hydra.cluster.scheduler_plugin import natural  # it imports Dask, which --help does not need
 
     by_host: dict[str, list[str]] = {}
     for address in sorted(workers, key=natural):
@@ -29,7 +29,7 @@ def plan(workers: Mapping[str, str]) -> list[RankSpec]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Say 0-3, 7 for {0, 1, 2, 3, 7}."""
+    """Return numbers as text: "0-3, 7" for {0, 1, 2, 3, 7}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""What is known of each rank of an attempt: begun, ended, returned, failed, and where it was last seen."""
+"""Tracks for each rank of an attempt whether it has started, ended or failed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ddp_hydra.results import Record
 
 
 class RankStates:
-    """The ranks of one attempt, as the client has heard of them.
+    """Tracks the ranks of one attempt.
 
     Args:
         specs: the ranks' places.
-        attempt: which start of the gang it is.
-        health: what tells silence, hangs and progress.
+        attempt: its number.
+        health: knows where each rank was last.
     """
 
     def __init__(self, specs: list[RankSpec], attempt: int, health: HealthMonitor) -> None:
@@ -29,30 +29,30 @@ class RankStates:
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have ended. It is asked at each record, so it does not look at each rank."""
+        """Return whether all ranks have ended. It is called for each record, so it does not look at each rank."""
         return len(self.ended) == len(self.specs)
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return [spec.rank for spec in self.specs if spec.rank not in self.ended]
 
     @property
     def late(self) -> list[int]:
-        """The ranks that have not begun."""
+        """Return the ranks that have not started."""
         return [spec.rank for spec in self.specs if spec.rank not in self.started]
 
     @property
     def cause_is_known(self) -> bool:
-        """Whether some failure is more than an echo."""
+        """Return whether some failure is not just a symptom."""
         return not all(failure.is_symptom for failure in self.failures)
 
     def end(self, record: Record, was_stopped: bool) -> bool:
-        """Note how a rank ended; False where that was known before.
+        """Note how a rank ended; return False if that was known before.
 
         Args:
             record: of kind "end".
-            was_stopped: by us.
+            was_stopped: whether the client has stopped the ranks.
         """
         if record.rank in self.ended:
             return False
@@ -66,25 +66,25 @@ class RankStates:
         return True
 
     def fail(self, spec: RankSpec, kind: str, message: str, ended: bool = True) -> None:
-        """Note a failure that the rank itself cannot tell."""
+        """Note a failure that the rank itself cannot report."""
         self.failures.append(self.failure(kind, spec, message))
         if ended:
             self.ended.add(spec.rank)
 
     def lose(self, worker: str, how: str) -> None:
-        """A worker is gone, and with it the rank that it hosted."""
+        """Note that a worker is lost, and its rank with it."""
         for spec in self.specs:
             if spec.worker == worker and spec.rank not in self.ended:
                 self.fail(spec, "lost", how)
 
     def failure(self, kind: str, spec: RankSpec, message: str, **more: Any) -> Failure:
-        """A failure of now, with where the rank was last seen."""
-        beat = self.health.beats.get(spec.rank)
+        """Return a failure that happened now, with the last known place of the rank."""
+        beat = self.health.heartbeats.get(spec.rank)
         seen: dict[str, Any] = {"step": beat.place.step, "phase": beat.place.phase} if beat else {}
         seen = {"time_s": time.time(), **seen, **more}
         return Failure(kind, spec.rank, spec.host, message, attempt=self.attempt, **seen)
 
     def error(self) -> JobFailed:
-        """The one error that names the first cause."""
+        """Return the error that names the root cause."""
         cause, symptoms = root_cause(self.failures)
         return RankFailed(explain(cause, symptoms), cause, symptoms)

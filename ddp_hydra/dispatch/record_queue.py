@@ -1,7 +1,7 @@
-"""The records of a gang, handed to their reader on a thread of its own.
+"""Queues the records of a gang, and has them read on a thread of its own.
 
-A checkpoint that takes a minute to fetch, or a full disk that is waited for, must not keep the client from noticing
-that a rank has died.
+Fetching a checkpoint, or waiting for room on a full disk, may take a minute. Meanwhile the client must still notice
+that a rank dies.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ddp_hydra.results import Record
 
 log = logging.getLogger(__name__)
 CLOSE_S = 5.0
-"""How long a record that is being read may hold up the end."""
+"""Seconds that the end waits for the record that is being read."""
 
 
-class Reader:
-    """Reads records in order; stops at the first that cannot be read.
+class RecordQueue:
+    """Has records read in order; stops at the first that cannot be read.
 
     Args:
-        on_record: takes one record.
-        acknowledge: called with rank and bytes when a record was read.
+        on_record: reads one record.
+        acknowledge: called with rank and number of bytes after each record.
         on_error: called when `on_record` has raised.
 
     Attributes:
-        error: what it raised.
-        failed: the record that it was about.
-        busy: the record that it takes just now, and since when.
+        error: that `on_record` raised.
+        failed: the record for which it did.
+        busy: the record that is being read, and since when.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class Reader:
         self.busy: tuple[Record, float] | None = None
         self.waiting: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
         self.put_count = self.read_count = 0
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
         self.closed = False
-        self.thread = threading.Thread(target=self._read, name="ddp_hydra-reader", daemon=True)
+        self.thread = threading.Thread(target=self._read, name="ddp_hydra-record-queue", daemon=True)
         self.thread.start()
 
     def put(self, record: Record, size: int) -> None:
-        """Queue a record of so many bytes."""
+        """Queue a record of `size` bytes."""
         self.put_count += 1
         self.waiting.put((record, size))
 
     def catch_up(self, until: float = math.inf) -> bool:
-        """Wait until all that was put is read.
+        """Wait until all queued records are read.
 
         Args:
             until: give up at this time of the monotonic clock.
 
         Returns:
-            Whether it is; not where a record could not be read.
+            Whether all are read; False also if a record could not be read.
         """
         while self.read_count < self.put_count and self.error is None and time.monotonic() < until:
             time.sleep(0.002)
@@ -71,21 +71,21 @@ class Reader:
 
     @property
     def busy_s(self) -> float:
-        """How long it has been taking the same record."""
+        """Return for how many seconds the same record has been read."""
         busy = self.busy
         return time.monotonic() - busy[1] if busy else 0.0
 
-    def forgive(self) -> None:
+    def skip_failed(self) -> None:
         """Go on after the record that could not be read."""
         log.warning("lost with its host: %s", self.error)
         self.error = self.failed = None
-        self.go_on.set()
+        self.resume.set()
 
     def close(self) -> None:
-        """Read no more. What is being read just now may take its time beyond that."""
+        """Read no more records; the one that is being read may still go on."""
         self.closed = True
         self.waiting.put(None)
-        self.go_on.set()
+        self.resume.set()
         self.thread.join(CLOSE_S)
 
     def _read(self) -> None:
@@ -96,10 +96,10 @@ class Reader:
                 self.on_record(record)
                 self.acknowledge(record.rank, size)
             except BaseException as error:
-                self.go_on.clear()
+                self.resume.clear()
                 self.error, self.failed = error, record
                 self.on_error()
                 if not self.closed:
-                    self.go_on.wait()
+                    self.resume.wait()
             self.busy = None
             self.read_count += 1

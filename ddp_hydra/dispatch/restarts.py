@@ -1,4 +1,4 @@
-"""Whether a gang that failed is worth another attempt."""
+"""Decides whether a gang that failed gets another attempt."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ddp_hydra.errors import Failure
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 OWN_FAULT = ("raised", "exited", "killed")
-"""What a rank does to itself; a lost worker or a hang says little about the next attempt."""
+"""Kinds of failures that the rank caused itself. Others, such as a lost worker, say little about the next attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An attempt that failed.
+    """Describes an attempt that failed.
 
     Args:
         attempt: its number.
-        world_size: its ranks.
-        steps_done: optimizer steps done when it failed.
+        world_size: its number of ranks.
+        steps_done: number of optimizer steps that were done before.
         failure: the root cause.
-        wall_s: how long it took.
+        wall_s: how many seconds it took.
     """
 
     attempt: int
@@ -32,7 +32,7 @@ class Ended:
     wall_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """What summary.json shows."""
+        """Return the entry of summary.json."""
         return {
             "attempt": self.attempt,
             "world_size": self.world_size,
@@ -42,23 +42,24 @@ class Ended:
         }
 
     def cause(self) -> tuple[str, int, str]:
-        """What makes two failures the same one: addresses, process ids and times differ anyway."""
+        """Return what two failures of one cause share: not numbers, such as addresses, process ids and times."""
         return self.failure.kind, self.failure.step, _NUMBERS.sub("0", self.failure.message)
 
 
 @dataclass
 class Restarts:
-    """The budget of a job, and what it was spent on.
+    """Counts the restarts of a job.
 
     Args:
-        most: new attempts allowed.
+        most: number of restarts that are allowed.
+        ended: the attempts that failed.
     """
 
     most: int
     ended: list[Ended] = field(default_factory=list)
 
     def note(self, ended: Ended) -> str | None:
-        """Note a failed attempt; returns why there shall be no other, None where there shall."""
+        """Note a failed attempt; return why there is no other one, or None if there is."""
         before = self.ended[-1] if self.ended else None
         self.ended.append(ended)
         if self.most == 0 or ended.failure.mistake:

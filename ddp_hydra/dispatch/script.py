@@ -1,4 +1,4 @@
-"""Somebody's training script, run unchanged on each rank of a gang."""
+"""Runs a training script unchanged on each rank of a gang."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddp_hydra.errors import ConfigError
 
 @dataclass(frozen=True)
 class Script:
-    """A script that travels as text.
+    """A script that is sent as text.
 
-    It finds the environment that torchrun would give it, and makes its process group itself, with
+    It gets the environment that torchrun would give it, and makes its process group itself, with
     `torch.distributed.init_process_group()`, Lightning, Accelerate or whatever it uses.
 
     Args:
         path: of the file on the client.
-        text: what it says.
+        text: of the file.
         args: for its `sys.argv`.
     """
 
@@ -29,7 +29,7 @@ class Script:
     args: tuple[str, ...] = ()
 
     def __call__(self) -> None:
-        """Run it as `__main__`, in place where this host has the same file; its end with exit code 0 is a good one."""
+        """Run the script as `__main__`; run this host's file if it is the same. Exit code 0 means success."""
         with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
             path = Path(self.path)
             if not path.is_file() or path.read_text() != self.text:
@@ -45,7 +45,7 @@ class Script:
 
 
 def script(path: str | Path, *args: object) -> Script:
-    """Take a script along, for `dispatch.run(client, dispatch.script("train.py", "--epochs", 2))`.
+    """Read a script, for `dispatch.run(client, dispatch.script("train.py", "--epochs", 2))`.
 
     Args:
         path: of the file. What it imports must be installed on the workers, or lie beside it there.

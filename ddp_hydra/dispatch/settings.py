@@ -21,14 +21,14 @@ class Settings:
     Args:
         client: client of the Dask cluster.
         name: name that Dask's dashboard and `ps` show; it is made unique.
-        group: whether functions find the process group initialised; False leaves that to them, as to scripts.
+        group: whether to initialise the process group for functions; if False, they do it themselves, as scripts do.
         project: packed project space that the ranks import from.
         on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
             `fetch` is dropped. Without it, records are counted, and a warning says that they were dropped.
         threads: CPU threads per rank; 0 shares each host's cores among all ranks.
         retry_s: how long to wait for space where a worker's temporary folder is full.
         files: files of the client that rank 0 needs, see `Call`.
-        pip: requirements that each worker must have, as pip takes them.
+        pip: requirements that each worker must have, in pip's syntax.
         first_attempt: number of the first attempt; the others count on from it.
         goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
         hang_timeout_s: only ranks that report their phase (`heartbeat.at`) can hang.

@@ -1,7 +1,7 @@
-"""Ranks that somebody else has started: torchrun, or whatever sets the same variables.
+"""Runs as one of several ranks that torchrun, or another launcher with the same variables, has started.
 
-Each process composes the same command line. Rank 0 runs the job, with its one run directory; the others follow: they
-make no folder, and run what they have composed themselves, which has to be the same.
+Each process composes the same command line. Rank 0 runs the job and makes its run directory. The others make no folder,
+and run the config that they have composed themselves, which has to be the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp_hydra.rank.spec import RankSpec
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")
-"""Overrides with which Hydra leaves nothing behind."""
+"""Overrides with which Hydra writes no files."""
 
 
 class Torchrun:
@@ -26,17 +26,17 @@ class Torchrun:
 
 
 def is_wanted(cfg: DictConfig) -> bool:
-    """Whether a cluster's config means ranks that are there already."""
+    """Return whether a cluster's config is that of `cluster=torchrun`."""
     return bool(cfg.get("_target_") == f"{Torchrun.__module__}.{Torchrun.__qualname__}")
 
 
 def is_here() -> bool:
-    """Whether this process was started as one of several ranks."""
+    """Return whether a launcher has started this process as a rank."""
     return all(name in os.environ for name in NEEDED)
 
 
 def arguments(given: Sequence[str]) -> list[str]:
-    """What Hydra shall see in this process.
+    """Return the arguments for Hydra in this process.
 
     Args:
         given: as typed.
@@ -55,13 +55,13 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 
 def place(cfg: DictConfig) -> RankSpec | None:
-    """This process's place among those that were started; None where the job starts its ranks itself.
+    """Return this process's place among the started ranks; None if the job starts its ranks itself.
 
     Args:
         cfg: of the cluster.
 
     Raises:
-        ConfigError: the config and the environment do not agree.
+        ConfigError: config and environment do not fit together.
         ClusterError: this rank lacks something of `cluster.pip`.
     """
     typed = " ".join(word for word in sys.argv[1:] if word not in NO_FOLDER)
@@ -91,7 +91,7 @@ def place(cfg: DictConfig) -> RankSpec | None:
 
 
 def check(cfg: DictConfig, world_size: int) -> None:
-    """Hold the keys that mean the same for every cluster against what the launcher has started.
+    """Check the keys that every cluster has against what the launcher has started.
 
     Args:
         cfg: of the cluster.
@@ -113,7 +113,9 @@ def check(cfg: DictConfig, world_size: int) -> None:
 
         lacking = [lack for text in preflight.check_requirements(cfg.pip) for lack in worker_probe.missing(text)]
         if lacking:
-            said = ", ".join(f"{need} ({there})" for need, there in lacking)
+            texts = ", ".join(f"{need} ({there})" for need, there in lacking)
             install = " ".join(f"'{need}'" for need, _ in lacking)
             host = socket.gethostname()
-            raise ClusterError(f"cluster.pip asks for what host {host} lacks: {said}: type there pip install {install}")
+            raise ClusterError(
+                f"cluster.pip asks for what host {host} lacks: {texts}: type there pip install {install}"
+            )

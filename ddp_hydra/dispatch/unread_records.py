@@ -1,4 +1,4 @@
-"""What ranks send with `results.*` and nobody takes: counted, and said once."""
+"""Counts records of `results.*` that nobody reads, and reports them once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddp_hydra.console.plural import counted
 from ddp_hydra.results import Record
 
 KINDS = {"metrics": "metrics record", "text": "text", "image": "image", "file": "file"}
-"""What `results.log`, `text`, `image` and `submit` send, and what one is called."""
+"""Kinds of records that `results.log`, `text`, `image` and `submit` send, with a name for one record."""
 
 
 class UnreadRecords:
@@ -26,13 +26,13 @@ class UnreadRecords:
             self.bytes += size if isinstance(size, int) and size > 0 else 0
 
     def sentence(self) -> str:
-        """Say what was dropped, and how to have it; "" where nothing was."""
+        """Say what was dropped and how to receive it; "" if nothing was."""
         if not self.counts:
             return ""
         named = [counted(self.counts[kind], name) for kind, name in KINDS.items() if self.counts[kind]]
         size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
         return (
-            f"dropped, for nobody takes what the ranks sent with results.*: {', '.join(named)}{size}; take it with "
-            "dispatch.Gang(client, on_record=<function of a record>), and files in there with the gang's "
+            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; receive it "
+            "with dispatch.Gang(client, on_record=<function of a record>), and files in there with the gang's "
             "fetch(record, path)"
         )

@@ -1,4 +1,4 @@
-"""The workers of one attempt, as the client reaches them; one that is gone is never waited for."""
+"""Reaches the workers of one attempt from the client; a worker that is lost is never waited for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
 CALL_S = 2.0
-"""How long a worker may take to answer a call."""
+"""Seconds that a worker may take to answer a call."""
 
 
 class WorkerClient:
-    """Letters to the ranks of an attempt, and files from and to them.
+    """Sends messages and files to the ranks of an attempt, and fetches their files.
 
     Args:
         client: of the Dask cluster.
@@ -41,7 +41,7 @@ class WorkerClient:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether there still is a scheduler."""
+        """Return whether there still is a scheduler."""
         return self.client.status == "running" and not self.is_cut_off
 
     def scheduler_answers(self) -> bool:
@@ -54,56 +54,56 @@ class WorkerClient:
         return True
 
     def finish(self, ranks: Iterable[int], reason: str) -> None:
-        """Have ranks make a checkpoint at their next step, and end."""
-        self.tell({rank: {"finish": heartbeat.REASONS.index(reason)} for rank in ranks})
+        """Tell ranks to write a checkpoint at their next step, and to end."""
+        self.send({rank: {"finish": heartbeat.REASONS.index(reason)} for rank in ranks})
 
     def stop(self, ranks: Iterable[int], finish_checkpoint: bool = False) -> None:
         """Tell ranks to end.
 
         Args:
-            ranks: which.
-            finish_checkpoint: a checkpoint that is under way is completed first.
+            ranks: to be stopped.
+            finish_checkpoint: first let them complete a checkpoint that they are writing.
         """
-        self.tell({rank: {"stop": True, "finish_checkpoint": finish_checkpoint} for rank in ranks})
+        self.send({rank: {"stop": True, "finish_checkpoint": finish_checkpoint} for rank in ranks})
 
-    def tell(self, letters: Mapping[int, inbox.Message]) -> None:
-        """Leave messages for ranks, on all their workers at once."""
-        by_worker = {self.specs[rank].worker: (rank, dict(message)) for rank, message in letters.items()}
+    def send(self, messages: Mapping[int, inbox.Message]) -> None:
+        """Send messages to ranks, on all their workers at once."""
+        by_worker = {self.specs[rank].worker: (rank, dict(message)) for rank, message in messages.items()}
         self.call(list(by_worker), inbox.deliver, self.name, by_worker)
 
     def clear(self) -> None:
-        """Empty the spools."""
+        """Empty the outboxes."""
         self.call(list(self.folders), outbox.clear, self.name)
 
     def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> None:
-        """Run a short function on workers. One that is gone is not waited for: Dask would try for half a minute."""
+        """Run a short function on workers, but not on lost ones: Dask would try for half a minute."""
         reachable = [address for address in workers if address not in self.lost]
         if reachable:
             run = {"workers": reachable, "on_error": "ignore", "callback_timeout": CALL_S}
             with contextlib.suppress(OSError, ValueError, TimeoutError):
                 self.client.sync(self.client._run, function, *args, **run)
 
+    def outbox(self, rank: int) -> file_transfer.RemoteOutbox:
+        """Return a rank's outbox, as the client reaches it."""
+        worker = self.specs[rank].worker
+        is_lost = lambda: worker in self.lost  # noqa: E731
+        return file_transfer.RemoteOutbox(self.client, worker, self.folders[worker], self.name, rank, is_lost)
+
     def fetch(self, record: Record, target: Path, file: Mapping[str, Any] | None = None) -> None:
-        """Bring a spooled file home; that it is gone there lets the rank know."""
+        """Fetch a file from its rank's outbox; its removal there tells the rank that it has arrived."""
         spec = self.specs[record.rank]
-        folder = self.folders[spec.worker]
-        if spec.worker in self.lost and not outbox.path(folder, self.name, spec.rank).is_dir():
+        if spec.worker in self.lost and not outbox.path(self.folders[spec.worker], self.name, spec.rank).is_dir():
             raise OSError(f"its worker {spec.worker} is lost")
-        is_lost = lambda: spec.worker in self.lost  # noqa: E731
-        file_transfer.fetch(
-            self.client, spec.worker, folder, self.name, spec.rank, file or record.data, target, is_lost
-        )
+        self.outbox(record.rank).fetch(file or record.data, target)
 
     def drop(self, record: Record) -> None:
-        """Remove a spooled file that nobody wants; that it is gone there lets the rank know."""
-        spec = self.specs[record.rank]
-        if spec.worker not in self.lost:
-            where = (self.folders[spec.worker], self.name, spec.rank)
+        """Remove a file that nobody wants from its rank's outbox; the rank may be waiting for that."""
+        if self.specs[record.rank].worker not in self.lost:
             with contextlib.suppress(OSError):  # lost just now
-                file_transfer.drop(self.client, spec.worker, *where, record.data, lambda: spec.worker in self.lost)
+                self.outbox(record.rank).drop(record.data)
 
     def returned(self, record: Record) -> Any:
-        """Decode what a rank returned.
+        """Decode a rank's return value.
 
         Raises:
             RecordError: it is malformed.
@@ -119,8 +119,8 @@ class WorkerClient:
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"what rank {record.rank} returned cannot be read ({error!r:.200})") from None
 
-    def send(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
-        """Make files of the client readable for a rank; returns their paths there.
+    def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
+        """Send files of the client to a rank's host; return their paths there.
 
         Raises:
             OSError: its worker does not answer, or a file cannot be read or written.

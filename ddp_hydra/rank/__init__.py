@@ -1,12 +1,16 @@
-"""On the worker's host: what starts, watches and ends the processes of ranks.
+"""Runs on the worker's host: starts, watches and ends the processes of ranks.
 
-`warm`    finds the host's warm server, or starts it
-`server`  the warm server: torch is imported once, each rank is a fork of it
-`environment` the variables of a rank
-`network` the interfaces of this machine
-`rendezvous` where the ranks meet
-`relay`   the Dask task of one rank: starts it, passes its records on, says how it ended
-`farewell` lets ranks finish when their worker is shut down
-`mailbox` what the client tells a rank's relay while it runs
-`spool`   files on their way from ranks to the client
+task            the Dask task of one rank: starts its process, reports how it ended
+launcher        has the fork server start the process
+record_relay    passes its records and its output on to the client
+process         the rank itself: joins the process group and calls the function
+fork_server     imports torch once; each rank is a fork of it
+fork_client     finds the host's fork server, or starts it
+inbox           messages of the client to a rank task
+outbox          files on their way from ranks to the client
+preemption      lets ranks finish when their worker is shut down
+device_leases   shares the GPUs and cores of a host between gangs
+fault_injection faults on purpose
+environment network rendezvous gpus processes    of this host
+launch_spec spec failure return_values           data that goes to the rank and comes back
 """

@@ -1,4 +1,4 @@
-"""Preloaded by workers that are children of the client: Ctrl-C and a closed terminal are the client's to answer."""
+"""Preloaded by workers that are children of the client: only the client reacts to Ctrl-C and a closed terminal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Any
 
 
 def dask_setup(worker: Any) -> None:
-    """Called by Dask when the worker starts."""
+    """Ignore the signals; called by Dask when the worker starts."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

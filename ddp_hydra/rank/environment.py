@@ -1,4 +1,4 @@
-"""The environment variables of a rank."""
+"""Computes the environment variables and the cores of a rank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def of_rank(
     group: bool = True,
     gpu: int | None = None,
 ) -> dict[str, str]:
-    """The worker's environment, plus what everyone expects to find in a rank's: what torchrun sets.
+    """Return the environment of a rank: that of the worker, plus the variables that torchrun sets.
 
     Args:
         spec: the rank's place.
         interface: the network interface by which the ranks reach each other.
         gang: the gang's name, with its attempt.
-        attempt: which start of the gang.
-        group: whether the rank finds its process group; a script that makes it takes the GPU with its local rank.
-        gpu: position of the rank's own among the visible ones, None for `preferred_gpu`.
+        attempt: number of the gang's start.
+        group: whether the process group is made for the rank; a script that makes it takes the GPU of its local rank.
+        gpu: position of the rank's GPU among the visible ones; None for `preferred_gpu`.
     """
     variables = without_dasks_limits(os.environ) | {
         "RANK": str(spec.rank),
@@ -46,27 +46,27 @@ def of_rank(
     }
     if interface:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # eth1 alone would mean eth10, too
+        variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth1 would also mean eth10
     own = preferred_gpu(spec) if gpu is None else gpu
     return variables | own_gpu_first(variables, own if group else own - spec.local_rank)
 
 
 def preferred_gpu(spec: RankSpec) -> int:
-    """Return the position of the GPU that a rank takes where all are free; dask-cuda puts each worker's own first."""
+    """Return the position of the GPU that a rank takes if all are free; dask-cuda puts each worker's own first."""
     return 0 if is_placed() else spec.local_rank
 
 
 def is_placed() -> bool:
-    """Whether dask-cuda has already given this worker its own GPU."""
+    """Return whether dask-cuda has already given this worker its own GPU."""
     return "dask_cuda" in sys.modules
 
 
 def threads(total: int, ranks: int) -> int:
-    """Return a rank's share of the host's cores, within those that its worker is bound to.
+    """Return a rank's number of threads: its share of the host's cores, within those that its worker is bound to.
 
     Args:
-        total: cores that all ranks share.
-        ranks: all of them.
+        total: number of cores that all ranks share.
+        ranks: number of ranks.
     """
     return max(1, min(len(cores()) or total, total // ranks))
 
@@ -75,7 +75,7 @@ def shared_cores(nanny: int | None) -> list[int]:
     """Return the cores that the ranks of this host share: dask-cuda binds a worker to some, but not its nanny.
 
     Args:
-        nanny: its process; None where there is none.
+        nanny: process id of the worker's nanny; None without one.
     """
     found = set(cores())
     if nanny and found:
@@ -85,15 +85,15 @@ def shared_cores(nanny: int | None) -> list[int]:
 
 
 def cores() -> list[int]:
-    """Return the cores that this worker is bound to, as dask-cuda does to those beside its GPU; [] on other systems.
+    """Return the cores that this worker is bound to; [] on systems without such bindings.
 
-    A worker is bound after its start, so threads that were there before are not: its main thread counts.
+    dask-cuda binds a worker to the cores near its GPU. It does so after the start, so only the main thread is bound.
     """
     return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else []
 
 
 def own_gpu_first(variables: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """The variable that has each local rank see its own GPU first; a negative number undoes it."""
+    """Return the variable with which each local rank sees its own GPU first; a negative number undoes it."""
     if not (seen := gpus.visible(variables)):
         return {}
     first = local_rank % len(seen)

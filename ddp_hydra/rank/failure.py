@@ -1,4 +1,4 @@
-"""How a rank ended, and which of several failures was the cause of the others."""
+"""Describes how a rank ended, and finds the failure that caused the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ddp_hydra.errors import Failure
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:
-    """Split failures into the one that came first and those that followed from it.
+    """Split failures into the first one and those that followed from it.
 
-    A crash outranks the "connection closed" of those who talked to the dead rank, even where the news of
-    the crash came later.
+    A crash goes before the "connection closed" of ranks that communicated with the dead one, even if the crash was
+    reported later.
     """
     assert failures, "no failure to explain"
     order = sorted(failures, key=lambda failure: (failure.is_symptom, failure.time_s, failure.rank))
@@ -21,14 +21,14 @@ def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...
 
 
 def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
-    """Name the end of a process that said nothing itself.
+    """Describe the end of a process that sent no end record.
 
     Args:
         code: exit code, or minus the signal number.
-        peak_rss: bytes; shown for SIGKILL, which is what the kernel sends when memory runs out.
+        peak_rss: in bytes; shown for SIGKILL, which the kernel sends when memory runs out.
 
     Returns:
-        kind and message.
+        Kind and message of the failure.
     """
     if code >= 0:
         return "exited", f"the process exited with code {code} before its work was done"
@@ -43,15 +43,15 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
 
 
 def explain(failure: Failure, symptoms: Sequence[Failure] = ()) -> str:
-    """Say what happened, for a person."""
-    told = bool(re.search(rf"step {failure.step}\b", failure.message))
-    where = [f"in step {failure.step}"] if failure.step and not told else []
+    """Describe a failure, and those that followed from it, for the user."""
+    names_step = bool(re.search(rf"step {failure.step}\b", failure.message))
+    where = [f"in step {failure.step}"] if failure.step and not names_step else []
     where += [failure.place] if failure.place and not failure.mistake else []
     lines = [f"rank {failure.rank} on {failure.host}: {failure.message}" + (f" ({'; '.join(where)})" if where else "")]
     if failure.traceback and not failure.mistake:
         lines += ["", failure.traceback.rstrip()]
     elif failure.last_output and not failure.mistake:
-        lines += ["", "its last words:", *(f"  {line}" for line in failure.last_output.rstrip().splitlines()[-20:])]
+        lines += ["", "its last output:", *(f"  {line}" for line in failure.last_output.rstrip().splitlines()[-20:])]
     if symptoms:
         lines += ["", "the other ranks followed:"]
         lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in symptoms]

@@ -1,11 +1,11 @@
-"""Faults on purpose: rehearse on your own cluster what happens when things go wrong.
+"""Injects faults on purpose, so that you can test on your own cluster what happens then.
 
     python -m ddp_hydra +fault=kill,rank=1,step=20
     python -m ddp_hydra +fault=hang,rank=0,step=5,at=load +fault=worker,rank=1,step=30,attempt=1
     python -m ddp_hydra debug=faults
 
-A fault strikes one rank, in one step, in one phase, in one attempt; or the client, once the metrics of a step are
-there. Networks are not ours to break.
+A fault is triggered on one rank, in one step, in one phase, in one attempt; or on the client, when the metrics of a
+step arrive. Faults of the network are not supported.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ ON_CLIENT = {
     "disk": "writing results fails for seconds=…, as on a full disk",
     "damage": "the newest checkpoint is damaged, to be found out at the next restart",
 }
-"""Faults of the client's side; see `rehearsal.py`."""
+"""Faults of the client; see `job/fault_writer.py`."""
 PLACES = (*PHASES[2:-1], "write")
-"""Where a fault can strike; `write` is in the middle of a checkpoint file, on rank 0."""
+"""Places where a fault can be triggered; `write` is in the middle of a checkpoint file, on rank 0."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault, and when it is triggered.
 
     Args:
         kind: one of `KINDS` or `ON_CLIENT`.
-        rank: who is struck.
-        step: in which step, counted from 1; 0 for the first time that the place comes.
+        rank: on which it is triggered.
+        step: in which it is triggered, counted from 1; 0 for the first time that the rank is at the place.
         at: one of `PLACES`.
-        attempt: in which attempt; -1 for every.
-        seconds: for slow and disk.
+        attempt: in which it is triggered; -1 for every attempt.
+        seconds: how long the kinds slow and disk last.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Fault:
         """Read "kill,rank=1,step=20".
 
         Raises:
-            ConfigError: it says what is allowed.
+            ConfigError: the text is no fault; says what is allowed.
         """
         kind, *settings = [word.strip() for word in str(text).split(",")]
         types = {one.name: {"int": int, "float": float, "str": str}[str(one.type)] for one in fields(cls)}
@@ -83,32 +83,32 @@ class Fault:
             try:
                 given[name] = types[name](value)
             except (KeyError, ValueError):
-                raise cls.refused(text) from None
+                raise cls.mistake(text) from None
         fault = cls(**given)
         if fault.kind not in KINDS | ON_CLIENT or fault.at not in PLACES:
-            raise cls.refused(text)
+            raise cls.mistake(text)
         if fault.rank < 0 or fault.step < 0 or fault.attempt < -1:
-            raise cls.refused(text)
+            raise cls.mistake(text)
         return fault
 
     @classmethod
-    def refused(cls, text: str) -> ConfigError:
-        """Say what a fault looks like."""
+    def mistake(cls, text: str) -> ConfigError:
+        """Return the error that says what a fault looks like."""
         return ConfigError(
-            f"fault {text!r} is none: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind may be "
-            f"left out), with a kind of {', '.join(KINDS | ON_CLIENT)} and a place of {', '.join(PLACES)}"
+            f"fault={text!r} is no fault: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind may "
+            f"be left out), with a kind of {', '.join(KINDS | ON_CLIENT)} and a place of {', '.join(PLACES)}"
         )
 
 
 @dataclass
-class Armed:
-    """The faults that wait for this rank.
+class FaultInjector:
+    """Triggers the faults of this rank.
 
     Args:
         rank: this rank.
         attempt: this attempt.
         pids: process ids of this rank's "worker" and "nanny".
-        faults: of the job.
+        faults: of the job, without those that were triggered.
     """
 
     rank: int = 0
@@ -117,13 +117,13 @@ class Armed:
     faults: list[Fault] = field(default_factory=list)
 
     def __call__(self, place: str, step: int) -> None:
-        """Strike where it is time to."""
+        """Trigger the faults that are due."""
         for fault in self.due(place, step):
             print(f"fault on purpose: {fault}", flush=True)  # noqa: T201
-            self.strike(fault)
+            self.trigger(fault)
 
     def due(self, place: str, step: int) -> list[Fault]:
-        """The faults for here and now; each strikes once."""
+        """Remove the faults that are due at this place and step, and return them."""
         due = [
             fault
             for fault in self.faults
@@ -133,8 +133,8 @@ class Armed:
         self.faults = [fault for fault in self.faults if fault not in due]
         return due
 
-    def strike(self, fault: Fault) -> None:
-        """Do it."""
+    def trigger(self, fault: Fault) -> None:
+        """Trigger a fault."""
         actions: dict[str, Callable[[], Any]] = {
             "raise": _raise,
             "exit": lambda: os._exit(3),
@@ -152,12 +152,12 @@ class Armed:
     def _signal(self, who: str, number: int) -> None:
         pid = self.pids.get(who, 0)
         if pid <= 1:
-            print(f"there is no {who} to be struck", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"there is no {who} for this fault", file=sys.stderr, flush=True)  # noqa: T201
             return
         os.kill(pid, number)
 
-    def spoils(self, step: int) -> bool:
-        """Whether this rank's loss of a step shall be NaN; so it is each time that the step comes."""
+    def corrupts(self, step: int) -> bool:
+        """Return whether this rank's loss of a step becomes NaN; also when the step is repeated."""
         return any(
             fault.kind == "nan" and fault.rank == self.rank and fault.step in (step, 0)
             and fault.attempt in (self.attempt, -1) for fault in self.faults
@@ -165,21 +165,21 @@ class Armed:
 
 
 def parse(texts: Iterable[str]) -> list[Fault]:
-    """Read all faults of a config."""
+    """Parse all faults of a config."""
     return [Fault.parse(text) for text in texts]
 
 
-_here = Armed()
+_here = FaultInjector()
 
 
-def arm(rank: int, attempt: int, pids: Mapping[str, int]) -> None:
-    """Say who this process is, before `wait`."""
+def install(rank: int, attempt: int, pids: Mapping[str, int]) -> None:
+    """Set which rank this process is; call this before `activate`."""
     global _here
-    _here = Armed(rank, attempt, pids)
+    _here = FaultInjector(rank, attempt, pids)
 
 
-def wait(texts: Iterable[str]) -> Armed:
-    """Let faults strike this process when their time has come."""
+def activate(texts: Iterable[str]) -> FaultInjector:
+    """Have faults triggered in this process when they are due."""
     _here.faults = parse(texts)
     if _here.faults:
         heartbeat.on_phase(_here)
@@ -187,7 +187,7 @@ def wait(texts: Iterable[str]) -> Armed:
 
 
 def write(step: int) -> None:
-    """The place in the middle of a checkpoint file."""
+    """Trigger the faults that are due in the middle of a checkpoint file."""
     _here("write", step)
 
 

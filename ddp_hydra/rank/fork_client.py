@@ -1,8 +1,8 @@
-"""Find this host's warm server, or start it.
+"""Connects to the fork server of this host, and starts it if it does not run.
 
-All workers of one user, one Python environment and one batch job on a host share a server, reached through a socket
-in a private folder. Whoever asks first starts it; it ends with its last connection. The socket is bound before the
-server imports anything, so the first callers queue up in its backlog instead of polling.
+All workers of one user, one Python environment and one batch job on a host share a server, which they reach through a
+socket in a private folder. The first worker starts it; it ends with its last connection. The socket is bound before the
+server imports anything, so the first clients wait in its backlog instead of polling.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ddp_hydra.errors import ConfigError
 
 
 def connect() -> socket.socket:
-    """Connect to the warm server of this host, starting it where there is none.
+    """Connect to the fork server of this host; start it if it does not run.
 
     Returns:
-        A connected socket. While it is open, the server lives.
+        A connected socket. The server lives at least as long as it is open.
     """
     address = socket_path()
     with locked(address.parent) as folder:
@@ -42,31 +42,31 @@ def connect() -> socket.socket:
             return _connect(short)
 
 
-_lease: socket.socket | None = None
+_held: socket.socket | None = None
 
 
 def hold() -> None:
-    """Keep the warm server of this host alive as long as this process lives."""
-    global _lease
-    if _lease is not None:
+    """Keep the fork server of this host alive as long as this process lives."""
+    global _held
+    if _held is not None:
         with contextlib.suppress(BlockingIOError):
-            if not _lease.recv(1, socket.MSG_DONTWAIT):  # it has ended
-                _lease.close()
-                _lease = None
-    if _lease is None:
-        _lease = connect()
+            if not _held.recv(1, socket.MSG_DONTWAIT):  # it has ended
+                _held.close()
+                _held = None
+    if _held is None:
+        _held = connect()
 
 
 def release() -> None:
-    """Let go of the warm server."""
-    global _lease
-    if _lease is not None:
-        _lease.close()
-        _lease = None
+    """No longer keep the fork server alive."""
+    global _held
+    if _held is not None:
+        _held.close()
+        _held = None
 
 
 def socket_path() -> Path:
-    """Where the server of this user, this Python environment and this batch job listens."""
+    """Return the socket of the server for this user, Python environment and batch job."""
     environment = [sys.executable, sys.prefix, *ddp_hydra.__path__, *_versions(), *_import_time_variables()]
     identity = "\0".join([*environment, *_batch_job(), *_confinement()])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -75,13 +75,13 @@ def socket_path() -> Path:
 
 @functools.cache
 def _versions() -> list[str]:
-    """Of what a server has loaded; for a process that runs, an edit is none of a new server's."""
+    """Return the versions of the code that a server loads. They are read once: later edits do not change the server."""
     newest = max(file.stat().st_mtime_ns for file in Path(ddp_hydra.__file__).parent.rglob("*.py"))
     return [*(importlib.metadata.version(name) for name in ("torch", "distributed")), str(newest)]
 
 
 def runtime_folder() -> Path:
-    """This user's private folder for sockets."""
+    """Return this user's private folder for sockets and leases."""
     root = os.environ.get("XDG_RUNTIME_DIR")
     if root and os.access(root, os.W_OK):
         return Path(root) / "ddp_hydra"
@@ -89,7 +89,7 @@ def runtime_folder() -> Path:
 
 
 def _import_time_variables() -> list[str]:
-    """Variables read when torch is imported, so that they cannot be set per rank later."""
+    """Return variables that matter when torch is imported, so that they cannot be set per rank later."""
     names = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
     return [f"{name}={os.environ.get(name, '')}" for name in names]
 
@@ -97,16 +97,16 @@ def _import_time_variables() -> list[str]:
 BATCH_JOB = (
     "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "OAR_JOB_ID", "FLUX_JOB_ID",
 )  # fmt: skip
-"""Variables by which SLURM, PBS, LSF, Grid Engine, OAR and Flux name the batch job that a process belongs to."""
+"""Variables in which SLURM, PBS, LSF, Grid Engine, OAR and Flux name the batch job of a process."""
 
 
 def _batch_job() -> list[str]:
-    """The batch job of this process: its ranks count as that job's, and end with it."""
+    """Return the batch job of this process: its ranks belong to that job, and end with it."""
     return [f"{name}={os.environ[name]}" for name in BATCH_JOB if name in os.environ]
 
 
 def _confinement() -> list[str]:
-    """The cgroup and the namespaces of this process: a fork has its server's, whoever asked for it."""
+    """Return the cgroup and the namespaces of this process: a fork always has those of its server."""
     found = []
     for read in (
         lambda: Path("/proc/self/cgroup").read_text(),
@@ -121,10 +121,10 @@ def _confinement() -> list[str]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Hold the lock of the folder, made anew where the last server has just removed it; yields its descriptor.
+    """Lock a folder during the block, and make it again if a server has just removed it; yield its descriptor.
 
     Raises:
-        ConfigError: there is something else in its place, or others may write there.
+        ConfigError: the path is no folder, or other users may write there.
     """
     for _ in range(MAX_TRIES):
         try:
@@ -155,13 +155,13 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 MAX_TRIES = 1000
-"""A server that has just removed the folder is a matter of one or two."""
+"""One or two are enough when a server has just removed the folder."""
 MAX_SOCKET_PATH = 103
-"""Bytes that each system takes as the name of a socket."""
+"""Number of bytes that every system allows in the path of a socket."""
 
 
 def _short(address: Path, folder: int) -> str:
-    """Name a socket by its open folder where its path is too long for one."""
+    """Return the path of a socket; one through its open folder if the real one is too long."""
     if len(os.fsencode(address)) <= MAX_SOCKET_PATH:
         return str(address)
     return f"/proc/self/fd/{folder}/{address.name}"
@@ -187,7 +187,7 @@ def _start(address: Path, short: str) -> None:
         environment = ALLOCATOR | without_dasks_limits(os.environ)
         path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        # The intermediate parent ends at once: a server outlives whoever happened to start it.
+        # The intermediate parent ends at once, so that the server outlives the process that started it.
         subprocess.run(
             [sys.executable, "-S", "-c", _DETACH, *command],
             env=environment,
@@ -195,7 +195,7 @@ def _start(address: Path, short: str) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             check=True,
-            start_new_session=True,  # from the first moment on, a terminal's Ctrl-C is not for it
+            start_new_session=True,  # it never receives a terminal's Ctrl-C
         )
     finally:
         listener.close()
@@ -207,16 +207,17 @@ DASKS_LIMITS = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-"""What Dask's nanny sets for its workers, and what would slow a rank down: each has its own number of threads, and
-takes its large buffers again and again."""
+"""Variables that Dask's nanny sets for its workers. They would slow a rank down: each rank has its own number of
+threads, and allocates its large buffers again and again."""
 
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-"""Lets glibc keep the buffers that each step frees instead of fetching them from the kernel again. It reads them when
-a process starts, so they are the server's; setting only one of the two switches off its own adaptation."""
+"""Variables with which glibc keeps the buffers that each step frees, instead of asking the kernel for them again. glibc
+reads them when a process starts, so they are set for the server. Setting only one of the two would switch off its own
+adaptation."""
 
 
 def without_dasks_limits(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are not just Dask's defaults for its workers."""
+    """Return the variables without those that have Dask's defaults for its workers."""
     return {name: value for name, value in variables.items() if DASKS_LIMITS.get(name) != value}
 
 

@@ -1,18 +1,18 @@
-"""The warm server: imports torch once, then forks a process for each rank.
+"""The fork server: imports torch once, then forks a process for each rank.
 
-Run by `warm` only, as `python -m ddp_hydra.rank.fork_server <listening fd> <socket path>`. It is exec'd fresh, so it
-has no CUDA context and no threads of Dask, and it never runs a tensor operation, so it has no threads of its own
-to lose in a fork.
+`fork_client` starts it, as `python -m ddp_hydra.rank.fork_server <listening fd> <socket path>`. It is a new process, so
+it has no CUDA context and no threads of Dask. It never runs a tensor operation, so it has no threads of its own that a
+fork would lose.
 
-One connection is one rank. The caller sends a line of JSON with the descriptors that the rank shall have; the
-server answers {"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}; or {"refused": why} where the host
-lets it start no process. A line {"signal": n} passes a signal on to the rank's process group, {"signal": n, "alone":
-true} to the rank only. When the caller goes away its rank is killed; when the server goes away the kernel kills all of
-them. So no rank outlives its worker, whatever state it is in. A caller that says something else is hung up on.
+One connection is one rank. The caller sends a line of JSON together with the rank's descriptors. The server answers
+{"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}; or {"refused": reason} if the host lets it start no
+process. A line {"signal": n} sends a signal to the rank's process group, {"signal": n, "alone": true} to the rank only.
+When the caller's connection ends, its rank is killed; when the server ends, the kernel kills all ranks. So no rank
+outlives its worker, whatever state it is in. A caller that sends anything else is disconnected.
 
-What a rank leaves behind is ended with it: its process group at once; processes that have left that (a daemon with a
-session of its own) fall to the server, which is told of them by the kernel, and are named to the caller: {"exit": …,
-"left": […]}.
+Processes that a rank leaves behind are ended with it: its process group at once. The kernel makes the server the parent
+of processes that have left the group (a daemon with a session of its own). The server ends them, and names them to the
+caller: {"exit": …, "left": […]}.
 """
 
 from __future__ import annotations
@@ -39,41 +39,43 @@ PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
     "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
 )  # fmt: skip
-"""What nearly every rank imports; what is not installed is left out."""
+"""Modules that nearly every rank imports; those that are not installed are skipped."""
 
 MAX_REQUEST = 2**24
-"""Bytes of a request; most of it is the environment."""
+"""Allowed bytes of a request; most of it is the environment."""
 MAX_FDS = 8
 REQUEST_S = 30.0
-"""How long a caller may take from the first byte of a line to its last."""
+"""Seconds that a caller may take from the first byte of a line to the last."""
 LEFT_S = 1.0
-"""How long a process that a rank has left behind may take to end after SIGTERM."""
+"""Seconds that a process that a rank left behind may take to end after SIGTERM."""
 MAX_NAMED = 10
+"""Number of such processes that are named."""
 LINGER_S = 30.0
-"""How long a server waits for its first connection."""
+"""Seconds that the server waits for its first connection."""
 
 
 @dataclass
 class Caller:
-    """One connection, and its rank once it asked for one.
+    """One connection, and its rank if it has requested one.
 
     Attributes:
-        heard: the beginning of a line that has not ended.
+        pid: of the rank; None before it starts and after it has ended.
+        partial_line: the beginning of a line whose end has not come yet.
         since: when that began.
         fds: descriptors for the rank.
-        has_asked: it has asked for its rank.
+        has_requested: it has requested its rank.
     """
 
     connection: socket.socket
     pid: int | None = None
-    heard: bytes = b""
+    partial_line: bytes = b""
     since: float = 0.0
     fds: list[int] = field(default_factory=list)
-    has_asked: bool = False
+    has_requested: bool = False
 
 
 class Server:
-    """Forks ranks on request until nobody is connected any more."""
+    """Forks ranks on request, until the last connection has ended."""
 
     def __init__(self, listener: socket.socket, address: Path) -> None:
         self.listener = listener
@@ -82,18 +84,18 @@ class Server:
         self.callers: dict[int, Caller] = {}
         self.ranks: set[int] = set()
         self.left: dict[int, float] = {}
-        """Processes that ranks have left behind, and when they are killed."""
+        """Processes that ranks have left behind, with the time at which they are killed."""
         self.wake_r, self.wake_w = socket.socketpair()
 
     def serve(self) -> None:
-        """Serve until the last connection is gone."""
+        """Serve until the last connection has ended."""
         for end in (self.listener, self.wake_r, self.wake_w):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a host that is shut down: the ranks finish first
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # when the host is shut down, the ranks finish first
         signal.set_wakeup_fd(self.wake_w.fileno())
         adopt_orphans()
-        self.ranks = set(children())  # of what is preloaded, if any
+        self.ranks = set(children())  # children of preloaded modules, if any
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.selector.register(self.wake_r, selectors.EVENT_READ)
         timeout_s: float | None = LINGER_S
@@ -105,30 +107,30 @@ class Server:
                 elif key.fileobj is self.wake_r:
                     self.wake_r.recv(4096)
                 elif key.fd in self.callers:
-                    self.hear(self.callers[key.fd])
+                    self.receive(self.callers[key.fd])
             self.reap()
             self.drop_slow()
             self.kill_left()
-            timeout_s = REQUEST_S if any(caller.heard for caller in self.callers.values()) else None
+            timeout_s = REQUEST_S if any(caller.partial_line for caller in self.callers.values()) else None
             timeout_s = LEFT_S if self.left else timeout_s
             if not self.callers and not self.left and self.leave():
                 return
 
     def accept(self) -> None:
-        """Take in the next caller, if it is this user."""
+        """Accept the next connection, if there is one."""
         try:
             connection, _ = self.listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor left: the caller stays in the queue
+        except OSError:  # no descriptor is left: the caller stays in the backlog
             time.sleep(0.05)
             return
         connection.setblocking(False)
         self.callers[connection.fileno()] = Caller(connection)
         self.selector.register(connection, selectors.EVENT_READ)
 
-    def hear(self, caller: Caller) -> None:
-        """Act on what a caller says; the end of its connection is the end of its rank."""
+    def receive(self, caller: Caller) -> None:
+        """Read a caller's requests and act on them; the end of its connection is the end of its rank."""
         try:
             data, fds, _, _ = socket.recv_fds(caller.connection, 2**18, MAX_FDS)
         except BlockingIOError:
@@ -136,56 +138,56 @@ class Server:
         except OSError:
             data, fds = b"", []
         caller.fds += fds
-        caller.since = caller.since if caller.heard else time.monotonic()
-        *lines, caller.heard = (caller.heard + data).split(b"\n")
+        caller.since = caller.since if caller.partial_line else time.monotonic()
+        *lines, caller.partial_line = (caller.partial_line + data).split(b"\n")
         try:
-            if not data or len(caller.heard) > MAX_REQUEST or len(caller.fds) > MAX_FDS:
+            if not data or len(caller.partial_line) > MAX_REQUEST or len(caller.fds) > MAX_FDS:
                 raise ValueError
             for line in lines:
-                self.obey(caller, json.loads(line))
+                self.handle(caller, json.loads(line))
         except (ValueError, TypeError, KeyError, RecursionError):
             self.drop(caller)
 
-    def obey(self, caller: Caller, request: Any) -> None:
+    def handle(self, caller: Caller, request: Any) -> None:
         """Act on one request."""
         if not isinstance(request, dict):
             raise TypeError("a request is an object")
         if "signal" in request:
             self.kill(caller, request["signal"], bool(request.get("alone")))
-        elif caller.has_asked:
+        elif caller.has_requested:
             raise ValueError("one connection is one rank")
         else:
             self.spawn(caller, request)
 
     def drop_slow(self) -> None:
-        """Hang up on callers that do not come to the end of a line."""
+        """Disconnect callers that do not complete a line in time."""
         for caller in list(self.callers.values()):
-            if caller.heard and time.monotonic() - caller.since > REQUEST_S:
+            if caller.partial_line and time.monotonic() - caller.since > REQUEST_S:
                 self.drop(caller)
 
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         """Fork one rank."""
-        caller.has_asked = True
+        caller.has_requested = True
         try:
             pid = os.fork()
-        except OSError as error:  # no room for another process: those that run go on
-            self.tell(caller, {"refused": str(error)})
+        except OSError as error:  # the host allows no other process; those that run go on
+            self.reply(caller, {"refused": str(error)})
         else:
             if pid == 0:
                 self.become_rank(request, caller.fds)
             caller.pid = pid
             self.ranks.add(pid)
-            self.tell(caller, {"pid": pid})
+            self.reply(caller, {"pid": pid})
         close_all(caller.fds)
 
     def become_rank(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Turn this fork into a rank: own session, output, cores and environment; then run it."""
+        """Turn this fork into a rank with its own session, output, cores and environment, and run it."""
         code = 1
         try:
             server_pid = os.getppid()
             os.setsid()
             die_with_parent(server_pid)
-            adopt_orphans()  # what is left behind is known by its rank's end
+            adopt_orphans()  # until the rank ends, its orphans are its children
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -197,12 +199,12 @@ class Server:
                 *(c.connection for c in self.callers.values()),
             ):
                 end.close()
-            control, output, shared_status, order, *listener = fds
+            control, output, shared_status, launch_file, *listener = fds
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
             if request["affinity"]:
-                with contextlib.suppress(OSError):  # the administrator has taken those cores away meanwhile
+                with contextlib.suppress(OSError):  # an administrator has taken those cores away
                     os.sched_setaffinity(0, request["affinity"])
             os.environ.clear()
             os.environ.update(request["environment"])
@@ -211,7 +213,7 @@ class Server:
             from ddp_hydra.rank import process
 
             its_listener = listener[0] if listener else None
-            code = process.main(request["title"], order, control, shared_status, its_listener)
+            code = process.main(request["title"], launch_file, control, shared_status, its_listener)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -219,7 +221,7 @@ class Server:
             os._exit(code)
 
     def reap(self) -> None:
-        """Tell the callers of ended ranks how they ended."""
+        """Report to callers how their ranks ended."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -229,20 +231,20 @@ class Server:
                 return
             if pid in self.ranks:
                 self.ranks.discard(pid)
-                kill_group(pid)  # what the rank itself had started, such as data loader processes
+                kill_group(pid)  # processes that the rank started, such as data loaders
             self.left.pop(pid, None)
             left = self.end_left(pid)
             for caller in self.callers.values():
                 if caller.pid == pid:
                     caller.pid = None
                     exit_code = os.waitstatus_to_exitcode(status)
-                    self.tell(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
+                    self.reply(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
 
     def end_left(self, group: int) -> list[str]:
-        """Ask processes that have come to this one since to end; returns the first of them by name.
+        """Send SIGTERM to orphans that have become children of this process; return the first of them by name.
 
         Args:
-            group: a process group that is killed already.
+            group: a process group that was killed already.
         """
         named = []
         for pid in children():
@@ -256,36 +258,36 @@ class Server:
         return named[:MAX_NAMED]
 
     def kill_left(self) -> None:
-        """Kill those that have not ended in time."""
+        """Kill orphans that have not ended in time."""
         for pid, until in self.left.items():
             if time.monotonic() > until:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
     def kill(self, caller: Caller, number: int, alone: bool = False) -> None:
-        """Send a signal to a caller's rank, and to what it started."""
+        """Send a signal to a caller's rank, and to its process group unless `alone`."""
         if caller.pid is not None:
             with contextlib.suppress(OSError):  # it has just ended, or there is no such signal
                 (os.kill if alone else os.killpg)(caller.pid, number)
 
     def drop(self, caller: Caller) -> None:
-        """Forget a caller that is gone, and kill its rank."""
+        """Close a caller's connection, and kill its rank."""
         self.kill(caller, signal.SIGKILL)
         self.callers.pop(caller.connection.fileno())
         self.selector.unregister(caller.connection)
         caller.connection.close()
         close_all(caller.fds)
 
-    def tell(self, caller: Caller, message: dict[str, Any]) -> None:
-        """Answer; a caller that is gone is dropped at its next event."""
+    def reply(self, caller: Caller, message: dict[str, Any]) -> None:
+        """Send a message to a caller; one that is gone is dropped at its next event."""
         with contextlib.suppress(OSError):
             caller.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def leave(self) -> bool:
-        """Remove the socket and say True, unless somebody is just coming."""
+        """Remove the socket and return True, unless a caller has just connected."""
         try:
             folder = os.open(self.address.parent, os.O_RDONLY)
-        except OSError:  # logind removes it with the last session of its user: nobody finds us any more
+        except OSError:  # logind removes it with the user's last session: nobody can connect any more
             self.accept()
             return not self.callers
         try:
@@ -295,7 +297,7 @@ class Server:
                 return False
             self.listener.close()
             self.address.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # others may have their sockets in it
+            with contextlib.suppress(OSError):  # other servers may have their sockets in it
                 self.address.parent.rmdir()
             return True
         finally:
@@ -303,30 +305,30 @@ class Server:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors, and forget them."""
+    """Close descriptors, and empty the list."""
     while fds:
         os.close(fds.pop())
 
 
 def preload() -> None:
-    """Import what ranks need, so that a fork has it at once."""
+    """Import modules that ranks need, so that a fork has them at once."""
     for name in PRELOAD:
-        with contextlib.suppress(Exception):  # the rank that needs it will say what is wrong with it
+        with contextlib.suppress(Exception):  # a rank that needs the module reports the error
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # keeps the garbage collector of a fork from touching, and so copying, the shared pages
 
 
 def main(listener_fd: int, address: str) -> None:
-    """Become the warm server."""
+    """Become the fork server."""
     from setproctitle import setproctitle
 
-    setproctitle("ddp_hydra warm server")
+    setproctitle("ddp_hydra fork server")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     server = Server(socket.socket(fileno=listener_fd), Path(address))
     preload()
     server.serve()
-    os._exit(0)  # the destructors of the preloaded libraries have nothing to do
+    os._exit(0)  # without the destructors of the preloaded libraries, which have nothing to do
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the client tells the relay of a rank while it runs.
+"""Messages of the client for a rank task that runs.
 
-The client reaches a worker with `client.run`, which executes on the worker's event loop; the relay waits in a
-task's thread. A mailbox carries messages from one to the other. It may be written before its relay exists.
+The client reaches a worker with `client.run`, which executes on the worker's event loop; the rank task runs in another
+thread. An inbox carries messages from one to the other. Messages may be put into it before its task exists.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from collections.abc import Mapping
 from typing import Any
 
 Message = Mapping[str, Any]
-_boxes: OrderedDict[tuple[str, int], Mailbox] = OrderedDict()
+_boxes: OrderedDict[tuple[str, int], Inbox] = OrderedDict()
 _lock = threading.Lock()
 MAX_BOXES = 256
-"""Letters to ranks that never come are forgotten, the oldest first."""
+"""Number of inboxes without a task that are kept; the oldest are dropped first."""
 _ended: deque[tuple[str, int]] = deque(maxlen=MAX_BOXES)
-"""Ranks that have been here; what still comes for them is thrown away."""
+"""Ranks that have ended here; messages that still come for them are dropped."""
 
 
-class Mailbox:
+class Inbox:
     """A queue with a file descriptor to wait on.
 
     Attributes:
-        manned: a relay is here to read it.
+        has_reader: a rank task reads it.
     """
 
     def __init__(self) -> None:
-        self.manned = False
+        self.has_reader = False
         self.messages: deque[Message] = deque()
         self.reader, self.writer = socket.socketpair()
         self.reader.setblocking(False)
         self.writer.setblocking(False)
 
     def put(self, message: Message) -> None:
-        """Leave a message and wake the reader."""
+        """Add a message and wake the reader."""
         self.messages.append(message)
-        with contextlib.suppress(OSError):  # full, so the reader is awake already; or closed, so there is none
+        with contextlib.suppress(OSError):  # full: the reader is awake; closed: there is none
             self.writer.send(b"!")
 
     def take(self) -> list[Message]:
-        """All messages there are."""
+        """Remove all messages, and return them."""
         with contextlib.suppress(BlockingIOError):
             self.reader.recv(4096)
         taken = []
@@ -52,7 +52,7 @@ class Mailbox:
         return taken
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor for selectors."""
         return self.reader.fileno()
 
     def close(self) -> None:
@@ -61,55 +61,55 @@ class Mailbox:
         self.writer.close()
 
 
-def deliver(gang: str, letters: Mapping[str, tuple[int, Message]], dask_worker: Any = None) -> None:
-    """Leave the message that is for a rank of this worker. Runs on the worker, called by the client.
+def deliver(gang: str, messages: Mapping[str, tuple[int, Message]], dask_worker: Any = None) -> None:
+    """Deliver the message for a rank of this worker. Runs on the worker, called by the client.
 
     Args:
         gang: the gang's name, with its attempt.
-        letters: worker address -> rank and message.
-        dask_worker: given by Dask.
+        messages: worker address -> rank and message.
+        dask_worker: passed by Dask.
     """
-    rank, message = letters[dask_worker.address]
+    rank, message = messages[dask_worker.address]
     with _lock:
-        mailbox = None if (gang, rank) in _ended else _box(gang, rank)
-    if mailbox is not None:
-        mailbox.put(message)
+        box = None if (gang, rank) in _ended else _box(gang, rank)
+    if box is not None:
+        box.put(message)
 
 
-def tell_all(message: Message) -> list[tuple[str, int]]:
-    """Leave a message for every rank of this worker; returns which there are."""
+def send_to_all(message: Message) -> list[tuple[str, int]]:
+    """Deliver a message to every rank of this worker; return those ranks."""
     with _lock:
-        here = {who: mailbox for who, mailbox in _boxes.items() if mailbox.manned}
-    for mailbox in here.values():
-        mailbox.put(message)
+        here = {rank: box for rank, box in _boxes.items() if box.has_reader}
+    for box in here.values():
+        box.put(message)
     return list(here)
 
 
 def has_any(ranks: list[tuple[str, int]]) -> bool:
-    """Whether some of these ranks are still here."""
+    """Return whether some of these ranks are still here."""
     with _lock:
         return any(rank in _boxes for rank in ranks)
 
 
-def box(gang: str, rank: int) -> Mailbox:
-    """The mailbox of a rank, for its relay; made where it does not exist yet."""
+def of_rank(gang: str, rank: int) -> Inbox:
+    """Return the inbox of a rank, for its task; create it if it does not exist yet."""
     with _lock:
         found = _box(gang, rank)
-        found.manned = True
+        found.has_reader = True
         return found
 
 
-def _box(gang: str, rank: int) -> Mailbox:
+def _box(gang: str, rank: int) -> Inbox:
     if (gang, rank) not in _boxes:
-        unread = [who for who, mailbox in _boxes.items() if not mailbox.manned]
-        for who in unread[: max(0, len(unread) - MAX_BOXES + 1)]:
-            _boxes.pop(who).close()
-        _boxes[gang, rank] = Mailbox()
+        unread = [key for key, box in _boxes.items() if not box.has_reader]
+        for key in unread[: max(0, len(unread) - MAX_BOXES + 1)]:
+            _boxes.pop(key).close()
+        _boxes[gang, rank] = Inbox()
     return _boxes[gang, rank]
 
 
 def remove(gang: str, rank: int) -> None:
-    """Close the mailbox of a rank that has ended."""
+    """Close the inbox of a rank that has ended."""
     with _lock:
         _ended.append((gang, rank))
         gone = _boxes.pop((gang, rank), None)

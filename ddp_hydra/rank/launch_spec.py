@@ -1,4 +1,4 @@
-"""All that a worker needs to run one rank."""
+"""Holds all that a worker needs to run one rank."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ddp_hydra.rank.spec import RankSpec
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """All that a worker needs to run one rank.
+    """Holds all that a worker needs to run one rank.
 
     Args:
         gang: the gang's name, with its attempt; also the topic of its records.
-        attempt: which start of the gang.
+        attempt: number of the gang's start.
         spec: the rank's place.
         call: cloudpickle of (function or "module:name", args, kwargs).
         project: the packed project space, or None.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
-        retry_s: how long room is waited for where the worker's temporary folder is full.
-        group: whether the process group is made before the call.
+        retry_s: how long to wait for room if the worker's temporary folder is full.
+        group: whether to make the process group before the call.
         threads: CPU threads of the rank, 0 for its share of the host.
         ports: first and last port allowed for the rendezvous, None for any free one.
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.

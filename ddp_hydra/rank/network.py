@@ -1,4 +1,4 @@
-"""The network interfaces of this machine."""
+"""Looks up the network interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_hydra.errors import ClusterError
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface, IPv4 first, as gloo takes them; without those that hold on one cable only."""
+    """Return the addresses of each interface, IPv4 first, as gloo prefers; without link-local ones."""
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [
@@ -24,7 +24,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def address_of(interface: str) -> str:
-    """The address of this machine on an interface.
+    """Return the address of this machine on an interface.
 
     Raises:
         ClusterError: there is no such interface, or it has no address.
@@ -36,12 +36,12 @@ def address_of(interface: str) -> str:
 
 
 def describe(interfaces: dict[str, list[str]]) -> str:
-    """Say eth0 (10.0.0.1), lo (127.0.0.1)."""
+    """Return a text such as "eth0 (10.0.0.1), lo (127.0.0.1)"."""
     return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in sorted(interfaces.items()) if addresses)
 
 
 def interface_of(host: str) -> str | None:
-    """The interface that carries an address of this machine; None where it is none of its."""
+    """Return the interface that has an address; None if no interface of this machine has it."""
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
@@ -50,7 +50,7 @@ def interface_of(host: str) -> str | None:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface by which a server is reached from here.
+    """Return the interface through which this machine reaches a server; None if it does not.
 
     Args:
         address: of the server, as tcp://host:port.
@@ -58,8 +58,8 @@ def interface_towards(address: str) -> str | None:
     host, _, port = address.partition("://")[2].rpartition(":")
     try:
         family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing
-            return interface_of(probe.getsockname()[0])
+        with socket.socket(family, kind) as datagrams:
+            datagrams.connect(target)  # sends nothing
+            return interface_of(datagrams.getsockname()[0])
     except (OSError, ValueError):
         return None

@@ -1,7 +1,7 @@
 """One rank: a process with its own interpreter, inside the gang's process group.
 
-Whatever it was asked to run leaves by the same door: an end record that says what came back, or what was
-raised. Nobody has to unpickle anything to read it.
+Every function ends with an end record, which holds its return value or the error that it raised. Nothing has to be
+unpickled to read the record.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.rank import fault_injection, return_values
 from ddp_hydra.results import Record
 
-MAX_SPOOLED = 4
-"""Files that a rank may have on their way; at more it waits for the client to fetch one."""
+MAX_FILES = 4
+"""Number of files in a rank's outbox at which it waits for the client to fetch one."""
 
 
-def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd: int | None) -> int:
-    """Run one rank; called in the process that the warm server forked for it.
+def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, listener_fd: int | None) -> int:
+    """Run one rank; called in the process that the fork server forked for it.
 
     Args:
-        title: what `ps` shows.
-        order_fd: a file with a line of JSON and the pickled call, see `relay.LaunchSpec`.
-        control_fd: socket to the relay: records go out, the rendezvous comes in.
-        board_fd: the page that says where this rank is.
+        title: of the process, as `ps` shows it.
+        launch_fd: a file with a line of JSON and the pickled call, see `launcher.write_launch_file`.
+        control_fd: socket to the rank task: records go out, the rendezvous comes in.
+        shared_status_fd: the page of memory in which this rank writes where it is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
 
     Returns:
@@ -57,29 +57,29 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
 
     setproctitle(title)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the relay wants to see the stacks
-    shared_status = heartbeat.SharedStatus.of(board_fd)
+    faulthandler.register(signal.SIGUSR1)  # by which the rank task requests the stacks
+    shared_status = heartbeat.SharedStatus.of(shared_status_fd)
     heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
     signal.signal(signal.SIGTERM, lambda *_: on_sigterm(shared_status))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the client reacts to Ctrl-C
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with os.fdopen(order_fd, "rb") as order:
-        order.seek(0)  # it comes as it was written
-        header, _, call = order.read().partition(b"\n")
+    with os.fdopen(launch_fd, "rb") as launch_file:
+        launch_file.seek(0)  # its position is at the end
+        header, _, call = launch_file.read().partition(b"\n")
     job = json.loads(header)
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
-    sender = PipeSender(control, Path(job["spool"]))
+    sender = PipeSender(control, Path(job["outbox"]))
     results.connect(sender, spec["rank"], job["attempt"], job["retry_s"])
-    fault_injection.arm(spec["rank"], job["attempt"], job["pids"])
+    fault_injection.install(spec["rank"], job["attempt"], job["pids"])
     try:
         set_threads(job["threads"], spec["local_world_size"])
-        host, port = hear_rendezvous(control)
+        host, port = receive_rendezvous(control)
         store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
         with process_group(store, spec["rank"], spec["world_size"], job["backend"], job["timeout_s"], job["group"]):
-            print(f"rank {spec['rank']} of {spec['world_size']}: {whereabouts(job['project'])}")  # noqa: T201
+            print(f"rank {spec['rank']} of {spec['world_size']}: {describe_place(job['project'])}")  # noqa: T201
             heartbeat.at("run", 0)
             value = perform(call)
             heartbeat.at("end", shared_status.step)
@@ -95,7 +95,7 @@ def main(title: str, order_fd: int, control_fd: int, board_fd: int, listener_fd:
 
 
 def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
-    """Finish at the next step where a loop runs that looks; otherwise, or when the relay wants it, end at once."""
+    """Finish at the next step if the training loop runs; otherwise, or if the rank task demands it, end at once."""
     place = shared_status.read()
     if shared_status.die or place.phase in ("join", "run"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,9 +104,10 @@ def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
 
 
 def perform(call: bytes) -> Any:
-    """Call what was sent: a function, or the name of one as "module:name"."""
+    """Call a pickled function; a function may be named as "module:name"."""
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # ranks are forks of one process, and would all draw the same; Python's own sees to itself
+        # Ranks are forks of one process and would all draw the same numbers; Python's own generator reseeds itself.
+        numpy.random.seed()
     target, args, kwargs = cloudpickle.loads(call)
     function: Callable[..., Any] = target
     if isinstance(target, str):
@@ -116,11 +117,11 @@ def perform(call: bytes) -> Any:
 
 
 class PipeSender:
-    """Sends records to the relay, and files through the spool.
+    """Sends records to the rank task, and files through the outbox.
 
     Args:
-        control: socket to the relay.
-        spool: folder on this host that the client empties.
+        control: socket to the rank task.
+        spool: the outbox, a folder on this host that the client empties.
     """
 
     def __init__(self, control: socket.socket, spool: Path) -> None:
@@ -135,9 +136,9 @@ class PipeSender:
 
     @property
     def spool(self) -> Path:
-        """The spool, once there is room in it. A client that is busy with a file for long knows what is waited for."""
+        """Wait for room in the outbox, and return it. Each file that the client removes counts as progress."""
         before: set[Path] = set()
-        while len(files := set(self._spool.iterdir())) >= MAX_SPOOLED:
+        while len(files := set(self._spool.iterdir())) >= MAX_FILES:
             if files != before:
                 heartbeat.progress()
             before = files
@@ -145,15 +146,15 @@ class PipeSender:
         return self._spool
 
 
-def hear_rendezvous(control: socket.socket) -> tuple[str, int]:
-    """Wait until the relay says where rank 0 listens."""
+def receive_rendezvous(control: socket.socket) -> tuple[str, int]:
+    """Wait until the rank task sends the host and port on which rank 0 listens."""
     with control.makefile("rb") as lines:
         host, port = json.loads(lines.readline())["rendezvous"]
     return host, port
 
 
 def set_threads(threads: int, local_world_size: int) -> None:
-    """Give this rank its share of the host's cores, or what was asked for."""
+    """Set the number of CPU threads; 0 for this rank's share of the host's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // local_world_size)
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -161,7 +162,7 @@ def set_threads(threads: int, local_world_size: int) -> None:
 
 
 def meet(rank: int, host: str, port: int, timeout_s: float = 1800.0, listener_fd: int | None = None) -> dist.Store:
-    """Connect to the store that rank 0 serves; scripts that make their own process group find it by the environment.
+    """Connect to the store that rank 0 serves. A script that makes its own process group finds it in the environment.
 
     Args:
         rank: this rank.
@@ -171,7 +172,7 @@ def meet(rank: int, host: str, port: int, timeout_s: float = 1800.0, listener_fd
         listener_fd: rank 0's socket, bound and listening already.
     """
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there: nobody else shall serve one at this port
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists: nobody else must serve one at this port
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, None, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listener_fd)
 
@@ -185,15 +186,15 @@ def process_group(
     timeout_s: float = 1800.0,
     init: bool = True,
 ) -> Iterator[None]:
-    """Be a member of the gang, and of its process group.
+    """Join the gang and its process group; leave them after the block.
 
     Args:
         store: where the ranks meet.
         rank: this rank.
         world_size: number of ranks.
         backend: gloo, nccl, or auto: gloo, and nccl for tensors on a GPU where there is one.
-        timeout_s: of collectives, also in other groups that are made inside the block.
-        init: False leaves it to the code inside the block to make a process group.
+        timeout_s: of collectives, also of other groups that are made inside the block.
+        init: whether to make the process group; otherwise the code inside the block does.
     """
     timeout = timedelta(seconds=timeout_s)
     with default_timeout(timeout):
@@ -202,24 +203,24 @@ def process_group(
                 backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             if "nccl" in backend:
                 torch.cuda.set_device(0)  # each rank sees its own GPU first
-                claim_gpu(store, rank, world_size)
+                check_gpu_is_own(store, rank, world_size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         store.add("ddp_hydra/joined", 1)
         yield
-        # Not in a `finally`: a rank that failed must not wait for anybody, and must not hide its error.
+        # Not in a `finally`: a rank that failed must not wait for others, and must not hide its error.
         while store.add("ddp_hydra/joined", 0) < world_size:
-            time.sleep(0.005)  # to those who are still connecting, leaving would look like a crash
+            time.sleep(0.005)  # ranks that still connect would take the end of this one for a crash
         store.add("ddp_hydra/done", 1)
         while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
             time.sleep(0.005)  # rank 0 serves the store, so it leaves last
         leave_process_group()
 
 
-def claim_gpu(store: dist.Store, rank: int, world_size: int) -> None:
-    """Refuse to have the same GPU as another rank; NCCL would fail on it in its own words, and be tried again.
+def check_gpu_is_own(store: dist.Store, rank: int, world_size: int) -> None:
+    """Check that no other rank has the same GPU. NCCL's error would not say so, and would cause another attempt.
 
     Raises:
-        ConfigError: with what to give instead.
+        ConfigError: another rank has it; says what to give instead.
     """
     uuid = gpu_uuid()
     if world_size == 1 or uuid is None or store.add(f"ddp_hydra/gpu/{uuid}", 1) == 1:
@@ -234,14 +235,14 @@ def claim_gpu(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def gpu_uuid() -> str | None:
-    """Return what names this rank's GPU anywhere; None where torch does not tell."""
+    """Return the UUID of this rank's GPU; None if torch does not know it."""
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
     return None if uuid is None else str(uuid)
 
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Give each process group that is made inside the block, and says nothing of it, this timeout."""
+    """Set the timeout of process groups that are made inside the block without one."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     vars(distributed_c10d).update(dict.fromkeys(names, timeout))
@@ -251,8 +252,8 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
         vars(distributed_c10d).update(before)
 
 
-def whereabouts(project: str) -> str:
-    """Host, process, device and versions, for the rank's log.
+def describe_place(project: str) -> str:
+    """Return host, process, device and versions, for the rank's log.
 
     Args:
         project: hash of the project space, or "".
@@ -265,21 +266,21 @@ def whereabouts(project: str) -> str:
 
 
 def device_name() -> str:
-    """Name what this rank computes on, without touching a GPU that it leaves alone."""
+    """Name the device of this rank, without initialising a GPU that it does not use."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return torch.cuda.get_device_name(0)
-    gpus = 0 if dist.is_initialized() else torch.cuda.device_count()  # a script chooses later
+    gpus = 0 if dist.is_initialized() else torch.cuda.device_count()  # a script chooses its device later
     return f"{gpus} GPUs" if gpus else "cpu"
 
 
 def leave_process_group() -> None:
-    """Leave it without waiting for anybody."""
+    """Leave the process group without waiting for other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def pack_value(value: Any) -> dict[str, Any]:
-    """Put what the function returned into the end record, or beside it where it is large."""
+    """Encode the return value for the end record; a large one becomes a file."""
     data = return_values.encode(value)
     if len(data) <= results.INLINE_BYTES:
         return {"value": base64.b64encode(data).decode()}
@@ -287,13 +288,13 @@ def pack_value(value: Any) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Say what was raised, in plain data."""
+    """Describe an error in plain data, for the end record."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code == 0:
             return {"status": "exited", "message": "the process exited with code 0 before its work was done"}
-        said = "" if isinstance(error.code, int) else f": {message_of(error.code)}"
-        return {"status": "exited", "message": f"the process exited with code {code} (sys.exit){said}"}
+        text = "" if isinstance(error.code, int) else f": {message_of(error.code)}"
+        return {"status": "exited", "message": f"the process exited with code {code} (sys.exit){text}"}
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     message = message_of(error)

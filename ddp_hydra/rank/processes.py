@@ -1,4 +1,4 @@
-"""Processes that shall not outlive those who started them (Linux)."""
+"""Ends processes together with the process that started them (Linux)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def kill_group(pid: int) -> None:
-    """Kill what is left of a process group."""
+    """Kill all processes of a group that still run."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -24,7 +24,7 @@ def adopt_orphans() -> None:
 
 
 def children() -> list[int]:
-    """Return the process ids of this process's children, also of those that wait to be reaped."""
+    """Return the process ids of this process's children, including zombies."""
     found: list[int] = []
     for thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has just ended
@@ -33,7 +33,7 @@ def children() -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """Return the beginning of a process's command line; "" of one that has ended."""
+    """Return the beginning of a process's command line; "" if it has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

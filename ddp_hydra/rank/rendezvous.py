@@ -1,4 +1,4 @@
-"""Where the ranks meet: a socket bound before rank 0 exists, so nobody has to retry."""
+"""Binds the socket on which the ranks meet, before rank 0 exists, so that no rank has to retry."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ddp_hydra.errors import ClusterError
 
 
 def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
-    """Listen on this host's own address, and nowhere else.
+    """Listen on this host's own address only.
 
-    An address that is none of this machine's (a container's mapped ports, a cloud's public address) leads here from
-    outside; only then all interfaces listen.
+    An address that this machine does not have (a container's mapped ports, a cloud's public address) leads here from
+    outside. Only then the socket listens on all interfaces.
 
     Args:
         host: the address under which the other ranks reach this host.

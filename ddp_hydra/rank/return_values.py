@@ -1,7 +1,7 @@
-"""Values of ranks, on their way to the client: plain data, arrays and tensors, never pickles.
+"""Encodes return values of ranks for the client: plain data, arrays and tensors, never pickles.
 
-What a rank returns is decoded by the client, so a format that can run code is out. msgpack carries plain
-data; tuples, sets, large integers, complex numbers, arrays and tensors ride as extension types.
+The client decodes what a rank returns, so the format must not be able to run code. It is msgpack; tuples, sets, large
+integers, complex numbers, arrays and tensors are extension types.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ddp_hydra.errors import RecordError
 
 _TUPLE, _SET, _INT, _COMPLEX, _ARRAY, _TENSOR, _PAIRS, _FROZENSET = range(1, 9)
 MAX_DEPTH = 32
-"""Extension types inside one another. Each takes msgpack some 40 KiB of the C stack, which has no guard."""
+"""Allowed depth of nested extension types. Each takes about 40 KiB of the C stack, which msgpack does not check."""
 
 
 def encode(value: Any) -> bytes:
     """Encode a value.
 
     Raises:
-        RecordError: it holds something that is neither plain data nor an array or tensor.
+        RecordError: it contains something that is neither plain data nor an array or tensor.
     """
     try:
         return _encode(value, 0)
@@ -32,14 +32,14 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Decode what `encode` made. Tensors need torch, which is imported only then.
+    """Decode a value. Tensors need torch, which is imported only then.
 
     Raises:
-        RecordError: it is not what `encode` makes.
+        RecordError: the data does not come from `encode`.
     """
     try:
         return _decode(data, 0)
-    except Exception as error:  # it comes from a rank, so it can be anything
+    except Exception as error:  # the data comes from a rank, so it can be anything
         raise RecordError(f"what a rank returned cannot be read ({type(error).__name__}: {error})") from None
 
 
@@ -86,7 +86,7 @@ def _pack_tensor(tensor: Any, depth: int) -> Any:
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     try:
-        # A clone, for a view of one element calls itself contiguous whatever its stride.
+        # A clone, because a view of one element counts as contiguous whatever its stride is.
         whole = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         raw = whole.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     except RuntimeError:

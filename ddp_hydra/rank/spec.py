@@ -1,4 +1,4 @@
-"""The place of a rank in its gang."""
+"""Describes a rank's place in its gang."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def train(
         reason why the run stopped early, or "".
     """
     cfg = OmegaConf.create(dict(config))
-    fault, stop_signal = fault_injection.wait(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
+    fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     seed_numpy_and_python(cfg.seed)  # all ranks split a data set alike
     paths = {name: Path(path) for name, path in (files or {}).items()}
@@ -99,7 +99,7 @@ def forward_backward(run: Run, micro_batches: Iterable[MicroBatch]) -> tuple[Dec
             with run.autocast:
                 output = run.task.forward(run.model, batch)
             loss = output.loss if batch.share == 1 else output.loss * batch.share
-            if run.fault.spoils(run.step):
+            if run.fault.corrupts(run.step):
                 loss = loss * float("nan")
             losses.append(loss.detach())
             if batch.last:

@@ -86,7 +86,7 @@ class Run:
     nonfinite: NonFinite
     checkpoints: CheckpointWriter
     monitor: Monitor
-    fault: fault_injection.Armed
+    fault: fault_injection.FaultInjector
     stop_signal: StopSignal
     metrics: dict[str, float] = field(default_factory=dict)
     stop: int = 0

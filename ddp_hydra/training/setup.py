@@ -43,7 +43,7 @@ def build(
     train_set: Any,
     val_set: Any,
     files: Mapping[str, Path],
-    fault: fault_injection.Armed,
+    fault: fault_injection.FaultInjector,
     stop_signal: StopSignal,
     kept: Mapping[str, Any] | None = None,
 ) -> Run:

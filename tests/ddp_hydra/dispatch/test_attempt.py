@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch import attempt as module
-from ddp_hydra.dispatch import file_transfer, placement
+from ddp_hydra.dispatch import file_transfer, placement, watchdog
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.rank import inbox, return_values
@@ -29,16 +29,16 @@ def end(rank: int, status: str = "ok", **more: Any) -> Record:
 
 
 class Client:
-    """As much of Dask's as an attempt touches; what the workers are told is in `told`."""
+    """As much of Dask's as an attempt touches; what the workers are told is in `sent`."""
 
     status = "running"
 
     def __init__(self, ranks: int) -> None:
         self.workers = [f"tcp://h:{n}" for n in range(ranks)]
-        self.told: list[tuple[str, int, dict[str, Any]]] = []
+        self.sent: list[tuple[str, int, dict[str, Any]]] = []
         self.cancelled: list[str] = []
         self.topics: dict[str, Callable[[Any], None]] = {}
-        self.on_told: Callable[[int, dict[str, Any]], None] = lambda rank, message: None
+        self.on_sent: Callable[[int, dict[str, Any]], None] = lambda rank, message: None
         self.scheduler = SimpleNamespace(identity=lambda n_workers: {})
         self.script: list[Record | dict[str, Any]] = []
 
@@ -54,10 +54,10 @@ class Client:
     def submit(self, function: Any, order: Any, key: str, **_: Any) -> Any:
         if key.endswith(f"-{len(self.workers) - 1}"):
             for event in self.script:
-                self.say(event)
+                self.publish(event)
         return SimpleNamespace(key=key, status="pending")
 
-    def say(self, event: Record | dict[str, Any] | bytes) -> None:
+    def publish(self, event: Record | dict[str, Any] | bytes) -> None:
         for handler in self.topics.values():
             handler((0.0, event.encode() if isinstance(event, Record) else event))
 
@@ -72,14 +72,14 @@ class Client:
         assert on_error == "ignore"
         if function is not inbox.deliver:
             return
-        gang, letters = args
+        gang, messages = args
         for worker in workers:
-            rank, message = letters[worker]
-            self.told.append((gang, rank, dict(message)))
-            self.on_told(rank, dict(message))
+            rank, message = messages[worker]
+            self.sent.append((gang, rank, dict(message)))
+            self.on_sent(rank, dict(message))
 
-    def heard(self, what: str) -> list[int]:
-        return [rank for _, rank, message in self.told if what in message]
+    def sent_to(self, what: str) -> list[int]:
+        return [rank for _, rank, message in self.sent if what in message]
 
 
 class Gang:
@@ -92,7 +92,7 @@ class Gang:
         self.client, self.interrupts, self.records = client, Interrupts(), []
         self.gave_up = 0
 
-    def order(self, number: int, name: str, spec: Any, call: bytes) -> str:
+    def launch_spec(self, number: int, name: str, spec: Any, call: bytes) -> str:
         return name
 
     def read(self, attempt: Attempt, record: Record) -> None:
@@ -103,7 +103,7 @@ class Gang:
 
 
 def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
-    return Attempt(gang, number, "topic", specs, gang.interrupts, gang.read, gang.order)
+    return Attempt(gang, number, "topic", specs, gang.interrupts, gang.read, gang.launch_spec)
 
 
 @pytest.fixture
@@ -111,19 +111,19 @@ def make(monkeypatch):
     """An attempt of two ranks, whose ranks stop when they are told to."""
     monkeypatch.setattr(module, "END_S", 0.2)
     monkeypatch.setattr(module, "SETTLE_S", 0.01)
-    monkeypatch.setattr(module, "CHECK_S", 0.01)
+    monkeypatch.setattr(watchdog, "CHECK_S", 0.01)
     threads = set(threading.enumerate())
 
     def make(*script: Record | dict[str, Any], ranks: int = 2, polite: bool = True) -> Attempt:
         client = Client(ranks)
         client.script = [*(Record("up", {}, rank) for rank in range(ranks)), *script]
         if polite:
-            client.on_told = lambda rank, message: client.say(end(rank, "stopped")) if "stop" in message else None
+            client.on_sent = lambda rank, message: client.publish(end(rank, "stopped")) if "stop" in message else None
         specs = placement.plan(dict.fromkeys(client.workers, "h"))
         return attempt_of(Gang(client), 3, specs)
 
     yield make
-    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "ddp_hydra-reader"]
+    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "ddp_hydra-record-queue"]
 
 
 def is_cleared_up(one: Attempt) -> bool:
@@ -135,7 +135,7 @@ def test_an_attempt_ends_when_all_ranks_have_and_leaves_nothing_behind(make):
     assert one.run(b"") == ["done", "done"]
     assert [record.data for record in one.settings.records] == [{"n": 1}]
     assert is_cleared_up(one)
-    assert one.client.told == []
+    assert one.client.sent == []
 
 
 def test_a_failure_stops_the_others_and_names_its_attempt(make):
@@ -143,7 +143,7 @@ def test_a_failure_stops_the_others_and_names_its_attempt(make):
     with pytest.raises(RankFailed, match=r"rank 1 on h: ValueError: bad \(in step 20\)") as caught:
         one.run(b"")
     assert caught.value.failure.attempt == 3
-    assert one.client.heard("stop") == [0]
+    assert one.client.sent_to("stop") == [0]
     assert is_cleared_up(one)
 
 
@@ -152,17 +152,17 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
 
     def finish_saving(rank, message):
         assert message == {"stop": True, "finish_checkpoint": True}
-        one.client.say(Record("file", {"path": "checkpoints/step-000020.pt"}, rank))
-        one.client.say(end(rank, "stopped"))
+        one.client.publish(Record("file", {"path": "checkpoints/step-000020.pt"}, rank))
+        one.client.publish(end(rank, "stopped"))
 
     saving = {"step": 21, "phase": "backward", "age_s": 0.0, "saving": True}
     one = make(Record("beat", saving, 0), end(1, "raised", message="ValueError: bad"), polite=False)
-    one.client.on_told = finish_saving
+    one.client.on_sent = finish_saving
     with pytest.raises(RankFailed, match="rank 1 on h: ValueError: bad"):
         one.run(b"")
     assert [record.kind for record in one.settings.records] == ["file"]
     assert "rank 0 is writing a checkpoint: it gets up to 30 s more for it" in caplog.text
-    assert one.client.heard("stop") == [0]  # and not again
+    assert one.client.sent_to("stop") == [0]  # and not again
 
 
 def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_meanwhile(make, caplog):
@@ -211,7 +211,7 @@ def beat(rank: int, phase: str) -> Record:
 def in_loop(one: Attempt) -> Attempt:
     """The user wants to end when both ranks are known to be in their loop."""
     for rank in range(2):
-        one.health.beat(rank, beat(rank, "load").data, time.monotonic())
+        one.health.note_heartbeat(rank, beat(rank, "load").data, time.monotonic())
     one.interrupts.wanted = True
     return one
 
@@ -222,8 +222,8 @@ def test_before_the_loop_an_interrupt_ends_an_attempt_at_once(phase, make):
     one.interrupts.wanted = True
     with pytest.raises(KeyboardInterrupt):
         one.run(b"")
-    assert one.client.heard("finish") == []
-    assert one.client.heard("stop") == [0, 1]
+    assert one.client.sent_to("finish") == []
+    assert one.client.sent_to("stop") == [0, 1]
     assert one.settings.gave_up == 1
     assert is_cleared_up(one)
 
@@ -231,17 +231,17 @@ def test_before_the_loop_an_interrupt_ends_an_attempt_at_once(phase, make):
 def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(make):
     one = in_loop(make())
     one.settings.grace_s = 60.0
-    one.client.on_told = lambda rank, message: one.client.say(end(rank)) if "finish" in message else None
+    one.client.on_sent = lambda rank, message: one.client.publish(end(rank)) if "finish" in message else None
     assert one.run(b"") == ["done", "done"]
-    assert [message for _, _, message in one.client.told] == [{"finish": 1}] * 2
+    assert [message for _, _, message in one.client.sent] == [{"finish": 1}] * 2
 
 
 def test_a_loop_that_begins_just_as_the_user_interrupts_is_asked_to_finish_too(make):
     one = make(beat(0, "load"))
     one.settings.grace_s = 60.0
     one.interrupts.wanted = True
-    one.client.on_told = lambda rank, message: one.client.say(end(rank)) if "finish" in message else None
-    timer = threading.Timer(0.2, one.client.say, (beat(1, "load"),))
+    one.client.on_sent = lambda rank, message: one.client.publish(end(rank)) if "finish" in message else None
+    timer = threading.Timer(0.2, one.client.publish, (beat(1, "load"),))
     timer.start()
     assert one.run(b"") == ["done", "done"]
     timer.join()
@@ -251,18 +251,18 @@ def test_ranks_that_do_not_finish_in_time_are_stopped(make):
     one = in_loop(make())
     with pytest.raises(KeyboardInterrupt):
         one.run(b"")
-    assert (one.client.heard("finish"), one.client.heard("stop")) == ([0, 1], [0, 1])
+    assert (one.client.sent_to("finish"), one.client.sent_to("stop")) == ([0, 1], [0, 1])
 
 
 def test_a_preempted_worker_has_all_ranks_finish_and_is_no_interrupt_of_the_user(make):
     one = make(beat(0, "run"), beat(1, "run"), Record("preempted", {}, 1))
-    timer = threading.Timer(0.1, one.client.say, ({"action": "remove-worker", "worker": "tcp://h:1"},))
+    timer = threading.Timer(0.1, one.client.publish, ({"action": "remove-worker", "worker": "tcp://h:1"},))
     timer.start()
     with pytest.raises(RankFailed) as caught:
         one.run(b"")
     timer.join()
     assert caught.value.failure.kind == "lost"
-    assert [message for _, _, message in one.client.told if "finish" in message] == [{"finish": 3}] * 2
+    assert [message for _, _, message in one.client.sent if "finish" in message] == [{"finish": 3}] * 2
 
 
 def test_a_second_interrupt_while_ranks_are_stopped_still_lets_go_of_their_tasks(make):
@@ -270,7 +270,7 @@ def test_a_second_interrupt_while_ranks_are_stopped_still_lets_go_of_their_tasks
         raise KeyboardInterrupt
 
     one = make(end(1, "raised", message="bad"))
-    one.client.on_told = interrupt
+    one.client.on_sent = interrupt
     with pytest.raises(KeyboardInterrupt):
         one.run(b"")
     assert len(one.client.cancelled) == 2
@@ -322,7 +322,7 @@ def test_what_is_no_record_ends_the_attempt_with_a_sentence(line, make):
 
 def test_a_malformed_last_word_does_not_keep_the_tasks(make):
     one = make(end(1, "raised", message="bad"), polite=False)
-    one.client.on_told = lambda rank, message: one.client.say(b"rubbish")
+    one.client.on_sent = lambda rank, message: one.client.publish(b"rubbish")
     with pytest.raises(RecordError):
         one.run(b"")
     assert is_cleared_up(one)
@@ -362,7 +362,7 @@ def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, 
     monkeypatch.setattr(one.client, "submit", lambda *_, key, **__: SimpleNamespace(key=key, status=status))
     with pytest.raises(ClusterError, match=r"the scheduler tcp://s:1 is lost, or was restarted; .*resume=<run dir>"):
         one.run(b"")
-    assert one.client.told == []
+    assert one.client.sent == []
 
 
 def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
@@ -371,7 +371,7 @@ def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
     with pytest.raises(RankFailed, match="nothing was heard from its worker") as caught:
         one.run(b"")
     assert caught.value.failure.kind == "lost"
-    assert one.silent == {"tcp://h:0", "tcp://h:1"}
+    assert one.watchdog.silent == {"tcp://h:0", "tcp://h:1"}
 
 
 def test_a_scheduler_that_is_silent_too_is_named_instead(make):
@@ -383,7 +383,7 @@ def test_a_scheduler_that_is_silent_too_is_named_instead(make):
     one.client.scheduler.identity = fail
     with pytest.raises(ClusterError, match="the scheduler tcp://s:1 was not heard"):
         one.run(b"")
-    assert one.silent == set()
+    assert one.watchdog.silent == set()
 
 
 def test_a_hang_is_told_with_the_stack_of_the_rank_that_holds_up_the_others(make):
@@ -394,11 +394,11 @@ def test_a_hang_is_told_with_the_stack_of_the_rank_that_holds_up_the_others(make
 
     def answer(rank: int, message: dict[str, Any]) -> None:
         if "stacks" in message:
-            one.client.say(Record("stack", {"text": f"stack of rank {rank}"}, rank))
+            one.client.publish(Record("stack", {"text": f"stack of rank {rank}"}, rank))
         elif "stop" in message:
-            one.client.say(end(rank, "stopped"))
+            one.client.publish(end(rank, "stopped"))
 
-    one.client.on_told = answer
+    one.client.on_sent = answer
     with pytest.raises(RankFailed) as caught:
         one.run(b"")
     failure = caught.value.failure
@@ -426,10 +426,10 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost(make, monkey
     monkeypatch.setattr(file_transfer, "call", fail)
     (tmp_path / "a.pt").write_bytes(b"x")
     with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
-        one.send({"resume": tmp_path / "a.pt"})
-    assert (caught.value.failure.kind, one.silent) == ("lost", {"tcp://h:0"})
+        one.send_files({"resume": tmp_path / "a.pt"})
+    assert (caught.value.failure.kind, one.watchdog.silent) == ("lost", {"tcp://h:0"})
 
 
 def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):
     with pytest.raises(FileNotFoundError):
-        make().send({"resume": tmp_path / "a.pt"})
+        make().send_files({"resume": tmp_path / "a.pt"})

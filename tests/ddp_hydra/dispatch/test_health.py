@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.dispatch.health import DOING, GAP_S, Beat, HealthMonitor
+from ddp_hydra.dispatch.health import ACTIVITY, GAP_S, HealthMonitor, Heartbeat
 from ddp_hydra.heartbeat import PHASES
 
 LOST_S, HANG_S, FIRST_S, JOIN_S = 15.0, 60.0, 600.0, 300.0
@@ -24,7 +24,7 @@ def gang(*beats, now=0.0) -> HealthMonitor:
     """Ranks 0, 1 … where they said they are."""
     seen = health()
     for rank, beat in enumerate(beats):
-        seen.beat(rank, beat, now)
+        seen.note_heartbeat(rank, beat, now)
     return seen
 
 
@@ -93,7 +93,7 @@ def test_a_suspended_process_gets_no_time_for_its_first_visit():
 
 def test_a_first_visit_never_gets_less_time_than_later_ones():
     seen = health(hang_s=60, first_s=5)
-    seen.beat(0, at("load", age_s=30, first=True), 0.0)
+    seen.note_heartbeat(0, at("load", age_s=30, first=True), 0.0)
     assert seen.hang([0], 0.0) is None
 
 
@@ -119,7 +119,7 @@ def test_a_gang_that_does_not_come_out_of_its_end_hangs_there():
 
 
 def test_every_phase_in_which_a_rank_can_hang_has_words_for_it():
-    assert DOING.keys() == set(PHASES) - {"run"}
+    assert ACTIVITY.keys() == set(PHASES) - {"run"}
 
 
 def test_a_standstill_while_the_client_was_busy_is_not_held_against_a_rank():
@@ -143,8 +143,8 @@ def test_before_the_first_step_no_step_is_named():
 
 def test_a_rank_is_silent_when_nothing_was_heard_for_too_long():
     seen = health()
-    seen.hear(0, 0.0)
-    seen.hear(1, 10.0)
+    seen.note_message(0, 0.0)
+    seen.note_message(1, 10.0)
     assert seen.silent([0, 1], 15.0) == []
     assert seen.silent([0, 1], 15.1) == [0]
     assert seen.silent([1], 15.1) == []
@@ -166,8 +166,8 @@ def looking(seen: HealthMonitor, begin: float, end: float, every_s: float = 1.0)
 @given(st.floats(GAP_S + 0.01, 1e6), st.floats(0, 10))
 def test_time_in_which_the_watcher_slept_is_nobodys_fault(slept_s, silent_s):
     seen = health()
-    seen.hear(0, 0.0)
-    seen.beat(0, at("load", age_s=0), 0.0)
+    seen.note_message(0, 0.0)
+    seen.note_heartbeat(0, at("load", age_s=0), 0.0)
     looking(seen, 0.0, silent_s)
     seen.look(silent_s)
     now = silent_s + slept_s
@@ -180,8 +180,8 @@ def test_time_in_which_the_watcher_slept_is_nobodys_fault(slept_s, silent_s):
 def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others():
     seen = health()
     seen.look(0.0)
-    seen.hear(0, 1000.0)
-    seen.beat(0, at("load"), 1000.0)
+    seen.note_message(0, 1000.0)
+    seen.note_heartbeat(0, at("load"), 1000.0)
     seen.look(1000.1)
     assert seen.silent([0], 1000.1 + LOST_S + 0.1) == [0]
     assert seen.hang([0], 1000.1 + HANG_S + 0.1).rank == 0
@@ -189,8 +189,8 @@ def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others()
 
 def test_a_watcher_that_looks_on_time_gives_nobody_any():
     seen = health()
-    seen.hear(0, 0.0)
-    seen.beat(0, at("load"), 0.0)
+    seen.note_message(0, 0.0)
+    seen.note_heartbeat(0, at("load"), 0.0)
     looking(seen, 0.0, HANG_S + 1)
     assert seen.silent([0], HANG_S + 1) == [0]
     assert seen.hang([0], HANG_S + 1).rank == 0
@@ -213,7 +213,7 @@ beats = st.fixed_dictionaries(
 def test_malformed_beats_are_harmless(said, now):
     seen = health()
     for rank, beat in enumerate(said):
-        seen.beat(rank, json.loads(json.dumps(beat)), 0.0)
+        seen.note_heartbeat(rank, json.loads(json.dumps(beat)), 0.0)
     hang = seen.hang(range(len(said)), now)
     assert hang is None or (hang.rank in range(len(said)) and hang.message.startswith("hangs: "))
     assert 0 <= seen.steps_done < 2**63
@@ -231,7 +231,7 @@ def test_malformed_beats_are_harmless(said, now):
     ],
 )
 def test_odd_values_become_harmless_ones(beat, step, phase, age_s):
-    found = Beat.of(beat, 7.0)
+    found = Heartbeat.of(beat, 7.0)
     assert (found.place.step, found.place.phase, found.age_s, found.at_s) == (step, phase, age_s, 7.0)
     assert found.stuck_s(9.0) == age_s + 2.0
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ddp_hydra.dispatch import record_queue as module
-from ddp_hydra.dispatch.record_queue import Reader
+from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.results import Record
 
-Make = Callable[..., Reader]
+Make = Callable[..., RecordQueue]
 
 
 def record(n, rank=0, kind="text"):
@@ -29,11 +29,11 @@ class Stage:
         self.acknowledged: list[tuple[int, int]] = []
         self.alarms = threading.Semaphore(0)
         self.refused: dict[int, BaseException] = {}
-        self.readers: list[Reader] = []
+        self.readers: list[RecordQueue] = []
 
-    def reader(self, **actions) -> Reader:
+    def reader(self, **actions) -> RecordQueue:
         given = {"on_record": self.on_record, "acknowledge": lambda *args: self.acknowledged.append(args)}
-        self.readers.append(Reader(**{**given, "on_error": self.alarms.release, **actions}))
+        self.readers.append(RecordQueue(**{**given, "on_error": self.alarms.release, **actions}))
         return self.readers[-1]
 
     def on_record(self, one: Record) -> None:
@@ -67,12 +67,12 @@ def test_a_reader_with_nothing_to_read_has_caught_up(stage):
 
 
 def test_a_slow_record_does_not_hold_up_who_puts_them(stage):
-    go_on = threading.Event()
-    reader = stage.reader(on_record=lambda one: (go_on.wait(), stage.on_record(one)))
+    resume = threading.Event()
+    reader = stage.reader(on_record=lambda one: (resume.wait(), stage.on_record(one)))
     for n in range(3):
         reader.put(record(n), 1)
     assert not reader.catch_up(until=time.monotonic())
-    go_on.set()
+    resume.set()
     assert reader.catch_up()
     assert numbers(stage.read) == [0, 1, 2]
 
@@ -98,7 +98,7 @@ def test_the_failed_record_is_known_when_the_alarm_comes(stage):
     assert seen == [(stage.refused[0], record(0))]
 
 
-def test_a_record_that_is_forgiven_is_left_out_and_reading_goes_on(stage, caplog):
+def test_a_record_that_is_skipped_is_left_out_and_reading_goes_on(stage, caplog):
     stage.refused = {n: ValueError(f"gone {n}") for n in (1, 3)}
     reader = stage.reader()
     for n in range(5):
@@ -106,7 +106,7 @@ def test_a_record_that_is_forgiven_is_left_out_and_reading_goes_on(stage, caplog
     for n in (1, 3):
         assert stage.alarms.acquire(timeout=30)
         assert reader.failed.data["n"] == n
-        reader.forgive()
+        reader.skip_failed()
     assert reader.catch_up()
     assert (reader.error, reader.failed) == (None, None)
     assert numbers(stage.read) == [0, 2, 4]
@@ -124,8 +124,8 @@ def test_an_acknowledgement_that_fails_is_an_error_too(stage):
 
 
 def test_a_closed_reader_reads_no_more(stage):
-    reading, go_on = threading.Event(), threading.Event()
-    reader = stage.reader(on_record=lambda one: (reading.set(), go_on.wait(), stage.on_record(one)))
+    reading, resume = threading.Event(), threading.Event()
+    reader = stage.reader(on_record=lambda one: (reading.set(), resume.wait(), stage.on_record(one)))
     for n in range(3):
         reader.put(record(n), 1)
     assert reading.wait(30)
@@ -133,12 +133,12 @@ def test_a_closed_reader_reads_no_more(stage):
     closer.start()
     while not reader.closed:
         time.sleep(0.001)
-    go_on.set()
+    resume.set()
     closer.join()
     assert numbers(stage.read) == [0]
 
 
-def test_a_reader_that_waits_to_be_forgiven_can_be_closed(stage):
+def test_a_queue_that_waits_to_skip_a_record_can_be_closed(stage):
     stage.refused[0] = ValueError("bad")
     reader = stage.reader()
     reader.put(record(0), 1)
@@ -149,14 +149,14 @@ def test_a_reader_that_waits_to_be_forgiven_can_be_closed(stage):
 
 def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread(stage, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.0)
-    reading, go_on = threading.Event(), threading.Event()
+    reading, resume = threading.Event(), threading.Event()
     stage.refused[0] = ValueError("bad")
-    reader = stage.reader(on_record=lambda one: (reading.set(), go_on.wait(), stage.on_record(one)))
+    reader = stage.reader(on_record=lambda one: (reading.set(), resume.wait(), stage.on_record(one)))
     reader.put(record(0), 1)
     assert reading.wait(30)
     reader.close()
     assert reader.thread.is_alive()
-    go_on.set()
+    resume.set()
     reader.thread.join(30)
     assert not reader.thread.is_alive()
 

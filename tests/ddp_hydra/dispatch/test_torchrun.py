@@ -125,7 +125,7 @@ class Bomb:
 
 @pytest.mark.parametrize("payload", [base64.b64encode(pickle.dumps(Bomb())), b"[1]", b"\xff", b'{"files": 3}'])
 def test_nothing_that_a_stranger_puts_into_the_store_is_run(payload):
-    with pytest.raises(DdpHydraError, match="rank 1 can't read what rank 0 has chosen"):
+    with pytest.raises(DdpHydraError, match="rank 1 can't read the files and arguments of rank 0"):
         inline.agree(Store({"ddp_hydra/call": payload, inline.CHOICES: payload}), SECOND, {}, {})
 
 

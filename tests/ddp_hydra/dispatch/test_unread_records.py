@@ -38,10 +38,10 @@ def hear(attempt, on_record) -> Gang:
 def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt, on_record, caplog, capsys):
     gang = hear(attempt, on_record)
     assert attempt.dropped == [FILE]
-    with gang.dropped_said():
+    with gang.reporting_dropped():
         assert not caplog.text
     assert (
-        "results.*: 2 metrics records, 1 text, 2 files (4.0 MiB); take it with dispatch.Gang(client, on_record="
+        "results.*: 2 metrics records, 1 text, 2 files (4.0 MiB); receive it with dispatch.Gang(client, on_record="
         in caplog.text
     )
     assert capsys.readouterr().out == ("printed\n" if on_record else "")
@@ -59,6 +59,6 @@ def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(a
 
 
 def test_where_nothing_was_dropped_nothing_is_said(caplog):
-    with Gang(None).dropped_said():
+    with Gang(None).reporting_dropped():
         pass
     assert (UnreadRecords().sentence(), caplog.text) == ("", "")

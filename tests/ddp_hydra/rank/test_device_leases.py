@@ -23,7 +23,7 @@ def taken():
 @pytest.fixture
 def take(taken):
     def of_gang(gang, local_rank, ranks, seen=FOUR, cores=CORES):
-        return taken.enter_context(device_leases.take(gang, ranks, list(cores), seen, local_rank))
+        return taken.enter_context(device_leases.acquire(gang, ranks, list(cores), seen, local_rank))
 
     return of_gang
 
@@ -69,9 +69,9 @@ def test_threads_are_shared_among_all_ranks_that_have_the_same_cores(take, monke
 
 def test_what_was_given_back_is_free_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with device_leases.take("one", 1, list(CORES), FOUR, 0):
+    with device_leases.acquire("one", 1, list(CORES), FOUR, 0):
         assert list(fork_client.runtime_folder().glob("*.lease"))
-    with device_leases.take("two", 1, list(CORES), FOUR, 0) as share:
+    with device_leases.acquire("two", 1, list(CORES), FOUR, 0) as share:
         assert share == device_leases.Share(0, 0, 0)
     assert not fork_client.runtime_folder().exists()
 
@@ -79,7 +79,7 @@ def test_what_was_given_back_is_free_and_leaves_nothing(monkeypatch, tmp_path):
 HOLDER = """
 import os
 from ddp_hydra.rank import device_leases
-with device_leases.take("dead", 1, [0], ["GPU-a"], 0):
+with device_leases.acquire("dead", 1, [0], ["GPU-a"], 0):
     print("taken", flush=True)
     os.read(0, 1)
 """

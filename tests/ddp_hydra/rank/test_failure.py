@@ -171,7 +171,7 @@ def test_the_story_has_the_cause_its_traceback_and_the_followers():
 def test_without_a_traceback_the_last_words_are_told():
     said = "".join(f"line {n}\n" for n in range(50))
     told = explain(Failure("killed", 0, "h", "killed by SIGSEGV", last_output=said)).splitlines()
-    assert told[:3] == ["rank 0 on h: killed by SIGSEGV", "", "its last words:"]
+    assert told[:3] == ["rank 0 on h: killed by SIGSEGV", "", "its last output:"]
     assert told[3:] == [f"  line {n}" for n in range(30, 50)]
 
 

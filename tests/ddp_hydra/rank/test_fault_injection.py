@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.rank.fault_injection import KINDS, ON_CLIENT, PLACES, Armed, Fault
+from ddp_hydra.rank.fault_injection import KINDS, ON_CLIENT, PLACES, Fault, FaultInjector
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def disarmed() -> Iterator[None]:
     """No fault strikes the tests that follow."""
     heartbeat.connect(None)
     yield
-    fault_injection.arm(0, 0, {})
+    fault_injection.install(0, 0, {})
     heartbeat.connect(None)
 
 
@@ -31,8 +31,8 @@ def killed(monkeypatch) -> list[tuple[int, int]]:
     return sent
 
 
-def armed(*texts, rank=1, attempt=0, **pids) -> Armed:
-    return Armed(rank, attempt, pids, fault_injection.parse(texts))
+def armed(*texts, rank=1, attempt=0, **pids) -> FaultInjector:
+    return FaultInjector(rank, attempt, pids, fault_injection.parse(texts))
 
 
 # -- what can be written -----------------------------------------------------------------------------------
@@ -120,8 +120,8 @@ def test_without_a_step_it_strikes_the_first_time_that_the_place_comes():
 
 def test_a_loss_of_nan_comes_each_time_that_its_step_does():
     waiting = armed("nan,rank=1,step=5", "nan,rank=0,step=6")
-    assert [waiting.spoils(step) for step in (4, 5, 5, 6)] == [False, True, True, False]
-    assert not armed("nan,rank=1,step=5,attempt=1").spoils(5)
+    assert [waiting.corrupts(step) for step in (4, 5, 5, 6)] == [False, True, True, False]
+    assert not armed("nan,rank=1,step=5,attempt=1").corrupts(5)
 
 
 # -- what they do ------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
     """Those that are not tested above have an action all the same."""
     for kind in KINDS.keys() - {"nan"}:
         waiting, struck = armed(f"{kind},rank=1"), []
-        monkeypatch.setattr(waiting, "strike", struck.append)
+        monkeypatch.setattr(waiting, "trigger", struck.append)
         waiting("forward", 1)
         assert [fault.kind for fault in struck] == [kind]
 
@@ -179,8 +179,8 @@ def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
 
 
 def test_faults_wait_at_the_phases_of_a_process(capfd):
-    fault_injection.arm(1, 2, {})
-    assert fault_injection.wait(["raise,rank=1,step=3,attempt=2", "nan,rank=1,step=1,attempt=2"]).spoils(1)
+    fault_injection.install(1, 2, {})
+    assert fault_injection.activate(["raise,rank=1,step=3,attempt=2", "nan,rank=1,step=1,attempt=2"]).corrupts(1)
     heartbeat.at("forward", 2)
     heartbeat.at("load", 3)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -191,8 +191,8 @@ def test_faults_wait_at_the_phases_of_a_process(capfd):
 
 def test_a_checkpoint_has_a_place_of_its_own():
     fault_injection.write(1)
-    fault_injection.arm(0, 0, {})
-    fault_injection.wait(["raise,step=4,at=write"])
+    fault_injection.install(0, 0, {})
+    fault_injection.activate(["raise,step=4,at=write"])
     heartbeat.at("save", 4)
     fault_injection.write(3)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -200,14 +200,14 @@ def test_a_checkpoint_has_a_place_of_its_own():
 
 
 def test_without_faults_nothing_listens():
-    fault_injection.arm(0, 0, {})
-    fault_injection.wait([])
+    fault_injection.install(0, 0, {})
+    fault_injection.activate([])
     assert heartbeat._hooks == []
 
 
 def test_a_fault_that_is_none_is_found_before_anything_is_armed():
     with pytest.raises(ConfigError):
-        fault_injection.wait(["kill", "lunch"])
+        fault_injection.activate(["kill", "lunch"])
     heartbeat.at("forward", 1)
 
 

@@ -1,4 +1,4 @@
-"""The warm server with callers of this process: what they say, and what it does where the host has no room."""
+"""The fork server with callers of this process: what they say, and what it does where the host has no room."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def call(server: Server, said: bytes, fds: tuple[int, ...] = ()) -> socket.socke
     caller.connect(str(server.address))
     socket.send_fds(caller, [said], fds)
     server.accept()
-    server.hear(list(server.callers.values())[-1])
+    server.receive(list(server.callers.values())[-1])
     return caller
 
 
@@ -48,9 +48,9 @@ def test_half_a_line_blocks_nobody_and_is_not_waited_for_for_ever(server, monkey
         assert len(server.callers) == 2
         slow.sendall(b": 0}")  # the line goes on
         first = next(iter(server.callers.values()))
-        server.hear(first)
+        server.receive(first)
         server.drop_slow()
-        assert first.heard == b'{"signal": 0}'
+        assert first.partial_line == b'{"signal": 0}'
         monkeypatch.setattr(module, "REQUEST_S", 0.0)
         server.drop_slow()
         assert len(server.callers) == 1
@@ -65,11 +65,11 @@ def test_half_a_line_blocks_nobody_and_is_not_waited_for_for_ever(server, monkey
 def test_garbage_ends_the_connection_it_came_on_and_nothing_else(server, said):
     with call(server, NOBODY) as other, call(server, said) as caller:
         if len(server.callers) > 1:  # it was heard in part
-            server.hear(list(server.callers.values())[-1])
+            server.receive(list(server.callers.values())[-1])
         assert caller.recv(10) == b""
         assert len(server.callers) == 1
         other.sendall(NOBODY)
-        server.hear(next(iter(server.callers.values())))
+        server.receive(next(iter(server.callers.values())))
 
 
 def test_where_its_folder_was_removed_it_leaves_without_it(server):
@@ -78,7 +78,7 @@ def test_where_its_folder_was_removed_it_leaves_without_it(server):
         caller.connect(str(server.address))
         shutil.rmtree(server.address.parent)
         assert not server.leave()
-    server.hear(next(iter(server.callers.values())))
+    server.receive(next(iter(server.callers.values())))
     assert server.leave()
 
 
@@ -99,7 +99,7 @@ def test_where_no_process_can_be_started_only_that_rank_hears_of_it(server, monk
         assert json.loads(caller.recv(1000)) == {"refused": "[Errno 11] Resource temporarily unavailable"}
         assert len(server.callers) == 1
         caller.sendall(b'{"title": "another"}\n')  # one connection is one rank
-        server.hear(next(iter(server.callers.values())))
+        server.receive(next(iter(server.callers.values())))
         assert caller.recv(10) == b""
     if before:
         assert len(list(Path("/proc/self/fd").iterdir())) == before

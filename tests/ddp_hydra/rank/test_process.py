@@ -41,7 +41,7 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
     waited = []
     monkeypatch.setattr(process.time, "sleep", wait)
     heartbeat.connect(None)
-    for number in range(process.MAX_SPOOLED):
+    for number in range(process.MAX_FILES):
         (tmp_path / str(number)).touch()
     assert process.PipeSender(None, tmp_path).spool == tmp_path
     assert (len(waited), heartbeat.here().ticks) == (100, 2)
@@ -54,18 +54,18 @@ def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for number, uuid in enumerate(("a", "b", None)):
         monkeypatch.setattr(process, "gpu_uuid", lambda uuid=uuid: uuid)
-        process.claim_gpu(store, number, 4)
+        process.check_gpu_is_own(store, number, 4)
     monkeypatch.setattr(process, "gpu_uuid", lambda: "a")
     said = "rank 3 .* has the same GPU as another rank .a.*2 ranks that see 1 GPU.*ranks=1.*backend=gloo.*device=cpu"
     with pytest.raises(ConfigError, match=said):
-        process.claim_gpu(store, 3, 4)
-    process.claim_gpu(store, 0, 1)
+        process.check_gpu_is_own(store, 3, 4)
+    process.check_gpu_is_own(store, 0, 1)
     assert process.describe(ConfigError("x"))["mistake"]  # so it is not tried again
 
 
 def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch):
     asked = []
-    monkeypatch.setattr(process, "claim_gpu", lambda store, number, world_size: asked.append(number))
+    monkeypatch.setattr(process, "check_gpu_is_own", lambda store, number, world_size: asked.append(number))
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -12,7 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.rank import device_leases, environment, fork_client, inbox, launch_spec, preemption, rendezvous, task
+from ddp_hydra.rank import (
+    device_leases,
+    environment,
+    fork_client,
+    inbox,
+    launch_spec,
+    launcher,
+    outbox,
+    preemption,
+    record_relay,
+    rendezvous,
+    task,
+)
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
@@ -20,7 +32,7 @@ SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
 
 
 def descriptors() -> set[tuple[str, str]]:
-    """Those of this process that a relay could have opened."""
+    """Those of this process that a rank task could have opened."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
@@ -34,7 +46,7 @@ def descriptors() -> set[tuple[str, str]]:
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch) -> SimpleNamespace:
-    """As much of a Dask worker as a relay touches, without a warm server."""
+    """As much of a Dask worker as a rank task touches, without a fork server."""
     said: list[Record] = []
     made = SimpleNamespace(
         address=SPEC.worker,
@@ -57,9 +69,9 @@ def fail(*_: object, **__: object) -> None:
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the page": lambda patch: patch.setattr(task.SharedStatus, "create", fail),
-    "the pipe": lambda patch: patch.setattr(task.os, "pipe", fail),
+    "the pipe": lambda patch: patch.setattr(launcher.os, "pipe", fail),
     "the rendezvous": lambda patch: patch.setattr(rendezvous, "bind", fail),
-    "the warm server": lambda patch: patch.setattr(fork_client, "connect", fail),
+    "the fork server": lambda patch: patch.setattr(fork_client, "connect", fail),
     "the environment": lambda patch: (
         patch.setattr(fork_client, "connect", lambda: ExitStack()),
         patch.setattr(environment, "of_rank", fail),
@@ -89,9 +101,9 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(task.outbox, "folder", refuse)
-    monkeypatch.setattr(task.wait_for_space.time, "monotonic", lambda: 1000.0 + sum(waited))
-    monkeypatch.setattr(task.time, "sleep", waited.append)
+    monkeypatch.setattr(outbox, "folder", refuse)
+    monkeypatch.setattr(launcher.wait_for_space.time, "monotonic", lambda: 1000.0 + sum(waited))
+    monkeypatch.setattr(launcher.time, "sleep", waited.append)
     return waited
 
 
@@ -111,13 +123,13 @@ def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_
     inbox._ended.clear()
 
 
-def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_letter(worker, full_disk, monkeypatch):
+def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, full_disk, monkeypatch):
     def send(seconds: float) -> None:
         full_disk.append(seconds)
         inbox.deliver("gang", {worker.address: (0, {"stop": True} if len(full_disk) == 3 else {"n": 1})}, worker)
 
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
-    monkeypatch.setattr(task.time, "sleep", send)
+    monkeypatch.setattr(launcher.time, "sleep", send)
     task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
     assert len(full_disk) == 3
     assert worker.said[-1].data["status"] == "stopped"
@@ -130,13 +142,13 @@ def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
     assert [(record.kind, record.data["status"]) for record in worker.said] == [("end", "lost")]
 
 
-def test_the_order_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
+def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
     with ExitStack() as stack:
         one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b"the call"), stack)
-        with one.write_order(device_leases.Share(None, 0, 0)) as order:
-            order.seek(0)
-            header, _, call = order.read().partition(b"\n")
-            assert os.fstat(order.fileno()).st_nlink == 0
+        with one.launcher.write_launch_file(device_leases.Share(None, 0, 0)) as launch_file:
+            launch_file.seek(0)
+            header, _, call = launch_file.read().partition(b"\n")
+            assert os.fstat(launch_file.fileno()).st_nlink == 0
     inbox.remove("gang", 0)
     inbox._ended.clear()
     assert (json.loads(header)["gang"], call) == ("gang", b"the call")
@@ -150,12 +162,12 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
     for job in ("alone", "beside"):
         with ExitStack() as stack:
             if job == "beside":
-                stack.enter_context(device_leases.take("other", 4, range(12), [], 0))
-            stack.enter_context(device_leases.take("mine", 2, range(12), [], 0))  # of the attempt before
+                stack.enter_context(device_leases.acquire("other", 4, range(12), [], 0))
+            stack.enter_context(device_leases.acquire("mine", 2, range(12), [], 0))  # of the attempt before
             one = task.RankTask(worker, launch_spec.LaunchSpec("mine-1", 1, spec, b"", owner="mine"), stack)
-            with one.write_order(one.lease()) as order:
-                order.seek(0)
-                threads.append(json.loads(order.readline())["threads"])
+            with one.launcher.write_launch_file(one.launcher.share()) as launch_file:
+                launch_file.seek(0)
+                threads.append(json.loads(launch_file.readline())["threads"])
         inbox.remove("mine-1", 0)
     inbox._ended.clear()
     assert threads == [6, 2]
@@ -171,14 +183,14 @@ def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, 
     assert "can swap the worker's folder" in end["message"]
 
 
-def test_a_relay_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
+def test_a_rank_task_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
     with ExitStack() as stack:
         one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         one.shared_status.enter("save", 20)
         one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0}, 1.0
-        assert one.judge() == {"status": "stopped", "step": 20, "phase": "save"}
+        assert one.end_data() == {"status": "stopped", "step": 20, "phase": "save"}
         one.stopping_since = None
-        end = one.judge()
+        end = one.end_data()
     assert (end["status"], end["message"], end["step"], end["phase"]) == ("killed", "killed by SIGTERM", 20, "save")
     inbox.remove("gang", 0)
     inbox._ended.clear()
@@ -224,11 +236,11 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
         now += task.DRAIN_S + 0.1
         assert one.is_drained(is_quiet=True)
         assert not one.is_drained(is_quiet=False)  # there is still something
-        one.unacknowledged = task.WINDOW_BYTES
+        one.relay.unacknowledged = record_relay.WINDOW_BYTES
         assert not one.is_drained(is_quiet=True)
         now += 100.0
         assert not one.is_drained(is_quiet=True)
-        one.unacknowledged = 0
+        one.relay.unacknowledged = 0
         now += 20 * task.DRAIN_S
         assert one.is_drained(is_quiet=False)
     inbox.remove("gang", 0)
@@ -244,7 +256,7 @@ def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
         one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         one.exit = {"exit": 0}  # it hears no signal any more
         one.box.put(message)
-        one.on_mail()
+        one.on_inbox()
         assert (one.shared_status.finish, one.shared_status.die) == page
     inbox.remove("gang", 0)
     inbox._ended.clear()
@@ -256,9 +268,9 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     with ExitStack() as stack:
         one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
-        for waiting in (0, task.WINDOW_BYTES, 0):
+        for waiting in (0, record_relay.WINDOW_BYTES, 0):
             now += 10.0
-            one.unacknowledged = waiting
+            one.relay.unacknowledged = waiting
             one.beat()
             now += 10.0
             one.beat()
@@ -269,15 +281,15 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     assert all(record.data["first"] for record in worker.said)
 
 
-def test_a_relay_looks_up_seldom_while_its_rank_trains_and_often_otherwise(worker):
+def test_a_rank_task_looks_up_seldom_while_its_rank_trains_and_often_otherwise(worker):
     with ExitStack() as stack:
         one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
         assert one.pause_s == task.TICK_S  # it starts
         one.ready = True
         assert one.pause_s == task.CALM_S
-        one.buffer.append(b"a record")
+        one.relay.buffer.append(b"a record")
         assert one.pause_s == task.FLUSH_S
-        one.buffer.clear()
+        one.relay.buffer.clear()
         for until in (5.0, math.inf):  # while stacks are printed, and when that is over
             one.stack_until = until
             assert one.pause_s == (task.CALM_S if until == math.inf else task.TICK_S)

@@ -259,9 +259,9 @@ def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):
 def shared_status() -> Iterator[heartbeat.SharedStatus]:
     """The shared status of this process, without faults that strike it."""
     heartbeat.connect(None)
-    fault_injection.arm(0, 0, {})
+    fault_injection.install(0, 0, {})
     yield heartbeat.here()
-    fault_injection.arm(0, 0, {})
+    fault_injection.install(0, 0, {})
     heartbeat.connect(None)
 
 
@@ -276,7 +276,7 @@ def test_writing_a_checkpoint_gives_signs_of_life_and_stays_in_its_place(shared_
 
 
 def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(shared_status, tmp_path):
-    fault_injection.wait(["raise,step=2,at=write"])
+    fault_injection.activate(["raise,step=2,at=write"])
     write(state().capture(), tmp_path / "whole.pt", step=1)
     with pytest.raises(RuntimeError, match="on purpose"):
         write(state().capture(), tmp_path / "half.pt", step=2)

@@ -99,7 +99,7 @@ def group() -> Iterator[None]:
     yield
     dist.destroy_process_group()
     results.connect(None)
-    fault_injection.arm(0, 0, {})
+    fault_injection.install(0, 0, {})
     heartbeat.connect(None)
 
 
@@ -122,8 +122,8 @@ def train(group, tmp_path):
         if stop_at is not None:
             heartbeat.on_phase(lambda *place: shared_status.ask_to_finish(1) if place == stop_at else None)
         results.connect(DirectSender(made.records.append, made.folder))
-        fault_injection.arm(0, 0, {})
-        armed = fault_injection.wait(fault)
+        fault_injection.install(0, 0, {})
+        armed = fault_injection.activate(fault)
         cfg = OmegaConf.merge(config(**trainer), parts or {})
         stop_signal = StopSignal(cfg.trainer.time_limit_s)
         given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}

@@ -202,9 +202,9 @@ class Chaos:
                 self.on_record = read
                 return super().run_attempts(call_of)
 
-            def consider(self, error: RankFailed) -> None:
+            def decide_restart(self, error: RankFailed) -> None:
                 story.over.append(Over(time.time(), error.failure, ranks_alive()))
-                super().consider(error)
+                super().decide_restart(error)
                 on_failure(story)
 
         with pytest.MonkeyPatch.context() as patch:

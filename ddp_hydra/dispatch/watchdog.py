@@ -1,0 +1,221 @@
+"""Checks what no record tells: tasks that failed, silent hosts, hangs, records that cannot be read, Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Future
+
+from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
+from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.console.text import MESSAGE_CHARS
+from ddp_hydra.dispatch.health import Hang, waits
+from ddp_hydra.dispatch.placement import ranges
+from ddp_hydra.dispatch.rank_states import RankStates
+from ddp_hydra.dispatch.record_queue import RecordQueue
+from ddp_hydra.dispatch.settings import Settings
+from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
+from ddp_hydra.errors import SchedulerLost
+from ddp_hydra.rank import task
+from ddp_hydra.results import Record
+
+log = logging.getLogger(__name__)
+CHECK_S = 0.5
+"""Seconds between two checks."""
+LOOP_START_S = 0.5
+"""Seconds after Ctrl-C in which the ranks may report that their loop has just begun."""
+
+
+class Watchdog:
+    """Checks the ranks of one attempt every now and then.
+
+    Args:
+        settings: of the gang.
+        workers: of the attempt.
+        rank_states: of the attempt.
+        interrupts: says whether the user wants to end.
+        futures: the ranks' Dask tasks, in order of rank.
+        events: that wait to be handled.
+        handle_next: handles the next event; takes the seconds to wait for it.
+
+    Attributes:
+        silent: addresses of workers that went silent.
+        stacks: the stacks that ranks have printed.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        workers: WorkerClient,
+        rank_states: RankStates,
+        interrupts: Interrupts,
+        futures: list[Future],
+        events: queue.SimpleQueue[Any],
+        handle_next: Callable[[float], bool],
+    ) -> None:
+        self.settings, self.workers, self.rank_states, self.interrupts = settings, workers, rank_states, interrupts
+        self.futures, self.events, self.handle_next = futures, events, handle_next
+        self.health, self.specs = rank_states.health, rank_states.specs
+        self.silent: set[str] = set()
+        self.stacks: dict[int, str] = {}
+        self.begun_at = time.monotonic()
+        self.interrupted_at: float | None = None
+        self.finish_by: float | None = None
+        self.slow_record: Record | None = None
+
+    def check(self, records: RecordQueue) -> None:
+        """Check everything.
+
+        Raises:
+            SchedulerLost: the scheduler is gone.
+            KeyboardInterrupt: the user wants to end, and nothing can be saved, or no longer.
+        """
+        self.health.look(time.monotonic())
+        self.check_records(records)
+        self.check_interrupt()
+        self.check_tasks()
+        if self.events.empty():  # events that still wait may change the picture
+            self.check_silence()
+            self.check_progress()
+
+    def check_records(self, records: RecordQueue) -> None:
+        """Raise the error of a record that could not be read, unless it was about a file of a lost host."""
+        if records.error is None:
+            self.check_reader(records)
+            return
+        failed = records.failed
+        if failed is not None and failed.kind == "file":
+            worker = self.specs[failed.rank].worker
+            until = time.monotonic() + CALL_S
+            while worker not in self.workers.lost and time.monotonic() < until:  # also when all ranks have ended
+                self.handle_next(0.05)
+            if worker in self.workers.lost:
+                records.skip_failed()
+                return
+        raise records.error
+
+    def check_reader(self, records: RecordQueue) -> None:
+        """Excuse ranks that may be waiting for this process to read their records; warn if it takes long."""
+        busy = records.busy
+        if busy is None or records.busy_s < CHECK_S:
+            return
+        self.health.excuse(time.monotonic())
+        record = busy[0]
+        if records.busy_s > self.settings.hang_timeout_s and record is not self.slow_record:
+            self.slow_record = record
+            log.warning(
+                "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
+                "more to send wait for it",
+                record.rank, record.kind, records.busy_s,
+            )  # fmt: skip
+
+    def check_interrupt(self) -> None:
+        """Ask the ranks to finish if the user wants to end.
+
+        Raises:
+            KeyboardInterrupt: the ranks are not in their loop, or did not finish in time.
+        """
+        if not self.interrupts.wanted:
+            return
+        if self.finish_by is None:
+            self.interrupted_at = self.interrupted_at or time.monotonic()
+            if not self.health.in_loop(self.rank_states.running):
+                if time.monotonic() - self.interrupted_at < LOOP_START_S:
+                    return
+                raise KeyboardInterrupt
+            self.finish_by = time.monotonic() + self.settings.grace_s
+            self.workers.finish(self.rank_states.running, "interrupt")
+        elif time.monotonic() > self.finish_by:
+            raise KeyboardInterrupt
+
+    def check_tasks(self) -> None:
+        """Check for tasks that failed, were cancelled with the scheduler, or did not start in time.
+
+        Raises:
+            SchedulerLost: the scheduler is gone.
+        """
+        running = [(self.specs[rank], self.futures[rank]) for rank in self.rank_states.running]
+        # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
+        if self.client_is_closed or any(future.status in ("cancelled", "lost") for _, future in running):
+            how = "is lost, or was restarted"
+            if self.health.away_s > SUSPENDED_S:
+                how = f"has given the workers to others: this program was suspended for {self.health.away_s:.0f} s"
+            raise self.scheduler_lost(how)
+        for spec, future in running:
+            if future.status == "error":
+                reason = repr(future.exception())[:MESSAGE_CHARS]
+                message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
+                self.rank_states.fail(spec, "start", message)
+        late = self.rank_states.late
+        if late and time.monotonic() - self.begun_at > self.settings.start_timeout_s:
+            message = (
+                f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s="
+                f"{self.settings.start_timeout_s:g}: the workers are busy with other Dask tasks, or stuck"
+            )
+            self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
+
+    @property
+    def client_is_closed(self) -> bool:
+        """Return whether Dask's client is closed."""
+        return self.settings.client.status == "closed"
+
+    def scheduler_lost(self, how: str) -> SchedulerLost:
+        """Return the error for a lost scheduler, and call it no more."""
+        self.workers.is_cut_off = True
+        return SchedulerLost(
+            f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> "
+            "once it is back"
+        )
+
+    def check_silence(self) -> None:
+        """Give up workers that have been silent for too long.
+
+        Raises:
+            SchedulerLost: it is the scheduler that is silent.
+        """
+        silent = self.health.silent(self.rank_states.running, time.monotonic())
+        if silent and not self.workers.scheduler_answers():
+            raise self.scheduler_lost(f"was not heard for {self.settings.lost_timeout_s:g} s")
+        for rank in silent:
+            address = self.specs[rank].worker
+            self.silent.add(address)
+            self.lose_worker(
+                address,
+                f"nothing was heard from its worker {address} for dispatch.lost_timeout_s="
+                f"{self.settings.lost_timeout_s:g}: its host is down, or cut off",
+            )
+
+    def lose_worker(self, address: str, how: str) -> None:
+        """Give up a worker and its rank."""
+        self.workers.lost.add(address)
+        self.rank_states.lose(address, how)
+
+    def overdue(self) -> list[int]:
+        """Return the ranks that have missed one or two heartbeats."""
+        self.check_silence()
+        return self.health.overdue(self.rank_states.running, time.monotonic(), 2.5 * task.BEAT_S)
+
+    def check_progress(self) -> None:
+        """Report a hang as a failure."""
+        hang = self.health.hang(self.rank_states.running, time.monotonic())
+        if hang is not None:
+            self.report_hang(hang)
+
+    def report_hang(self, hang: Hang) -> None:
+        """Have all ranks print their stacks, and name the rank that holds up the others."""
+        states, now, time_s, beats = self.rank_states, time.monotonic(), time.time(), dict(self.health.heartbeats)
+        running = states.running
+        self.workers.send({rank: {"stacks": True} for rank in running})
+        until = now + 2 * task.STACK_S + CALL_S
+        while not states.is_over and not self.stacks.keys() >= set(states.running) and time.monotonic() < until:
+            self.handle_next(0.05)
+        self.health.heartbeats = beats  # a suspended rank was woken to print its stack, and has moved on
+        waiting = [rank for rank in running if waits(self.stacks.get(rank, ""))]
+        hang = self.health.hang(running, now, waiting) or hang
+        stack = self.stacks.get(hang.rank, "")
+        found = states.failure("hung", self.specs[hang.rank], hang.message, time_s=time_s, traceback=stack)
+        states.failures.insert(0, found)

@@ -1,0 +1,192 @@
+"""Has the host's fork server start the process of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from distributed import Worker
+
+from ddp_hydra.rank import device_leases, environment, fork_client, gpus, inbox, network, outbox, preemption, rendezvous
+from ddp_hydra.rank.launch_spec import LaunchSpec
+from ddp_hydra.rank.record_relay import RecordRelay, publish
+from ddp_hydra.storage import wait_for_space
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The rank was stopped before its process was started."""
+
+
+class Launcher:
+    """Prepares all that a rank's process needs, and has it forked.
+
+    Args:
+        worker: the Dask worker.
+        launch_spec: of the rank.
+        stack: closes, when the rank has ended, what is opened here.
+        box: the rank's inbox, which may say that it is stopped.
+        relay: writes into the rank's log.
+        is_cancelled: returns whether Dask has cancelled the rank's task.
+
+    Attributes:
+        control: socket to the process.
+        output: pipe of its stdout and stderr.
+        server: connection to the fork server.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        launch_spec: LaunchSpec,
+        stack: ExitStack,
+        box: inbox.Inbox,
+        relay: RecordRelay,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        self.worker, self.launch_spec, self.stack = worker, launch_spec, stack
+        self.box, self.relay, self.is_cancelled = box, relay, is_cancelled
+
+    def start(self, shared_status_fd: int) -> None:
+        """Have the fork server fork the process, and pass it its descriptors."""
+        spec = self.launch_spec.spec
+        self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
+        self.output, output = os.pipe()
+        self.stack.callback(os.close, self.output)
+        their_output = self.stack.enter_context(os.fdopen(output, "wb", buffering=0))
+        share = self.share()
+        launch_file = self.stack.enter_context(self.write_launch_file(share))
+        fds = [theirs.fileno(), their_output.fileno(), shared_status_fd, launch_file.fileno()]
+        up: dict[str, Any] = {}
+        if spec.rank == 0:
+            listener, up["rendezvous"] = self.bind_rendezvous()
+            fds.append(listener.fileno())
+            self.send(up)
+        publish(self.worker, self.launch_spec, "up", up)
+        fork_client.hold()
+        preemption.prepare(self.worker)
+        self.server = self.stack.enter_context(fork_client.connect())
+        request = self.request(share)
+        socket.send_fds(self.server, [json.dumps(request).encode() + b"\n"], fds)
+        for end in (theirs, their_output, launch_file):
+            end.close()
+
+    def send(self, message: inbox.Message) -> None:
+        """Send the process a message."""
+        self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    def bind_rendezvous(self) -> tuple[socket.socket, list[Any]]:
+        """Listen for the other ranks; return the socket, and host and port."""
+        interface, spec = self.launch_spec.interface, self.launch_spec.spec
+        host = network.address_of(interface) if interface else spec.host
+        listener = self.stack.enter_context(rendezvous.bind(host, self.launch_spec.ports))
+        return listener, [host, listener.getsockname()[1]]
+
+    def request(self, share: device_leases.Share) -> dict[str, Any]:
+        """Return the request to the fork server."""
+        spec, launch_spec = self.launch_spec.spec, self.launch_spec
+        local = Path(self.worker.local_directory)
+        packed = launch_spec.project
+        project = [str(self.with_room(lambda: packed.unpack(local)))] if packed else []
+        return {
+            "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {launch_spec.gang}",
+            "environment": environment.of_rank(
+                spec, self.interface(), launch_spec.gang, launch_spec.attempt, launch_spec.group, share.position
+            ),
+            "cwd": launch_spec.cwd if Path(launch_spec.cwd).is_dir() else str(local),
+            "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
+            "affinity": environment.cores(),
+        }
+
+    def interface(self) -> str | None:
+        """Return the network interface by which the ranks reach each other."""
+        if self.launch_spec.interface:
+            network.address_of(self.launch_spec.interface)  # raises, with the known interfaces, if it is unknown
+            return self.launch_spec.interface
+        # An address that is not of this machine leads here through a port mapping.
+        host = self.launch_spec.spec.host
+        return network.interface_of(host) or network.interface_towards(self.worker.scheduler.addr)
+
+    def share(self) -> device_leases.Share:
+        """Lease a GPU and a share of the cores for the rank, until it has ended."""
+        spec, seen = self.launch_spec.spec, gpus.identities(os.environ)
+        wanted = environment.preferred_gpu(spec)
+        if environment.is_placed():
+            seen = seen[:1]
+        owner = self.launch_spec.owner or self.launch_spec.gang
+        share = self.stack.enter_context(
+            device_leases.acquire(owner, spec.local_world_size, self.cores(), seen, wanted)
+        )
+        if share.others_on_gpu and share.position is not None:
+            self.relay.log_sentence(
+                f"GPU {seen[share.position]} is shared with {share.others_on_gpu} ranks of other jobs: none is free"
+            )
+        return share
+
+    def cores(self) -> list[int]:
+        """Return the cores that the ranks of this host share."""
+        return environment.shared_cores(os.getppid() if self.worker.nanny else None)
+
+    def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
+        """Write a line of JSON and the pickled call into a file without a name, which nobody else can write to."""
+        spec, launch_spec = self.launch_spec.spec, self.launch_spec
+        header = {
+            "spec": asdict(spec),
+            "gang": launch_spec.gang,
+            "attempt": launch_spec.attempt,
+            "backend": launch_spec.backend,
+            "timeout_s": launch_spec.timeout_s,
+            "group": launch_spec.group,
+            "threads": launch_spec.threads
+            or environment.threads(len(self.cores()) or os.cpu_count() or 1, spec.local_world_size + share.other_ranks),
+            "project": launch_spec.project.sha256 if launch_spec.project else "",
+            "retry_s": launch_spec.retry_s,
+            "outbox": str(self.with_room(lambda: outbox.folder(self.worker, launch_spec.gang, spec.rank))),
+            "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
+        }
+        with ExitStack() as stack:
+            if hasattr(os, "memfd_create"):
+                file: IO[bytes] = stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))
+            else:
+                file = stack.enter_context(tempfile.TemporaryFile())
+            file.write(json.dumps(header).encode() + b"\n" + launch_spec.call)
+            file.flush()
+            stack.pop_all()
+        return file
+
+    def with_room(self, action: Callable[[], T]) -> T:
+        """Write into the worker's folder; if the disk is full, send heartbeats and try again.
+
+        Raises:
+            DiskFull: there was no room in time.
+            Stopped: the client stopped the rank meanwhile.
+        """
+        folder = Path(self.worker.local_directory)
+        warn = lambda sentence: publish(self.worker, self.launch_spec, "warning", {"text": sentence})  # noqa: E731
+        return wait_for_space.retry_while_full(
+            action, lambda: wait_for_space.describe_full_folder(folder), self.launch_spec.retry_s, warn, self.wait
+        )
+
+    def wait(self, seconds: float) -> None:
+        """Wait before the process is started.
+
+        Raises:
+            Stopped: the client stopped the rank meanwhile.
+        """
+        publish(self.worker, self.launch_spec, "beat", {"step": 0, "phase": "join", "first": True, "age_s": 0.0})
+        time.sleep(seconds)
+        messages = self.box.take()
+        if self.is_cancelled() or any("stop" in message for message in messages):
+            raise Stopped
+        for message in messages:  # for later
+            self.box.put(message)

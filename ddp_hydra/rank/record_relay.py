@@ -1,0 +1,152 @@
+"""Passes the records and the output of a rank's process on to the client.
+
+Records are sent in batches. While the client is behind, the rank is not read, so that it blocks instead of filling the
+worker's memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Worker
+
+from ddp_hydra.rank.launch_spec import LaunchSpec
+from ddp_hydra.results import Record
+
+FLUSH_S = 0.05
+"""Seconds that a record may wait for others, to be sent with them."""
+WINDOW_BYTES = 4 * 2**20
+"""Number of unacknowledged bytes at which the rank is no longer read."""
+TAIL_BYTES = 8192
+"""How much of the rank's last output is kept, to explain its end."""
+
+
+def publish(worker: Worker, launch_spec: LaunchSpec, kind: str, data: dict[str, Any]) -> None:
+    """Send one record of the rank task itself, at once."""
+    record = Record(kind, data, launch_spec.spec.rank, None, time.time(), launch_spec.attempt)
+    worker.log_event(launch_spec.gang, record.encode())
+
+
+class RecordRelay:
+    """Reads one rank's records and output, and sends them to the client.
+
+    Args:
+        worker: the Dask worker.
+        launch_spec: of the rank.
+        selector: waits for the rank's control socket and output.
+
+    Attributes:
+        open: those of the two that the rank, or a process that it started, has not closed.
+        unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
+        end: data of the rank's end record. It is not passed on: the rank task sends it when the process has ended.
+        tail: the last output of the rank.
+        captured: output since `capture` was called; None if it was not.
+    """
+
+    def __init__(self, worker: Worker, launch_spec: LaunchSpec, selector: selectors.BaseSelector) -> None:
+        self.worker, self.launch_spec, self.selector = worker, launch_spec, selector
+        self.readers: dict[socket.socket | int, Callable[[], None]] = {}
+        self.open: set[socket.socket | int] = set()
+        self.buffer: list[bytes] = []
+        self.flushed_at = 0.0
+        self.unacknowledged = 0
+        self.end: dict[str, Any] | None = None
+        self.tail = b""
+        self.captured: bytes | None = None
+        self.partial_line = b""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
+
+    def start(self, control: socket.socket, output: int) -> None:
+        """Begin to read the rank.
+
+        Args:
+            control: socket on which its records come.
+            output: pipe of its stdout and stderr.
+        """
+        self.control, self.output = control, output
+        self.readers = {control: self._read_records, output: self._read_output}
+        self.open = set(self.readers)
+        self._update_selector()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Return whether the client is behind, so that the rank is not read."""
+        return self.unacknowledged >= WINDOW_BYTES
+
+    def acknowledge(self, size: int) -> None:
+        """Note that the client has processed so many bytes."""
+        self.unacknowledged -= size
+        self._update_selector()
+
+    def capture(self) -> None:
+        """Keep a copy of the output from now on."""
+        self.captured = b""
+
+    def log(self, text: str) -> None:
+        """Add a text to the rank's log."""
+        rank, attempt = self.launch_spec.spec.rank, self.launch_spec.attempt
+        self._forward(Record("log", {"text": text}, rank, None, time.time(), attempt).encode())
+
+    def log_sentence(self, sentence: str) -> None:
+        """Add a sentence of the rank task itself to the rank's log, on a line of its own."""
+        spec = self.launch_spec.spec
+        newline = "" if self.tail.endswith(b"\n") or not self.tail else "\n"
+        self.log(f"{newline}rank {spec.rank} of {spec.world_size}: {sentence}\n")
+
+    def flush(self, at_once: bool = False) -> None:
+        """Send the waiting records as one event, if it is time to."""
+        now = time.monotonic()
+        if self.buffer and (at_once or now - self.flushed_at >= FLUSH_S):
+            self.worker.log_event(self.launch_spec.gang, b"\n".join(self.buffer))
+            self.buffer.clear()
+            self.flushed_at = now
+
+    def _read_records(self) -> None:
+        try:
+            data = self.control.recv(2**18)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._close(self.control)
+            return
+        *lines, self.partial_line = (self.partial_line + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b'{"kind":"end"'):
+                self.end = dict(Record.decode(line).data)
+            else:
+                self._forward(line)
+
+    def _read_output(self) -> None:
+        chunk = os.read(self.output, 65536)
+        if not chunk:
+            self._close(self.output)
+            return
+        self.tail = (self.tail + chunk)[-TAIL_BYTES:]
+        if self.captured is not None:
+            self.captured += chunk
+        self.log(self.decoder.decode(chunk))
+
+    def _forward(self, record: bytes) -> None:
+        self.buffer.append(record)
+        self.unacknowledged += len(record)
+        self._update_selector()
+
+    def _close(self, source: socket.socket | int) -> None:
+        self.open.discard(source)
+        self._update_selector()
+
+    def _update_selector(self) -> None:
+        """Wait for the open sources, unless the client is behind."""
+        wanted = set() if self.is_blocked else self.open
+        registered = self.selector.get_map()
+        for source, read in self.readers.items():
+            if source in wanted and source not in registered:
+                self.selector.register(source, selectors.EVENT_READ, read)
+            elif source not in wanted and source in registered:
+                self.selector.unregister(source)
