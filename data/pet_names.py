@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.client
 import json
 import socket
-import tempfile
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +18,9 @@ from torch.utils.data import Dataset
 
 from ddp_hydra.data.holdout import check, is_of
 from ddp_hydra.data.user_cache import private_folder, user_cache
+from ddp_hydra.storage import Access
+from ddp_hydra.storage.files import replacing
+from ddp_hydra.storage.http import download
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")
@@ -200,76 +198,34 @@ def make_windows(names: Sequence[str], window: int) -> Tensor:
 
 
 def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str, Any]) -> list[str]:
-    """Read and check the names; what comes over the network is kept on disk."""
-    scheme = urlsplit(source).scheme
-    if scheme not in ("http", "https", "s3"):
-        return _parse(_read_file(source), source)
+    """Read and check the names; keep those that come over the network on disk."""
+    if not source.startswith(("http://", "https://", "s3://")):
+        return _parse(_read(source, timeout_s, access), source)
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache()
     name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"
     with contextlib.suppress(OSError, ValueError):  # not there yet, or damaged
         return _parse((private_folder(folder) / name).read_bytes(), source)
-    content = _read_s3(source, access) if scheme == "s3" else _download(source, timeout_s)
+    content = _read(source, timeout_s, access)
     names = _parse(content, source)
     try:
-        _write_whole(private_folder(folder) / name, content)
+        with replacing(private_folder(folder) / name, durable=False) as part:
+            part.write_bytes(content)
     except OSError as error:
         warnings.warn(f"the names can't be kept for the next time: {error}; type data.cache_dir=...", stacklevel=3)
     return names
 
 
-def _write_whole(path: Path, content: bytes | bytearray) -> None:
-    """Write so that the name is never that of a half-written file."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(content)
-            file.flush()
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-def _read_file(source: str) -> bytes:
-    path = Path(source.removeprefix("file://")).expanduser()
+def _read(source: str, timeout_s: float, access: dict[str, Any]) -> bytes:
     try:
-        return path.read_bytes()
-    except PermissionError:
-        raise PermissionError(f"source {source!r}: {path.absolute()} may not be read; {_SET_SOURCE}") from None
+        if source.startswith(("http://", "https://")):
+            return download(source, timeout_s)
+        store, key = Access(**access, setting="data.source").open(source)
+        return bytes(store.get(key))
     except OSError as error:
-        host = socket.gethostname()
-        raise FileNotFoundError(
-            f"source {source!r}: {path.absolute()} on {host} can't be read ({error.strerror}); {_SET_SOURCE}"
-        ) from None
-
-
-def _read_s3(source: str, access: dict[str, Any]) -> bytes:
-    from ddp_hydra.storage import Bucket
-
-    url = urlsplit(source)
-    try:
-        return bytes(Bucket(url.netloc, setting="data.source", **access).get(url.path.lstrip("/")))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; {_SET_SOURCE}") from None
-
-
-def _download(url: str, timeout_s: float) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (http and https only)
-            return response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            kinds = {
-                401: PermissionError,
-                403: PermissionError,
-                404: FileNotFoundError,
-                410: FileNotFoundError,
-            }
-            kind = kinds.get(error.code, ConnectionError)
-            raise kind(f"{url} answered {error.code} {error.reason}; {_SET_SOURCE}") from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConnectionError(f"{url} is not reachable ({reason}). Without a network, {_SET_SOURCE}") from None
+        kinds = (FileNotFoundError, PermissionError, ConnectionError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), FileNotFoundError)
+        place = f"source {source!r} on {socket.gethostname()}: " if error.filename else ""
+        raise kind(f"{place}{error}; {_SET_SOURCE}") from None
 
 
 def _parse(content: bytes | bytearray, source: str) -> list[str]:

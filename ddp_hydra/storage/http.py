@@ -1,8 +1,11 @@
-"""Files on a web server."""
+"""Reads files from web servers."""
 
 from __future__ import annotations
 
+import http.client
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -50,19 +53,59 @@ class WebServer(Remote):
         if isinstance(error, RuntimeError | ImportError):
             return error
         full = str(error)
-        text = full.split("\n\nDebug source")[0]
-        status = (re.findall(r"status code: (\d{3})", text) or [""])[0]
-        where = f"{self.shown()}/{key}"
-        if status == "404" or isinstance(error, FileNotFoundError):
-            return FileNotFoundError(f"there is no {where} (404): check the URL")
-        if status in ("401", "403"):
-            return PermissionError(f"{where} may not be read ({status}): check the URL, or that it is still valid")
-        if not status:
-            return TemporaryError(f"{where} is not reachable{cause(full)}: check the network and the URL")
-        kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
-        return kind(f"{where} answered {status}: try again later, or check the URL")
+        status = (re.findall(r"status code: (\d{3})", full.split("\n\nDebug source")[0]) or [""])[0]
+        if isinstance(error, FileNotFoundError):
+            status = "404"
+        return _error(f"{self.shown()}/{key}", status, cause(full))
 
     def shown(self) -> str:
         """Return the URL without user, password and query."""
-        parts = urlsplit(self.url)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+        return shown(self.url)
+
+
+def download(url: str, timeout_s: float) -> bytes:
+    """Return the content of a file on a web server.
+
+    It needs no obstore, and takes answers that do not say how long they are, which obstore refuses.
+
+    Args:
+        url: starts with http:// or https://.
+        timeout_s: how long the connection may stay silent.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        PermissionError: the file may not be read.
+        ConnectionError: the server is not reachable, or out of order.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (the callers give web URLs only)
+            return response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _error(shown(url), str(error.code), "") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _error(shown(url), "", f" ({getattr(error, 'reason', None) or error})") from None
+
+
+def shown(url: str) -> str:
+    """Return a URL without user, password and query, as these may be secret."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+
+
+def _error(where: str, status: str, reason: str) -> Exception:
+    """Return the error for an answer that is no success.
+
+    Args:
+        where: the URL, without secrets.
+        status: of the answer; "" where none came.
+        reason: why none came, as " (reason)".
+    """
+    if status in ("404", "410"):
+        return FileNotFoundError(f"there is no {where} ({status}): check the URL")
+    if status in ("401", "403"):
+        return PermissionError(f"{where} may not be read ({status}): check the URL, or that it is still valid")
+    if not status:
+        return TemporaryError(f"{where} is not reachable{reason}: check the network and the URL")
+    kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
+    return kind(f"{where} answered {status}: try again later, or check the URL")
