@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
@@ -11,16 +12,22 @@ TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hyd
 	$(addprefix tests/ddp_hydra/,cli config job training/test_loop.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
 
-.PHONY: demo test test-fast test-slurm test-hydra14 check format clean
+BENCHMARKS := launch overhead recovery data train exchange scale step_cost sweep
+
+.PHONY: demo test test-fast test-all test-slurm test-hydra14 check format clean
 
 demo: $(READY)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
 
-test: $(READY)  ## all tests, some files beside others
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+test: $(READY)  ## all tests but the slow ones, some files beside others
+	$(PYTEST) -m "not slow"
 
 test-fast: $(READY)  ## the tests that start no processes
-	$(BIN)/python -m pytest -m "not integration"
+	$(PYTEST) -m "not integration and not slow" --hypothesis-profile=few
+
+test-all: $(READY)  ## all tests, with more examples of each property; then each benchmark once
+	$(PYTEST) --hypothesis-profile=many
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --repeats 1; done
 
 test-slurm: $(READY)  ## batch jobs on a real SLURM, where there is one; its nodes reach this machine by SLURM_INTERFACE
 	TEST_SLURM=$(SLURM_INTERFACE) $(BIN)/python -m pytest -rs tests/integration/test_real_slurm.py

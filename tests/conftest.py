@@ -19,10 +19,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-settings.register_profile(
-    "ddp_hydra", deadline=None, database=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("ddp_hydra")
+for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypothesis-profile=
+    settings.register_profile(
+        profile, deadline=None, database=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("some")
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis")
 
 GRACE_S = 5.0
@@ -155,6 +156,11 @@ def states() -> Iterator[str]:
     results = sys.modules.get("ddp_hydra.results")
     if results is not None and results._process.sender is not None:
         yield "a connected sender (results.connect)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that short ones fill the end when several processes share the tests."""
+    items.sort(key=lambda item: "tests/integration/" not in item.nodeid)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,6 +5,7 @@ A fault is injected the way users rehearse theirs, with the config key `faults`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -36,6 +37,14 @@ LOADED = 5
 """How many times as long it may take now and then, on a machine that has other things to do."""
 
 
+def slow(*values: Any) -> Any:
+    """Make a case that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+TWO_AND_FOUR = [2, slow(4)]
+
+
 @pytest.fixture
 def chaos(project, tmp_path, ranks_alive) -> Chaos:
     return Chaos(project, tmp_path, ranks_alive)
@@ -59,11 +68,16 @@ def clients(client2, client4) -> dict[int, Client]:
 
 
 @pytest.fixture(scope="module")
-def clients_to_kill(warm_server, tmp_path_factory) -> Iterator[dict[int, Client]]:
-    """Whose workers come back, as no children of the tests."""
+def client_to_kill(warm_server, tmp_path_factory) -> Iterator[Callable[[int], Client]]:
+    """Start a cluster of so many workers when first asked. They come back, and are no children of the tests."""
     folder = tmp_path_factory.mktemp("dask")
-    with dask(folder / "2", 1, workers_each=2) as (_, two), dask(folder / "4", 1, workers_each=4) as (_, four):
-        yield {2: two, 4: four}
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def client(ranks: int) -> Client:
+            return stack.enter_context(dask(folder / str(ranks), 1, workers_each=ranks))[1]
+
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +113,44 @@ MOMENTS = {
 An epoch ends after steps 6, 12 and 18. Checkpoints come after 4, 6, 8, 12, 16 and 18, in the background.
 """
 
+QUICK = {
+    ("raise", "set-up", 2),
+    ("exit", "mid-epoch", 4),
+    ("kill", "checkpoint", 2),
+    ("kill", "checkpoint's file", 2),
+    ("segv", "first step", 2),
+    ("hang", "set-up", 2),
+    ("hang", "checkpoint", 4),
+    ("stop", "validation", 2),
+    ("worker", "mid-epoch", 2),
+}
+"""Each fault once and each moment once, and each way to wait for a hang; the others are slow."""
+
 MATRIX = [
-    pytest.param(fault, moment, ranks, id=f"{fault}-{moment}-{ranks}")
+    pytest.param(
+        fault, moment, ranks, id=f"{fault}-{moment}-{ranks}",
+        marks=() if (fault, moment, ranks) in QUICK else pytest.mark.slow,
+    )
     for fault in FAULTS
     for moment in MOMENTS
     for ranks in (2, 4)
     # The last two are variants of the others, for which two ranks and the faults that come another way will do.
     if moment not in ("set-up", "checkpoint's file") or (ranks == 2 and fault in ("raise", "kill", "hang"))
-]
+]  # fmt: skip
+
+
+def test_the_quick_cases_have_each_fault_and_each_moment():
+    quick = {tuple(case.values) for case in MATRIX if not case.marks}
+    assert quick == QUICK
+    assert {fault for fault, _, _ in quick} == FAULTS.keys()
+    assert {moment for _, moment, _ in quick} == MOMENTS.keys()
 
 
 @pytest.mark.parametrize(("fault", "moment", "ranks"), MATRIX)
 def test_a_fault_is_named_stopped_cleaned_up_and_makes_no_difference(
-    chaos, clients, clients_to_kill, uninterrupted, stopped_in, fault, moment, ranks
+    chaos, clients, client_to_kill, uninterrupted, stopped_in, fault, moment, ranks
 ):
-    client = (clients_to_kill if fault == "worker" else clients)[ranks]
+    client = client_to_kill(ranks) if fault == "worker" else clients[ranks]
     whole = uninterrupted(clients[ranks], ranks)
     rank, step, place, saved = MOMENTS[moment]
     rank %= ranks
@@ -293,7 +330,7 @@ def all_finite(value: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_a_loss_of_nan_aborts_with_the_rank_the_step_and_the_samples_and_is_not_tried_again(
     chaos, clients, uninterrupted, ranks
 ):
@@ -310,7 +347,7 @@ def test_a_loss_of_nan_aborts_with_the_rank_the_step_and_the_samples_and_is_not_
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_a_step_with_a_loss_of_nan_is_left_out_by_all_ranks(chaos, clients, uninterrupted, ranks, policy):
     """As if the learning rate had been 0 in it, whichever rank it was."""
     expected = uninterrupted(clients[ranks], ranks, *NEVER_IN_STEP_9)
@@ -338,7 +375,7 @@ def assert_same_end(chaos: Chaos, client: Client, story: Story, whole: Story, ra
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
     chaos, clients, uninterrupted, ranks, number
 ):
@@ -354,7 +391,7 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos, clients, uninterrupted, ranks):
     def interrupt(record: Record) -> None:
         if record.kind == "metrics" and record.step == 12 and "train/loss" in record.data["metrics"]:
@@ -389,7 +426,7 @@ def test_a_second_interrupt_ends_at_once(chaos, client2):
     assert resumed.summary["steps"] == 18
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, uninterrupted, ranks):
     limited = ("data.delay_s=0.02", "trainer.time_limit_s=0.4")
     story = chaos(clients[ranks], ranks=ranks, overrides=limited)
@@ -483,7 +520,7 @@ def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines):
     assert "3 of 4 workers are there, and the job shall not go on with fewer than 4" in str(story.error)
 
 
-@pytest.mark.parametrize("place", ["forward", "save"])
+@pytest.mark.parametrize("place", ["forward", slow("save")])
 def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
     chaos, machines, clients, uninterrupted, place
 ):
@@ -494,7 +531,7 @@ def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
     assert_same(story.checkpoint(), uninterrupted(clients[2], 2).checkpoint())
 
 
-@pytest.mark.parametrize(("step", "place", "ranks"), [(9, "forward", 2), (8, "save", 4), (12, "validate", 2)])
+@pytest.mark.parametrize(("step", "place", "ranks"), [(9, "forward", 2), slow(8, "save", 4), slow(12, "validate", 2)])
 def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, step, place, ranks):
     """Sent to the nanny, as by a batch system that ends a job step."""
     cluster, client = machines
@@ -507,7 +544,7 @@ def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, client
     assert_same_end(chaos, client, story, uninterrupted(clients[ranks], ranks), ranks)
 
 
-@pytest.mark.parametrize("step", [9, 12], ids=["mid-epoch", "validation"])
+@pytest.mark.parametrize("step", [slow(9), 12], ids=["mid-epoch", "validation"])
 def test_sigterm_to_all_processes_of_a_machine_saves_at_the_next_step(
     chaos, machines, clients, uninterrupted, warm_server, step
 ):

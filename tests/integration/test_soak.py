@@ -25,7 +25,7 @@ RANKS = 3
 EPOCH, CHECKPOINT = 8, 4
 """In steps."""
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(200 + 5 * SOAK_S)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(200 + 5 * SOAK_S)]
 
 KINDS = {
     "raise": "raised", "exit": "exited", "kill": "killed", "segv": "killed", "hang": "hung", "stop": "hung",

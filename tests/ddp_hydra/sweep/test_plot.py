@@ -171,7 +171,7 @@ def test_matplotlib_is_imported_only_to_draw():
 values = st.text(max_size=20) | st.floats().map(str) | st.sampled_from(["$x$", "$", "0", "-1", "1e-300", "1e300", "名"])
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=max(5, settings().max_examples // 3))
 @given(st.data())
 def test_any_values_can_be_drawn(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("picture") / "sweep.png"

@@ -128,7 +128,7 @@ def test_a_crash_at_every_operation_leaves_what_can_be_resumed_from(after, links
 writes = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=150)
+@settings(max_examples=4 * settings().max_examples)
 @given(writes, st.integers(1, 100), st.booleans(), st.booleans(), st.integers(1, 3))
 def test_whatever_was_written_before(steps, left, after, links, keep):
     crash(steps, left, after, links, keep)
