@@ -1,7 +1,7 @@
-"""An S3 server on loopback, filled with scikit-learn's handwritten digits: images without network or account.
+"""Runs an S3 server on loopback with scikit-learn's handwritten digits: images without network or account.
 
-`acquire` starts it as a child process, once for all users in this process, and the last `release` stops it.
-The child ends by itself when its stdin closes: when this process ends, however it does.
+`acquire` starts the server as a child process, once for all users in this process. The last `release` stops it. The
+child exits when its stdin closes, so it never outlives this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 BUCKET = "digits"
 CREDENTIALS = ("embedded", "embedded")
-"""Access key and secret that the server takes; no secret."""
+"""Access key and secret key of the server; they protect nothing."""
 
 IMAGE_SIZE = 32
 _NEEDED = ("moto", "flask", "flask_cors", "sklearn", "PIL")
@@ -35,7 +35,7 @@ _users = 0
 
 
 def acquire() -> str:
-    """Start the server unless it runs, and count one user more.
+    """Add a user of the server; start the server if it is not running.
 
     Returns:
         Its endpoint, e.g. "http://127.0.0.1:40123".
@@ -46,7 +46,7 @@ def acquire() -> str:
     """
     global _server, _users
     with _lock:
-        if _server is not None and not _server.runs():
+        if _server is not None and not _server.is_running():
             _server.stop()
             _server = None
         if _server is None:
@@ -56,7 +56,7 @@ def acquire() -> str:
 
 
 def release() -> None:
-    """Count one user less; the last one stops the server."""
+    """Remove a user of the server; stop the server after the last one."""
     global _server, _users
     with _lock:
         _users -= 1
@@ -66,7 +66,7 @@ def release() -> None:
 
 
 class _Server:
-    """The child process, seen from its parent."""
+    """The child process, as its parent handles it."""
 
     def __init__(self) -> None:
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
@@ -85,7 +85,7 @@ class _Server:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the job, which still reads its last batches
+            start_new_session=True,  # so that Ctrl-C does not stop it while the job reads its last batches
         )
         atexit.register(self.stop)
         self.endpoint_url = f"http://127.0.0.1:{self._read_port()}"
@@ -102,16 +102,16 @@ class _Server:
         self._process.wait()
         self._errors.seek(0)
         last_lines = self._errors.read().decode(errors="replace").split("\n")[-5:]
-        said = " ".join(last_lines).strip() or f"it said nothing in {_START_TIMEOUT_S} s"
+        output = " ".join(last_lines).strip() or f"it printed nothing in {_START_TIMEOUT_S} s"
         self.stop()
-        raise ConnectionError(f"the embedded S3 server did not start: {said}. Give a bucket with data.bucket=...")
+        raise ConnectionError(f"the embedded S3 server did not start: {output}. Give a bucket with data.bucket=...")
 
-    def runs(self) -> bool:
-        """Whether it runs, and was started by this process and not by one that forked this one."""
+    def is_running(self) -> bool:
+        """Return whether it runs and was started by this process, not by one that this one was forked from."""
         return self._parent == os.getpid() and self._process.poll() is None
 
     def stop(self) -> None:
-        """Stop it, and wait until it is gone."""
+        """Stop it and wait until it has exited."""
         if self._parent != os.getpid():
             return
         atexit.unregister(self.stop)
@@ -126,14 +126,14 @@ class _Server:
 
 
 def digits() -> Iterator[tuple[str, bytes]]:
-    """Render the 1797 digits, 32x32 pixels; every fifth of each digit is for validation.
+    """Render the 1797 digits, 32x32 pixels; every fifth image of each digit is for validation.
 
     Yields:
-        Key ("train/<digit>/<number>.png" or "val/...") and PNG file.
+        The key ("train/<digit>/<number>.png" or "val/...") and the PNG file.
     """
     from PIL import Image
 
-    # scikit-learn's own reader imports all of it, which takes longer than the rest of the start.
+    # scikit-learn's own reader would import all of scikit-learn, which takes longer than the rest of the start.
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None
     assert spec.origin is not None
@@ -151,7 +151,7 @@ def digits() -> Iterator[tuple[str, bytes]]:
 
 
 def _serve() -> None:
-    """Be the child process: fill the server, say its port, and serve until stdin closes."""
+    """Run as the child process: fill the server, print its port, and serve until stdin closes."""
     import logging
 
     from moto.core import DEFAULT_ACCOUNT_ID
@@ -160,16 +160,16 @@ def _serve() -> None:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    # Filled from inside: over HTTP it would take seconds.
+    # Fill it directly, because that takes seconds over HTTP.
     backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
     backend.create_bucket(BUCKET, "us-east-1")
     for key, png in digits():
         backend.put_object(BUCKET, key, png)
-    # The S3 application alone: moto's usual dispatcher takes half the time of a request to find it.
+    # Serve the S3 application alone: moto's usual dispatcher spends half the time of a request on finding it.
     server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.write(1, f"{server.server_port}\n".encode())
-    # The parent reads no more than that; what is printed later must not break a request.
+    # The parent reads only the port; later output must not fail a request.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdin.buffer.read()
     os._exit(0)

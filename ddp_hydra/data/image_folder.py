@@ -1,4 +1,4 @@
-"""Images in a bucket, one folder a class."""
+"""Labelled images in a bucket, with one folder per class."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ddp_hydra.storage import Store
 
 
 class S3ImageFolder(StoredImages):
-    """Labelled images of any S3-compatible store, or of a local folder: the class is the folder above the file.
+    """Labelled images of any S3-compatible store or of a local folder; the class of an image is its folder.
 
-    It is listed once, here: whole, or not at all. Files that are no images by their extension are skipped.
+    The images are listed once, here; an incomplete listing is an error. Files with other extensions are skipped.
 
     Args:
-        bucket: its name; or file:///folder; None: an embedded S3 server on this machine, with scikit-learn's
-            handwritten digits (32x32 pixels) under "train" and "val".
-        prefix: the folder of the class folders, e.g. "imagenet/train"; "" for the whole bucket.
-        classes_from: a prefix whose folders are the classes; None: those found under `prefix`. A validation
-            set names the training set's prefix here, so that a missing folder shifts no label.
+        bucket: name of the bucket, or file:///folder; None: an embedded S3 server on this machine, with
+            scikit-learn's handwritten digits (32x32 pixels) under "train" and "val".
+        prefix: the folder of the class folders, e.g. "imagenet/train"; "": the whole bucket.
+        classes_from: a prefix whose folders are the classes; None: the folders under `prefix`. For a validation set,
+            give the prefix of the training set, so that both use the same class numbers.
         holdout: share of the images that is kept for validation, 0..1, chosen by a hash of each key.
-        split: with a holdout, "train": the images that are not held out; "val": the others.
-        listing_max_age_s: a listing on this machine's disk that is no older is used; 0: list each time.
+        split: with a holdout, "train": all other images; "val": the images that are held out.
+        listing_max_age_s: use a listing on this machine's disk that is not older than this; 0: list each time.
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
             threads, cache_mb, max_bad_fraction and more).
 
     Attributes:
-        skipped: how many objects under the prefix are no images, by extension.
+        skipped: how many objects under the prefix are not images, by extension.
 
     Raises:
-        ValueError: an argument out of its range, or images of a class that `classes_from` does not have.
-        FileNotFoundError: no such bucket, or no images under the prefix.
-        PermissionError: no credentials, or wrong ones.
+        ValueError: an argument is out of its range, or an image has a class that `classes_from` does not have.
+        FileNotFoundError: there is no such bucket, or there are no images under the prefix.
+        PermissionError: credentials are missing or wrong.
         ConnectionError: the store is not reachable.
         ModuleNotFoundError: the embedded server needs a package that is not installed.
     """
@@ -95,7 +95,7 @@ class S3ImageFolder(StoredImages):
         return self.access.bucket(demo_server.BUCKET)
 
     def _label(self, classes_from: str | None) -> None:
-        """Number the classes, and give each image the number of its own."""
+        """Number the classes, and set the targets."""
         folders = [key.rsplit("/", 2)[-2] for key in self._keys]
         found = set(folders)
         self.classes = sorted(found) if classes_from is None else self._store.folders(classes_from.strip("/"))
@@ -109,7 +109,7 @@ class S3ImageFolder(StoredImages):
         self.targets = np.fromiter((self.class_to_idx[folder] for folder in folders), np.int32, len(folders))
 
     def _keep(self, wanted: list[bool]) -> None:
-        """Leave out the other images; the classes stay."""
+        """Drop all images but the wanted ones; keep all classes."""
         if not any(wanted):
             raise ValueError(f"no images of {self.where()} are left in this split: type another data.holdout=0.1")
         self._keys = StringArray([key for key, is_wanted in zip(self._keys, wanted, strict=True) if is_wanted])
@@ -137,7 +137,7 @@ class S3ImageFolder(StoredImages):
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """(key, class number) of each sample, as torchvision's ImageFolder has it."""
+        """Return (key, class number) of each sample, as torchvision's ImageFolder does."""
         return list(zip(self._keys, self.targets.tolist(), strict=True))
 
     def where(self) -> str:
@@ -149,11 +149,11 @@ class S3ImageFolder(StoredImages):
         return self._keys[index]
 
     def n_bytes(self, index: int) -> int:
-        """Return the size that a sample's file had when it was listed."""
+        """Return the size of a sample's file when it was listed, bytes."""
         return int(self._sizes[index])
 
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample; raises as `ImageDataset.fetch`."""
+        """Return the file of a sample; raise as `ImageDataset.fetch` does."""
         try:
             return self._store.get(self._keys[index], known_size(self.n_bytes(index)))
         except ConnectionError as error:
@@ -165,7 +165,7 @@ class S3ImageFolder(StoredImages):
             raise error from None
 
     def close(self) -> None:
-        """Stop the threads, and the embedded server where this is its last user."""
+        """Stop the threads, and the embedded server if nobody else uses it."""
         super().close()
         if self._owns_server:
             self._owns_server = False

@@ -1,4 +1,4 @@
-"""Images that a table names, with their labels: CSV or Parquet."""
+"""Labelled images that a CSV or Parquet table lists."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from ddp_hydra.storage import Access, Store
 
 
 class ImageTable(StoredImages):
-    """Labelled images, a row of a table each: its path, and its label.
+    """Labelled images; each row of a table holds the path and the label of one image.
 
-    Samples are in the order of the rows, so that the `sharded` sampler splits the file among the ranks.
+    Samples have the order of the rows, so the `sharded` sampler gives each rank a contiguous part of the table.
 
     Args:
         table: CSV (its first row names the columns; may be .gz) or Parquet: s3://bucket/key, http(s)://..., or a path.
-        root: where relative paths start: a URL or a folder; None: the table's own folder.
-        path_column: name of the column with paths below `root`, or whole s3:// and http(s):// URLs.
+        root: the URL or folder of relative paths; None: the table's own folder.
+        path_column: name of the column with paths below `root`, or with full s3:// and http(s):// URLs.
         label_column: name of the column with labels; numbers are sorted as numbers.
-        classes_from: a table whose labels are the classes; None: those of this one. A validation set names the
-            training set's table here, so that a label that it lacks shifts no other.
+        classes_from: a table whose labels are the classes; None: the labels of `table`. For a validation set, give the
+            table of the training set, so that both use the same class numbers.
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
             threads, cache_mb, max_bad_fraction and more).
 
     Raises:
-        ValueError: an argument out of its range, a table without such columns or rows, or a path out of `root`.
-        FileNotFoundError: no such table.
+        ValueError: an argument is out of its range, the table lacks such columns or has no rows, or a path leads out of
+            `root`.
+        FileNotFoundError: there is no such table.
         PermissionError: it may not be read.
         ConnectionError: the store is not reachable.
         ModuleNotFoundError: Parquet needs pyarrow.
@@ -71,11 +72,11 @@ class ImageTable(StoredImages):
         return self.table
 
     def name(self, index: int) -> str:
-        """Return the path of a sample, as the table has it."""
+        """Return the path of a sample as written in the table."""
         return self._paths[index]
 
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample; raises as `ImageDataset.fetch`."""
+        """Return the file of a sample; raise as `ImageDataset.fetch` does."""
         store, key = self._find(self._paths[index])
         return store.get(key)
 
@@ -90,11 +91,14 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
 
     Args:
         access: how URLs are read.
-        table: CSV, CSV.gz or Parquet, by its extension.
-        columns: their names.
+        table: URL or path of a CSV, CSV.gz or Parquet file; the extension says which.
+        columns: names of the columns.
+
+    Returns:
+        The values of each column.
 
     Raises:
-        ValueError: it is no such table, has no such column, or no rows.
+        ValueError: the file is not such a table, lacks a column, or has no rows.
     """
     store, key = access.open(table)
     content = store.get(key)
@@ -152,7 +156,7 @@ def _place(column: str, header: Sequence[str], table: str) -> int:
 
 
 def _numbers_by_value(label: str) -> tuple[bool, float, str]:
-    """Sort numbers by value, and before names."""
+    """Return a sort key: numbers come before names, and in numerical order."""
     try:
         return False, float(label), label
     except ValueError:

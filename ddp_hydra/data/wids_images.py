@@ -15,20 +15,20 @@ from ddp_hydra.storage.base import StaleCredentialsError
 
 
 class WidsImages(StoredImages):
-    """Labelled images of a wids index: one field of a sample is the image, another the number of its class.
+    """Labelled images of a wids index: one field of a sample is the image, another one its class number.
 
-    The `chunked` sampler reads few shards at a time. A shard that can't be had, or is damaged, is replaced by the
-    samples of the next one, as an image by its neighbour.
+    Use the `chunked` sampler, which reads few shards at a time. If a shard is missing or damaged, the samples of the
+    next shard replace its samples, just as one image replaces another.
 
     Args:
-        index: as `WidsShards`, and so are base, dataset, cache_dir, cache_gb and prefetch_shards.
-        label: extension of the field with the number of the class, as text.
-        classes: names of the classes, or how many there are; None: what the index says (`info.classes`).
+        index: as in `WidsShards`, and so are base, dataset, cache_dir, cache_gb and prefetch_shards.
+        label: extension of the field that holds the class number as text.
+        classes: names of the classes, or their number; None: what the index says (`info.classes`).
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
             threads, max_bad_fraction and more).
 
     Raises:
-        ValueError: an argument out of its range, a file that is no such index, or classes are nowhere named.
+        ValueError: an argument is out of its range, the file is not such an index, or the classes are not known.
         FileNotFoundError: there is no such file.
         PermissionError: it may not be read.
         ConnectionError: its host is not reachable.
@@ -83,7 +83,7 @@ class WidsImages(StoredImages):
         return self.shards.key(index)
 
     def fetch(self, index: int) -> Any:
-        """Return the image file of a sample, without a copy; raises as `ImageDataset.fetch`."""
+        """Return the image file of a sample, without a copy; raise as `ImageDataset.fetch` does."""
         image = field_of(self._fields(index), IMAGE_EXTENSIONS)
         if image is None:
             raise ValueError(f"it has no image, only the fields {', '.join(self._fields(index)) or 'none'}")
@@ -93,7 +93,7 @@ class WidsImages(StoredImages):
         """Return the class number of a sample.
 
         Raises:
-            ValueError: it has none.
+            ValueError: it has no valid one.
         """
         text = self._fields(index).get(self.label)
         if text is None:
@@ -110,20 +110,20 @@ class WidsImages(StoredImages):
             return self.shards.fields(index)
         except (ValueError, FileNotFoundError, PermissionError) as error:
             if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
-                raise  # that is no shard's own fault
+                raise  # the cause is not the shard
             shard = int(np.searchsorted(self._starts, index, side="right")) - 1
             first, end = self._starts[shard : shard + 2].tolist()
             raise LostSamples(str(error), self.shards.shards[shard].url, first, end - first) from None
 
     def expect(self, indices: list[int]) -> None:
-        """Say which samples are going to be read, in order, so that their shards are there in time."""
+        """Say which samples will be read, in order, so that their shards are downloaded before that."""
         self.shards.expect(indices)
 
     def stats(self) -> dict[str, float]:
-        """Return what reading cost in this process so far; as `ImageDataset.stats`, but cache hits are of shards."""
+        """Return what reading has cost this process so far, as `ImageDataset.stats` does; cache hits count shards."""
         return super().stats() | self.shards.stats()
 
     def close(self) -> None:
-        """Stop the threads and the downloads, and let go of the shards."""
+        """Stop the threads and the downloads, and close the shards."""
         super().close()
         self.shards.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddp_hydra.data.shards.write import make
+from ddp_hydra.data.shards.write import write_shards
 from ddp_hydra.errors import JobFailed
 from tests.integration.support import training
 from tests.integration.support.training import Trained
@@ -156,7 +156,7 @@ def shards(store, tmp_path) -> tuple[str, ...]:
             file = tmp_path / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        make(str(tmp_path / "photos" / part), str(tmp_path / "shards" / part), shard_mb=0.03)
+        write_shards(str(tmp_path / "photos" / part), str(tmp_path / "shards" / part), shard_mb=0.03)
         for file in (tmp_path / "shards" / part).iterdir():
             store.objects[f"shards/{part}/{file.name}"] = file.read_bytes()
     where = {"index": f"{store.url}/shards/train/index.json", "val_index": f"{store.url}/shards/val/index.json"}

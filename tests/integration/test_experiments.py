@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_hydra.data.shards.write import make
+from ddp_hydra.data.shards.write import write_shards
 from ddp_hydra.training.run import seed_step
 from models.resnet import resnet50
 from tests.integration.support import training
@@ -68,7 +68,7 @@ def test_imagenet_out_of_a_bucket(client2, project, photos, tmp_path):
 
 
 def test_imagenet_out_of_shards(client2, project, photos, tmp_path):
-    make(str(photos / "images"), str(tmp_path / "shards"), shard_mb=0.02)
+    write_shards(str(photos / "images"), str(tmp_path / "shards"), shard_mb=0.02)
     index = tmp_path / "shards" / "index.json"
     settings = (f"data.index={index}", f"data.val_index={index}", "trainer.log_every_steps=1")
     run = training.train(client2, project, tmp_path / "run", "experiment=imagenet_wids", *settings, *SMALL)

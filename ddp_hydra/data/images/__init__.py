@@ -1,1 +1,1 @@
-"""Labelled images: what sets of them have in common, wherever they are."""
+"""Labelled images: the parts that all image data sets share."""

@@ -1,4 +1,4 @@
-"""What becomes of samples that can't be read: counted, named, and not too many."""
+"""Counts the samples that can't be read, remembers their names, and raises when they are too many."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import threading
 from typing import Any
 
 MOST_IN_A_ROW = 100
-"""After so many bad ones side by side, it is not single samples that are bad."""
+"""So many bad neighbours are not single bad samples: something else is wrong."""
 
 
 class LostSamples(ValueError):
-    """Several neighbouring samples can't be read, for one reason: that of their shard.
+    """All samples of a shard can't be read.
 
     Args:
-        message: the reason.
-        name: what they have in common.
-        first: index of the first.
-        count: how many they are.
+        message: why.
+        name: of the shard.
+        first: index of the first of its samples.
+        count: how many samples it has.
     """
 
     def __init__(self, message: str, name: str, first: int, count: int) -> None:
@@ -25,7 +25,7 @@ class LostSamples(ValueError):
 
 
 class TooManyBadSamplesError(ValueError):
-    """More samples are bad than may be."""
+    """More samples are bad than the user allows."""
 
     mistake = True
 
@@ -35,13 +35,13 @@ class BadSamples:
 
     Args:
         n_samples: length of the data set.
-        max_fraction: share of it that may be bad, 0..1.
-        where: the data set, for messages.
+        max_fraction: share of the samples that may be bad, 0..1.
+        where: name of the data set, for messages.
 
     Attributes:
         reasons: {name: what is wrong}.
-        counts: {name: how many samples it stands for}, where that is not one.
-        count: how many they are.
+        counts: {name of a shard: how many samples it has}.
+        count: how many samples are bad.
     """
 
     def __init__(self, n_samples: int, max_fraction: float, where: str) -> None:
@@ -51,7 +51,7 @@ class BadSamples:
         self.reasons: dict[str, str] = {}
         self.counts: dict[str, int] = {}
         self.count = 0
-        self._ends: dict[int, int] = {}  # of each bad sample or shard: where the next one begins
+        self._ends: dict[int, int] = {}  # of each bad sample: the index of the next one
         self._lost: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
@@ -62,8 +62,8 @@ class BadSamples:
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
-    def behind(self, index: int) -> int | None:
-        """Return the index behind a bad sample, or behind its lost shard; None of one that is not known as bad."""
+    def next_after(self, index: int) -> int | None:
+        """Return the index that follows a bad sample or its lost shard; None if the sample is not known to be bad."""
         for first, end in self._lost:
             if first <= index < end:
                 return end % self.n_samples
@@ -73,11 +73,11 @@ class BadSamples:
         """Note a bad sample, or a lost shard.
 
         Raises:
-            TooManyBadSamplesError: there are too many now.
+            TooManyBadSamplesError: too many are bad now.
         """
         with self._lock:
-            if self.behind(index) is not None:
-                return  # another thread was first
+            if self.next_after(index) is not None:
+                return  # another thread has noted it
             if isinstance(error, LostSamples):
                 self._lost.append((error.first, error.first + error.count))
                 self.reasons[error.name] = str(error)
@@ -91,12 +91,12 @@ class BadSamples:
         if self.count > allowed:
             raise TooManyBadSamplesError(
                 f"{self.count} of {self.n_samples} samples of {self.where} are bad, and data.max_bad_fraction="
-                f"{self.max_fraction:g} allows {int(allowed)}: {self.some()}. Remove them, or type a larger "
+                f"{self.max_fraction:g} allows {int(allowed)}: {self.examples()}. Remove them, or type a larger "
                 "data.max_bad_fraction=..."
             ) from None
 
-    def some(self) -> str:
-        """Name the first few."""
+    def examples(self) -> str:
+        """Return a few names and reasons as text."""
         with self._lock:
             bad = sorted(self.reasons.items())
         return "; ".join(f"{name} ({reason})" for name, reason in bad[:3]) + ("; ..." if len(bad) > 3 else "")

@@ -1,4 +1,4 @@
-"""Batches of images, made by threads: many wait for the store, few decode."""
+"""Makes batches of images in threads: many threads wait for the store, few decode."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ddp_hydra.data.images.memory_budget import MemoryBudget
 
 
 class ImageSource(Protocol):
-    """What a `BatchLoader` needs of a set of images.
+    """The part of an image data set that a `BatchLoader` uses.
 
     Args:
-        seed: of the random changes.
+        seed: of the random transforms.
     """
 
     seed: int
 
     def good_from(self, index: int) -> int:
-        """Return the first index from this one on that is not known to be bad."""
+        """Return `index`, or the next index that is not known to be bad."""
 
-    def kept(self, index: int) -> Any:
-        """Return what the memory holds of a sample, or None."""
+    def cached(self, index: int) -> Any:
+        """Return the image or the file of a sample from memory, or None."""
 
     def n_bytes(self, index: int) -> int:
         """Return the size of a sample's file, bytes."""
@@ -39,28 +39,28 @@ class ImageSource(Protocol):
     def fetch(self, index: int) -> Any:
         """Read a sample's file."""
 
-    def image_of(self, index: int, data: Any, rng: random.Random) -> Tensor:
+    def make_image(self, index: int, data: Any, rng: random.Random) -> Tensor:
         """Decode and transform a file."""
 
     def target(self, index: int) -> int:
         """Return a sample's class."""
 
     def note_bad(self, index: int, error: Exception, tried: int) -> None:
-        """Count a sample that can't be read; raises where it is no matter of the sample."""
+        """Count a sample that can't be read; raise if the error is not the sample's own."""
 
     def count(self, **costs: float) -> None:
-        """Add to what reading cost."""
+        """Add to the counts of what reading costs."""
 
 
 class Batch:
-    """The samples of a batch, as they come in.
+    """A batch whose samples arrive one by one.
 
     Args:
-        size: how many they are.
-        images: rows to fill, (size, 3, height, width); None: each image is as large as it is.
+        size: how many samples it has.
+        images: uint8 (size, 3, height, width), to be filled; None: the images have different sizes.
 
     Attributes:
-        error: why there will be no such batch, or None.
+        error: why the batch can't be made, or None.
     """
 
     def __init__(self, size: int, images: Tensor | None) -> None:
@@ -71,12 +71,12 @@ class Batch:
         self._complete = threading.Event()
 
     def put(self, place: int, image: Tensor, target: int) -> None:
-        """Take a sample in."""
+        """Add a sample."""
         self.samples[place] = (image if self.images is None else self.images[place].copy_(image)), target
         self._count()
 
     def fail(self, error: BaseException) -> None:
-        """Take in that a sample can't be had; the first reason counts."""
+        """Note that a sample can't be had; `wait` raises the first such error."""
         self.error = self.error or error
         self._count()
 
@@ -85,7 +85,7 @@ class Batch:
             self._complete.set()
 
     def wait(self) -> list[Any]:
-        """Return the samples when all are there; raises what went wrong."""
+        """Wait for all samples and return them; raise the error if there is one."""
         if self.samples:
             self._complete.wait()
         if self.error is not None:
@@ -93,16 +93,29 @@ class Batch:
         return self.samples
 
 
-@dataclass
-class _Wanted:
-    """A sample on its way.
+class PreallocatedBatch(list):
+    """Samples whose images are already the rows of one tensor, so that they need not be collated.
 
     Args:
-        batch: it belongs to.
-        place: in it.
-        index: of the sample that is tried: the one asked for, or what replaces it.
-        rng: seed of its chance.
-        tried: how many before it were found bad.
+        samples: (image, class) of each.
+        images: uint8 (batch, 3, height, width), channels last in memory.
+    """
+
+    def __init__(self, samples: list[tuple[Tensor, int]], images: Tensor) -> None:
+        super().__init__(samples)
+        self.images = images
+
+
+@dataclass
+class _Request:
+    """A sample that is being loaded.
+
+    Args:
+        batch: the batch that it is for.
+        place: its place in the batch.
+        index: of the sample that is tried: the requested one, or one that replaces it.
+        rng: seed of its random transforms.
+        tried: how many samples were tried before it and found bad.
     """
 
     batch: Batch
@@ -115,89 +128,89 @@ class _Wanted:
 class BatchLoader:
     """Fetches and decodes the images of an `ImageDataset`.
 
-    Nobody waits for another thread: who has fetched a file hands it on and fetches the next, and the few that decode
-    find their memory in the caches of the cores.
+    A thread that has fetched a file passes it to the decoding threads and fetches the next one. Few threads decode, so
+    their memory stays in the caches of the cores.
 
     Args:
-        images: what to make batches of.
-        threads: files fetched at a time.
-        decoders: files decoded at a time.
-        memory: bytes of files that are fetched and not yet decoded.
+        images: the data set.
+        threads: how many files are fetched at a time.
+        decoders: how many files are decoded at a time.
+        memory: the most bytes of files that are fetched and not yet decoded.
 
     Attributes:
-        pid: of the process that its threads live in.
+        pid: of the process that its threads belong to.
     """
 
     def __init__(self, images: ImageSource, threads: int, decoders: int, memory: int) -> None:
         self.pid = os.getpid()
         self._images = images
-        self._room = MemoryBudget(memory)
+        self._memory = MemoryBudget(memory)
         self._fetching = ThreadPoolExecutor(threads, "images")
         self._decoding = ThreadPoolExecutor(decoders, "images-decode", initializer=_compute_alone)
         self._closing = False
 
     def make(self, indices: Sequence[int], epoch: int, size: int | None) -> Batch:
-        """Begin a batch.
+        """Start to make a batch.
 
         Args:
-            indices: of its samples, 0 to below the length.
-            epoch: that its chance belongs to.
-            size: side of the images, pixels; None: as they are.
+            indices: of its samples, from 0 to below the length of the data set.
+            epoch: which epoch's random transforms to use.
+            size: side of the images, pixels; None: the images have different sizes.
         """
         images = None
         if size is not None:
             images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         batch = Batch(len(indices), images)
         for place, index in enumerate(indices):
-            wanted = _Wanted(batch, place, index, f"{self._images.seed}/{epoch}/{index}")
-            self._fetching.submit(self._fetch, wanted)
+            request = _Request(batch, place, index, f"{self._images.seed}/{epoch}/{index}")
+            self._fetching.submit(self._fetch, request)
         return batch
 
-    def _fetch(self, wanted: _Wanted) -> None:
+    def _fetch(self, request: _Request) -> None:
         n_bytes = 0
         try:
-            if self._closing or wanted.batch.error:
+            if self._closing or request.batch.error:
                 raise RuntimeError("the data set was closed while it made a batch")
-            wanted.index = self._images.good_from(wanted.index)
-            data = self._images.kept(wanted.index)
+            request.index = self._images.good_from(request.index)
+            data = self._images.cached(request.index)
             if data is None:
-                n_bytes = self._images.n_bytes(wanted.index)
-                self._room.take(n_bytes)
+                n_bytes = self._images.n_bytes(request.index)
+                self._memory.take(n_bytes)
                 begin = time.perf_counter()
-                data = self._images.fetch(wanted.index)
+                data = self._images.fetch(request.index)
                 self._images.count(cache_misses=1, fetch_s=time.perf_counter() - begin)
-            self._decoding.submit(self._decode, wanted, data, n_bytes)
+            self._decoding.submit(self._decode, request, data, n_bytes)
         except Exception as error:
-            self._room.give(n_bytes)
-            self._replace(wanted, error)
+            self._memory.give(n_bytes)
+            self._replace(request, error)
 
-    def _decode(self, wanted: _Wanted, data: Any, n_bytes: int) -> None:
+    def _decode(self, request: _Request, data: Any, n_bytes: int) -> None:
         begin = time.perf_counter()
         try:
-            image = self._images.image_of(wanted.index, data, random.Random(wanted.rng))  # noqa: S311
-            wanted.batch.put(wanted.place, image, self._images.target(wanted.index))
+            image = self._images.make_image(request.index, data, random.Random(request.rng))  # noqa: S311
+            request.batch.put(request.place, image, self._images.target(request.index))
         except Exception as error:
-            self._replace(wanted, error)
+            self._replace(request, error)
         finally:
-            self._room.give(n_bytes)
+            self._memory.give(n_bytes)
         self._images.count(decode_s=time.perf_counter() - begin)
 
-    def _replace(self, wanted: _Wanted, error: Exception) -> None:
-        """Try the next sample in place of a bad one; other errors are the batch's."""
+    def _replace(self, request: _Request, error: Exception) -> None:
+        """Replace a bad sample by the next one; any other error fails the batch."""
         try:
-            wanted.tried += 1
-            self._images.note_bad(wanted.index, error, wanted.tried)
-            self._fetching.submit(self._fetch, wanted)
+            request.tried += 1
+            self._images.note_bad(request.index, error, request.tried)
+            self._fetching.submit(self._fetch, request)
         except Exception as final:
-            wanted.batch.fail(final)
+            request.batch.fail(final)
 
     def close(self) -> None:
-        """Stop the threads; batches on their way fail."""
+        """Stop the threads; unfinished batches fail."""
         self._closing = True
         self._fetching.shutdown()
         self._decoding.shutdown()
 
 
 def _compute_alone() -> None:
-    """Keep each of the threads from computing with a team of its own: they would fight for the cores."""
-    torch.set_num_threads(1)  # of the calling thread; those that compute already keep theirs
+    """Let torch use one thread in each decoding thread: with more they would compete for the cores."""
+    torch.set_num_threads(1)  # this sets the calling thread's number only

@@ -7,16 +7,16 @@ from typing import Any
 
 
 class Cache:
-    """Keeps values up to a budget; what came first stays.
+    """Keeps values until its budget is used up, and never evicts any.
 
-    Nothing is evicted: an epoch reads every sample once in a new order, and then a cache that drops its
-    oldest entries to make room hits almost never, while this one hits as often as its share of the data.
+    Every epoch reads each sample once, in a new order. A cache that drops its oldest values would almost never hit;
+    this one hits as often as its share of the data.
 
     Args:
         budget: bytes.
 
     Attributes:
-        hits: how often a value was there.
+        hits: how often a value was found.
     """
 
     def __init__(self, budget: int) -> None:
@@ -26,7 +26,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> Any:
-        """Return the value of `key`, or None."""
+        """Return the value of `key`, or None if there is none."""
         value = self._values.get(key)
         if value is not None:
             with self._lock:
@@ -34,7 +34,7 @@ class Cache:
         return value
 
     def put(self, key: Any, value: Any, size: int) -> None:
-        """Keep `value` of `size` bytes, if it still fits."""
+        """Keep a value of `size` bytes, if it still fits."""
         with self._lock:
             if size <= self._left and key not in self._values:
                 self._values[key] = value

@@ -1,4 +1,4 @@
-"""Decoding of images."""
+"""Decodes images."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ IMAGE_EXTENSIONS = frozenset(
     + ([".avif"] if "avif" in features.modules and features.check("avif") else [])  # Pillow has it since 11.3
 )
 MOST_PIXELS = 178_956_970
-"""Pillow refuses to decode larger images, half a gigabyte of memory each, and so do we."""
+"""Larger images need half a gigabyte of memory each: Pillow refuses to decode them, and so does this module."""
 
 _APP1, _PIXELS = 0xE1, 0xDA
-"""Kinds of JPEG segments: of EXIF and XMP, and the last one."""
-_FAST_COLOURS = ("YCbCr", "Gray", "RGB")
+"""Kinds of JPEG segments: EXIF or XMP, and the pixels, which come last."""
+_FAST_COLORS = ("YCbCr", "Gray", "RGB")
 _SHRINKS = (8, 4, 2, 1)
 _EXACT_SHRINKS = {"411": 1, "422": 4, "440": 4}
-"""How far a JPEG may be shrunk as it is decoded, by how its colours are stored: with much less height than width or
-the other way round they get coarser than the pixels that come out, and whole levels off."""
+"""How far a JPEG may be shrunk while it is decoded, by its chroma sampling. If the chroma has a much lower resolution
+in one direction than in the other, it would become coarser than the decoded pixels, and whole levels wrong."""
 
 
 @dataclass(frozen=True)
 class JpegHeader:
-    """What a JPEG says before its pixels.
+    """The header of a JPEG.
 
     Args:
-        height: in pixels, as the image is to be seen.
-        width: in pixels, as the image is to be seen.
-        orientation: of EXIF, 1..8; 1: as it is stored.
-        sampling: how its colours are stored, e.g. "420".
+        height: of the upright image, pixels.
+        width: of the upright image, pixels.
+        orientation: of EXIF, 1..8; 1: the pixels are stored upright.
+        sampling: chroma sampling, e.g. "420".
     """
 
     height: int
@@ -46,7 +46,7 @@ class JpegHeader:
 
 
 def read_jpeg_header(data: Any) -> JpegHeader | None:
-    """Read the size of a JPEG, and how it is turned; None of other files, and of odd kinds of JPEG.
+    """Return the header of a JPEG, or None for other files and for unusual kinds of JPEG.
 
     Args:
         data: the file, with the buffer protocol.
@@ -54,31 +54,31 @@ def read_jpeg_header(data: Any) -> JpegHeader | None:
     if bytes(data[:2]) != b"\xff\xd8":
         return None
     try:
-        height, width, colours, sampling = simplejpeg.decode_jpeg_header(data)
+        height, width, colors, sampling = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    if colours not in _FAST_COLOURS:
+    if colors not in _FAST_COLORS:
         return None
-    orientation = _orientation(data) if _may_be_turned(data) else 1
+    orientation = _orientation(data) if _may_be_rotated(data) else 1
     if orientation >= 5:
         height, width = width, height
     return JpegHeader(height, width, orientation, sampling)
 
 
 def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: bool = True) -> np.ndarray:
-    """Decode a JPEG, of which a smaller size may do.
+    """Decode a JPEG, at a smaller size if that is enough.
 
     Args:
         data: the file, with the buffer protocol.
-        header: of it.
-        at_least: share of its height and width that is needed; what comes is 1, 1/2, 1/4 or 1/8 of them.
-        exact: the pixels that Pillow would give; otherwise nearly those, a tenth faster.
+        header: of the file.
+        at_least: share of its height and width that is needed; the result has 1, 1/2, 1/4 or 1/8 of them.
+        exact: return the pixels that Pillow would; otherwise nearly these, a tenth faster.
 
     Returns:
         uint8 (height, width, 3), RGB.
 
     Raises:
-        ValueError: it is damaged, or too large.
+        ValueError: the file is damaged, or the image too large.
     """
     most = _EXACT_SHRINKS.get(header.sampling, 8) if exact else 8
     shrink = next(shrink for shrink in _SHRINKS if shrink == 1 or (at_least * shrink <= 1 and shrink <= most))
@@ -86,34 +86,34 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: boo
     if height * width > MOST_PIXELS * shrink**2:
         raise ValueError(
             f"too large an image: {width:,} x {height:,} pixels, and at most {MOST_PIXELS:,} are decoded at a time: "
-            "make it smaller, or give a transform that says its size, so that no more is decoded than it needs"
+            "make it smaller, or give a transform with a `size`, so that it is decoded at a smaller size"
         )
     least = {} if shrink == 1 else {"min_height": -(-height // shrink), "min_width": -(-width // shrink)}
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=not exact, fastupsample=not exact, **least)
     except ValueError:
-        return _decode_any(data)  # the thorough decoder may know better, or can say what is wrong
+        return _decode_any(data)  # Pillow may be able to decode it, or can say what is wrong
     return _upright(pixels, header.orientation)
 
 
 def decode(data: Any) -> Tensor:
-    """Decode an image file of any usual format, told by its content and not by its name.
+    """Decode an image file of any usual format; the content says which, not the name.
 
-    Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped, and of an animation the first
-    frame is taken. A photo of which EXIF says that it is turned is turned upright.
+    Grey, palette, CMYK and 16-bit images become RGB. Transparency is dropped. The first frame of an animation is used.
+    A photo is rotated upright as its EXIF says.
 
-    Of whole numbers of 16 or 32 bits the values 0 to 65535 become 0 to 255, by their upper 8 bits: cut off at 255, as
-    Pillow's convert() does, nearly all would be white. So it is with 32 bits, too, as instruments and Pillow store 16
-    in them; what is above is white. Fractions have no range that all agree on, and are taken as 0 to 255.
+    In images of 16 or 32 bit integers the values 0 to 65535 become 0 to 255, by their upper 8 bits. Pillow's convert()
+    would clip them at 255, and nearly all pixels would be white. 32 bits are treated as 16 because instruments and
+    Pillow store 16 bits in them; larger values become white. Floating-point values are taken as 0 to 255.
 
     Args:
         data: the file, with the buffer protocol.
 
     Returns:
-        uint8 (3, height, width), RGB; in memory the three values of a pixel lie side by side.
+        uint8 (3, height, width), RGB, channels last in memory.
 
     Raises:
-        ValueError: it is no image, a damaged one, or one too large.
+        ValueError: the file is not an image, is damaged, or is too large.
     """
     header = read_jpeg_header(data)
     pixels = decode_jpeg(data, header) if header else _decode_any(data)
@@ -132,14 +132,14 @@ def _decode_any(data: Any) -> np.ndarray:
         raise ValueError(f"damaged image: {error}") from None
 
 
-def _may_be_turned(data: Any) -> bool:
-    """Whether any of the segments before the pixels of a JPEG may say how it is turned, in EXIF or XMP."""
+def _may_be_rotated(data: Any) -> bool:
+    """Return whether EXIF or XMP before the pixels of a JPEG may state an orientation."""
     view, at = memoryview(data), 2
     while at + 4 <= len(view) and view[at] == 0xFF:
         kind = view[at + 1]
         if kind == _PIXELS:
             return False
-        if kind == 0xFF:  # a byte that fills
+        if kind == 0xFF:  # padding
             at += 1
             continue
         end = at + 2 + (view[at + 2] << 8 | view[at + 3])
@@ -148,20 +148,20 @@ def _may_be_turned(data: Any) -> bool:
             if segment.startswith(b"Exif\0\0") or b"tiff:Orientation" in segment:
                 return True
         at = end
-    return True  # an odd file, of which Pillow may know
+    return True  # an unusual file that Pillow may understand
 
 
 def _orientation(data: Any) -> int:
     try:
         with Image.open(io.BytesIO(data)) as image:
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # EXIF is written by every kind of device, and no reason to lose a photo
+    except Exception:  # damaged EXIF is frequent, and no reason to lose a photo
         return 1
     return orientation if orientation in range(1, 9) else 1
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn and mirror as EXIF's orientation says."""
+    """Rotate and mirror an image as EXIF's orientation says."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
@@ -174,7 +174,7 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _sixteen_to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale grey of 16 or 32 bits a pixel as `decode` says; leave other images as they are."""
+    """Scale grey images of 16 or 32 bits per pixel as `decode` says; return other images unchanged."""
     if not image.mode.startswith("I"):
         return image
     return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")

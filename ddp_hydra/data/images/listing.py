@@ -1,4 +1,4 @@
-"""What images a store holds under a prefix: listed once, in little memory, and kept on disk if asked."""
+"""Lists the images that a store holds under a prefix; the listing can be kept on the disk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Listing:
     """The images under a prefix.
 
     Args:
-        keys: of the images in class folders, sorted.
-        sizes: bytes of each, uint32; larger ones count as 4 GiB, see `known_size`.
-        others: how many objects there are besides, by extension.
+        keys: the keys of the images in class folders, sorted.
+        sizes: uint32 (images,), bytes; larger files count as 4 GiB, see `known_size`.
+        others: how many other objects there are, by extension.
     """
 
     keys: StringArray
@@ -36,12 +36,12 @@ class Listing:
 
 
 def known_size(size: int) -> int | None:
-    """Return a size of a listing; None of one that was cut off there."""
+    """Return a size from a listing, or None if the file is larger than a listing can say."""
     return size if size < _LARGEST else None
 
 
 def kinds_of(others: Counter[str]) -> str:
-    """Name the extensions of objects that are no images, the most frequent first."""
+    """Return the most frequent extensions of objects that are not images, with their counts, as text."""
     kinds = [f"{count:,} {kind or 'without extension'}" for kind, count in others.most_common(5)]
     return ", ".join(kinds) + (", ..." if len(others) > len(kinds) else "")
 
@@ -52,10 +52,10 @@ def list_images(store: Store, prefix: str) -> Listing:
     others: Counter[str] = Counter()
     inside = len(prefix) + 1 if prefix else 0
     for key, size in store.objects(prefix):
-        # Of a million keys; a path object would take ten times as long.
+        # There may be a million keys, and a path object would take ten times as long.
         if key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and key.find("/", inside) > 0:
             found.append((key, size))
-        elif size or PurePosixPath(key).suffix:  # the rest are markers of folders
+        elif size or PurePosixPath(key).suffix:  # empty objects without an extension mark folders
             extension = PurePosixPath(key).suffix.lower()
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
     found.sort()
@@ -64,19 +64,19 @@ def list_images(store: Store, prefix: str) -> Listing:
 
 
 def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path) -> Listing:
-    """List the images under a prefix, or take the listing that is on disk where it is young enough.
+    """List the images under a prefix, or read the listing from the disk if it is young enough.
 
     Args:
-        store: where they are.
-        prefix: as `list_images`.
-        max_age_s: how old a listing may be, in seconds; 0 always lists.
-        folder: where listings are kept.
+        store: the store that holds the images.
+        prefix: as in `list_images`.
+        max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
+        folder: of the listings on the disk.
     """
     if not max_age_s:
         return list_images(store, prefix)
-    what = f"{getattr(store, 'endpoint_url', None)} {store.url} {prefix}"
-    path = folder / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.npz"
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none yet, or damaged
+    identity = f"{getattr(store, 'endpoint_url', None)} {store.url} {prefix}"
+    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
+    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none, or damaged
         if time.time() - path.stat().st_mtime < max_age_s:
             return _read(path)
     listing = list_images(store, prefix)
@@ -92,7 +92,7 @@ def _read(path: Path) -> Listing:
 
 
 def _write(path: Path, listing: Listing) -> None:
-    """Keep a listing, under its name only when it is whole; a disk that can't is no reason to stop."""
+    """Save a listing: the file is complete or is not there. A disk that refuses it is no reason to stop."""
     keys = np.frombuffer("\n".join(listing.keys).encode(), np.uint8)
     kinds, counts = list(listing.others), list(listing.others.values())
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A bound on the memory of what many threads hold at the same time."""
+"""A bound on the memory that many threads use at the same time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 
 class MemoryBudget:
-    """So many bytes, and no more. What is larger than all of it may come in when nothing else is there.
+    """Lets threads use a number of bytes together. A single request that is larger than all of it may be used alone.
 
     Args:
-        size: bytes.
+        size: the number of bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -18,13 +18,13 @@ class MemoryBudget:
         self._changed = threading.Condition()
 
     def take(self, n_bytes: int) -> None:
-        """Wait until there is room for so many bytes, and hold it."""
+        """Wait until `n_bytes` are free, and take them."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + n_bytes <= self._size)
             self._taken += n_bytes
 
     def give(self, n_bytes: int) -> None:
-        """Let go of so many bytes."""
+        """Give `n_bytes` back."""
         with self._changed:
             self._taken -= n_bytes
             self._changed.notify_all()

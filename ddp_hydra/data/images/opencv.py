@@ -1,4 +1,4 @@
-"""OpenCV, computing in the thread that asks, and without what its import does to the environment of child processes."""
+"""Imports OpenCV: it computes in the calling thread, and the import leaves the environment as it was."""
 
 import os
 

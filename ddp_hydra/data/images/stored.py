@@ -1,4 +1,4 @@
-"""Labelled images behind URLs."""
+"""Labelled images that are read from URLs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from ddp_hydra.storage import Access
 
 
 class StoredImages(ImageDataset):
-    """Labelled images that are read from stores; a subclass knows under which keys.
+    """Labelled images that are read from stores; a subclass knows their keys.
 
     Args:
         endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
         region: of s3:// URLs; None: what the environment says.
         anon: read s3:// URLs without credentials, as public buckets allow.
-        addressing: of s3:// URLs, "path" or "virtual", see `stores.Bucket`.
-        timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long a read that fails is tried again.
+        addressing: of s3:// URLs, "path" or "virtual", see `storage.Bucket`.
+        timeout_s: how long a connection may be silent.
+        retry_timeout_s: how long a failing read is tried again.
         images: arguments of `ImageDataset`: transform, threads, cache_mb, max_bad_fraction and more.
 
     Attributes:
         access: how URLs are read.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
 
     setting: ClassVar[str] = "data.bucket"
@@ -47,6 +47,6 @@ class StoredImages(ImageDataset):
         )
 
     def close(self) -> None:
-        """Stop the threads, and let no store wait for a retry any more."""
+        """Stop the threads and all retries."""
         self.access.close()
         super().close()

@@ -1,4 +1,4 @@
-"""Many strings in little memory."""
+"""A sequence of many strings that needs little memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 
 
 class StringArray(Sequence[str]):
-    """A list of strings in two blocks of memory: a million paths are 50 MB less than as a list, and pickle to a few MB.
+    """A sequence of strings in two blocks of memory.
+
+    A million paths need 50 MB less than in a list, and pickle to a few MB.
 
     Args:
-        strings: in their order.
+        strings: the strings, in order.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -37,7 +39,7 @@ class StringArray(Sequence[str]):
         return self._text[self._ends[index] : self._ends[index + 1]].decode()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Sorted paths repeat each other, so the fastest level does.
+        # Sorted paths are so similar that the fastest level compresses them well.
         return {"text": zlib.compress(self._text, 1), "lengths": np.diff(self._ends).astype(np.uint32)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

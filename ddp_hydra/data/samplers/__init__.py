@@ -1,9 +1,9 @@
-"""Who reads what: positions in an epoch -> indices of the data set, for one rank.
+"""Samplers: they say which samples each rank reads, and in which order.
 
-The order of samples is a pure function of (seed, epoch) over the *global* sequence, and the position is
-counted in samples. A global batch is the next `batch_size * world_size` samples of that sequence; the ranks
-share it evenly. So a run that is stopped and goes on with another world size or batch size reads on where it left
-off, and all ranks have equally many full batches.
+The global sequence of an epoch is a pure function of (seed, epoch), and the position in it is counted in samples. A
+global batch is the next `batch_size * world_size` samples of the sequence; the ranks share it evenly. So a run that
+stops and resumes with another world size or batch size continues at the same position, and all ranks have equally many
+full batches.
 """
 
 from ddp_hydra.data.samplers.base import Sampler

@@ -1,4 +1,4 @@
-"""What all training samplers have in common."""
+"""The base class of the training samplers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hydra.errors import ConfigError
 
 @dataclass
 class Sampler(ABC):
-    """Equal batches on every rank, out of a global sequence that a subclass orders.
+    """Gives every rank batches of equal size from a global sequence; a subclass orders the sequence.
 
     It is also a batch sampler for a plain `DataLoader`: `set_epoch`, then iterate.
 
@@ -22,12 +22,12 @@ class Sampler(ABC):
         batch_size: samples per rank and step.
         rank: this rank.
         world_size: number of ranks.
-        seed: with the epoch, fixes the order.
+        seed: of the order, together with the epoch.
         drop_last: leave out the samples at the end of an epoch that do not fill a global batch; otherwise the last
-            global batch is filled up from the epoch's beginning.
+            global batch is filled with samples from the beginning of the epoch.
 
     Raises:
-        ConfigError: there is not one full global batch to drop down to.
+        ConfigError: with `drop_last` no full global batch is left.
     """
 
     n_samples: int
@@ -54,28 +54,28 @@ class Sampler(ABC):
 
     @abstractmethod
     def order(self, epoch: int) -> np.ndarray:
-        """Return the global sequence of indices of an epoch, (n_samples,)."""
+        """Return the global sequence of an epoch: indices, (n_samples,)."""
 
     @property
     def global_batch(self) -> int:
-        """Samples of all ranks in one step."""
+        """Return the number of samples of all ranks in one step."""
         return self.batch_size * self.world_size
 
     def steps(self, position: int = 0) -> int:
-        """Return how many steps an epoch still has.
+        """Return how many steps are left in an epoch.
 
         Args:
-            position: samples of this epoch that all ranks together have already seen.
+            position: how many samples of this epoch all ranks together have already seen.
         """
         left = max(0, self.n_samples - position)
         return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """Return how many steps an epoch has."""
         return self.steps()
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's batches of an epoch; arguments as `steps`."""
+        """Yield this rank's batches of an epoch, from `position` on, see `steps`."""
         order = self.order(epoch)
         for _ in range(self.steps(position)):
             positions = np.arange(position, position + self.global_batch) % self.n_samples
@@ -87,13 +87,13 @@ class Sampler(ABC):
         return positions[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose what iterating gives."""
+        """Choose the epoch for iterating."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.batches(self._epoch)
 
     def random(self, epoch: int) -> np.random.RandomState:
-        """Return the randomness of an epoch."""
-        # RandomState, for its stream is frozen for ever; that of default_rng may change with numpy.
+        """Return the random numbers of an epoch."""
+        # The numbers of RandomState never change; those of default_rng may change with the numpy version.
         return np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])

@@ -1,4 +1,4 @@
-"""Every sample exactly once, for evaluation."""
+"""Reads every sample exactly once, for evaluation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """Every sample exactly once over all ranks, in order: rank r takes r, r + n, r + 2n …
+    """Gives every sample to exactly one rank, in order: rank r of n takes the samples r, r + n, r + 2n, ...
 
-    The ranks' counts differ by at most one, so nothing in the loop may be a collective.
+    The ranks may have different numbers of batches, so the loop over the batches must not contain a collective.
 
     Args:
         n_samples: length of the data set.
@@ -25,7 +25,7 @@ class Partition:
     world_size: int = 1
 
     def batches(self) -> Iterator[list[int]]:
-        """This rank's batches; the last may be short."""
-        mine = range(self.rank, self.n_samples, self.world_size)
-        for start in range(0, len(mine), self.batch_size):
-            yield list(mine[start : start + self.batch_size])
+        """Yield this rank's batches; the last one may be smaller."""
+        indices = range(self.rank, self.n_samples, self.world_size)
+        for start in range(0, len(indices), self.batch_size):
+            yield list(indices[start : start + self.batch_size])

@@ -1,4 +1,4 @@
-"""The same few batches again and again: what a model that is right learns by heart."""
+"""Repeats the same few batches: a correct model can memorise them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Repeated:
-    """A sampler that gives only the first batches of another one's first epoch, in epochs as long.
+    """Repeats the first batches of the first epoch of another sampler; its epochs are as long as the other's.
 
     Args:
-        sampler: the other.
-        batches: how many.
+        sampler: the other sampler.
+        batches: how many batches are repeated.
     """
 
     def __init__(self, sampler: Any, batches: int) -> None:
@@ -23,11 +23,11 @@ class Repeated:
         return len(self.sampler)
 
     def steps(self, position: int = 0) -> int:
-        """Return how many steps an epoch still has."""
+        """Return how many steps are left in an epoch, see `Sampler.steps`."""
         return int(self.sampler.steps(position))
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
-        """Yield this rank's batches of an epoch."""
+        """Yield this rank's batches of an epoch, from `position` on."""
         first = list(islice(self.sampler.batches(0), self.first))
         begin = (len(self) - self.steps(position)) % len(first)
         return islice(cycle(first), begin, begin + self.steps(position))

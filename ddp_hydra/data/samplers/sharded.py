@@ -1,4 +1,4 @@
-"""Orders that keep neighbours together: what lies in one file is read by few ranks, and in one go."""
+"""Keeps neighbouring samples together: the samples of one file are read by few ranks, one after the other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ddp_hydra.errors import ConfigError
 
 
 @dataclass(kw_only=True)
-class Lanes(Sampler):
-    """Reads several runs of neighbouring samples side by side, each in its own lane.
+class Interleaved(Sampler):
+    """Interleaves several streams of neighbouring samples.
 
-    The global sequence takes turns between the lanes so that all end together, and the lanes of a global batch are
-    dealt to the ranks in order: with as many lanes as ranks, or a multiple, a rank stays in its own. The sequence
-    itself depends on the number of lanes and not on that of ranks, so it goes on exactly with other ones.
+    The global sequence takes samples from the streams in turns, so that all streams end together. In each global batch
+    the streams are dealt to the ranks in order: if the number of streams is that of the ranks or a multiple, each rank
+    keeps its own streams. The sequence depends on the number of streams and not on the number of ranks, so a run can
+    resume with another number of ranks.
 
     Args:
-        interleave: runs that are read side by side.
-        shuffle: a new order each epoch.
+        interleave: how many streams are interleaved.
+        shuffle: use a new order each epoch.
     """
 
     interleave: int = 8
@@ -35,45 +36,45 @@ class Lanes(Sampler):
             raise ConfigError(
                 f"sampler.interleave={self.interleave}, and must be at least 1: give sampler.interleave=8"
             )
-        self._plan = lru_cache(maxsize=2)(self._interleave)
+        self._sequence = lru_cache(maxsize=2)(self._interleave)
 
     @abstractmethod
-    def runs(self, epoch: int) -> list[np.ndarray]:
-        """Return the indices of each lane, in the order in which it reads them."""
+    def streams(self, epoch: int) -> list[np.ndarray]:
+        """Return the indices of each stream, in order."""
 
     def _interleave(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the global sequence, and the lane of each of its samples."""
-        runs = self.runs(epoch)
-        lanes = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
-        # How far its lane has come when a sample is read: equal steps in each, so that all end together.
-        progress = np.concatenate([(np.arange(len(run)) + 0.5) / max(1, len(run)) for run in runs])
-        turns = np.lexsort((lanes, progress))
-        return np.concatenate(runs)[turns], lanes[turns]
+        """Return the global sequence, (n_samples,), and the stream of each of its samples, (n_samples,)."""
+        streams = self.streams(epoch)
+        stream_of = np.repeat(np.arange(len(streams)), [len(stream) for stream in streams])
+        # The progress of a stream when a sample is read: equal steps in each stream, so that all end together.
+        progress = np.concatenate([(np.arange(len(stream)) + 0.5) / max(1, len(stream)) for stream in streams])
+        turns = np.lexsort((stream_of, progress))
+        return np.concatenate(streams)[turns], stream_of[turns]
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the global sequence of indices of an epoch, (n_samples,)."""
-        return self._plan(epoch)[0]
+        """Return the global sequence of an epoch: indices, (n_samples,)."""
+        return self._sequence(epoch)[0]
 
     def share(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return this rank's part of the positions of a global batch: those in its lanes, and as many as all have."""
-        lanes = self._plan(epoch)[1]
-        return super().share(epoch, positions[np.argsort(lanes[positions], kind="stable")])
+        """Return this rank's share of the positions of a global batch, (batch_size,), mostly from its own streams."""
+        stream_of = self._sequence(epoch)[1]
+        return super().share(epoch, positions[np.argsort(stream_of[positions], kind="stable")])
 
 
 @dataclass(kw_only=True)
-class Chunked(Lanes):
-    """Shuffles shards, and the samples within each; at any time as many shards are mixed as there are lanes.
+class Chunked(Interleaved):
+    """Shuffles the shards, and the samples within each shard; `interleave` shards are mixed at any time.
 
-    Each epoch deals the shards to the lanes, and so to the ranks, anew.
+    Each epoch deals the shards to the streams, and so to the ranks, in a new way.
 
     Args:
-        shard_lengths: samples in each shard, as the data set has them; None: it has none.
+        shard_lengths: how many samples each shard has; None: the data set has no shards.
         chunk_samples: length of the chunks into which a data set without shards is cut.
-        interleave: shards that are read side by side; more mix better, and take more room in the cache.
-        shuffle: a new order of shards, and of samples within them, each epoch.
+        interleave: how many shards are read side by side; more shards mix better, and take more space in the cache.
+        shuffle: use a new order of shards, and of samples within them, each epoch.
 
     Raises:
-        ConfigError: the shards are not as long as the data set, or a value out of its range.
+        ConfigError: the shards are not as long as the data set, or a value is out of its range.
     """
 
     shard_lengths: Sequence[int] | None = None
@@ -94,30 +95,30 @@ class Chunked(Lanes):
                 "shard_lengths must add up to its length"
             )
 
-    def runs(self, epoch: int) -> list[np.ndarray]:
-        """Return the indices of each lane: every so many-th shard."""
+    def streams(self, epoch: int) -> list[np.ndarray]:
+        """Return the indices of each stream: its share of the shards."""
         random = self.random(epoch)
         starts = np.cumsum(self._lengths) - self._lengths
         shards = random.permutation(len(starts)) if self.shuffle else np.arange(len(starts))
-        n_lanes = min(self.interleave, len(starts))
-        runs: list[list[np.ndarray]] = [[] for _ in range(n_lanes)]
+        n_streams = min(self.interleave, len(starts))
+        streams: list[list[np.ndarray]] = [[] for _ in range(n_streams)]
         for turn, shard in enumerate(shards):
             length = self._lengths[shard]
             inside = random.permutation(length) if self.shuffle else np.arange(length)
-            runs[turn % n_lanes].append(starts[shard] + inside)
-        return [np.concatenate(run) for run in runs]
+            streams[turn % n_streams].append(starts[shard] + inside)
+        return [np.concatenate(stream) for stream in streams]
 
 
 @dataclass(kw_only=True)
-class Sharded(Lanes):
-    """Cuts the data set into contiguous parts that stay where they are: rank 0 reads the first, the last the last.
+class Sharded(Interleaved):
+    """Cuts the data set into contiguous parts, and gives each part to the same rank in each epoch.
 
     Args:
-        interleave: the parts; as many as ranks, or a multiple, give each rank its own.
-        shuffle: a new order within each part each epoch; otherwise the data set's own.
+        interleave: how many parts; the number of ranks, or a multiple, gives each rank its own parts.
+        shuffle: use a new order within each part each epoch; otherwise the order of the data set.
     """
 
-    def runs(self, epoch: int) -> list[np.ndarray]:
+    def streams(self, epoch: int) -> list[np.ndarray]:
         """Return the indices of each part."""
         random = self.random(epoch)
         parts = np.array_split(np.arange(self.n_samples), min(self.interleave, self.n_samples))

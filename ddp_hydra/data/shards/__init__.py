@@ -1,1 +1,1 @@
-"""Tar shards that a wids index lists: reading, keeping and making them."""
+"""Tar shards that a wids index lists: reads, caches and writes them."""

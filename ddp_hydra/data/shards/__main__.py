@@ -1,4 +1,4 @@
-"""Commands that make tar shards out of an image folder, and the index of shards that exist.
+"""The commands that write tar shards from an image folder, and the index of existing shards.
 
 python -m ddp_hydra.data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME]
 python -m ddp_hydra.data.shards index TAR... --out index.json
@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ddp_hydra.data.shards.write import index_of, make
+from ddp_hydra.data.shards.write import write_index, write_shards
 from ddp_hydra.storage import Access
 
 
@@ -18,10 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0: done; 1: it could not be done, and why is on stderr.
+        0: done; 1: failed, with the reason on stderr; 130: interrupted.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m ddp_hydra.data.shards", description="Tar shards, as data.index takes them."
+        prog="python -m ddp_hydra.data.shards", description="Write tar shards for data.index."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="write the images of a folder into shards, in random order")
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     making.add_argument("out", metavar="OUT", help="folder or s3://bucket/prefix for the shards and their index.json")
     making.add_argument("--shard-mb", type=float, default=128, help="size of a shard, MiB (%(default)s)")
     making.add_argument("--seed", type=int, default=0, help="of the order (%(default)s)")
-    indexing = commands.add_parser("index", help="write the index of shards that exist")
+    indexing = commands.add_parser("index", help="write the index of existing shards")
     indexing.add_argument("tars", metavar="TAR", nargs="+", help="paths or URLs, in order")
-    indexing.add_argument("--out", required=True, help="path of the index to be written")
+    indexing.add_argument("--out", required=True, help="path of the index to write")
     for command in (making, indexing):
         command.add_argument("--name", help="of the data set")
-        command.add_argument("--endpoint-url", help="of s3:// URLs; else what the environment says, or AWS")
+        command.add_argument("--endpoint-url", help="of s3:// URLs; default: what the environment says, else AWS")
         command.add_argument("--region", help="of s3:// URLs")
         command.add_argument("--anon", action="store_true", help="read s3:// URLs without credentials")
     given = parser.parse_args(arguments)
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "make":
             options = {"shard_mb": given.shard_mb, "seed": given.seed}
-            index = make(given.source, given.out, name=given.name, access=access, say=_say, **options)
+            index = write_shards(given.source, given.out, name=given.name, access=access, report=_print, **options)
         else:
-            index = index_of(given.tars, given.out, name=given.name, access=access, say=_say)
+            index = write_index(given.tars, given.out, name=given.name, access=access, report=_print)
     except (ValueError, OSError) as error:
         print(f"ddp_hydra.data.shards: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ddp_hydra.data.shards: interrupted; there is no index yet", file=sys.stderr)  # noqa: T201
         return 130
     total = sum(shard["nsamples"] for shard in index["shardlist"])
-    _say(f"{total:,} samples in {len(index['shardlist']):,} shards")
+    _print(f"{total:,} samples in {len(index['shardlist']):,} shards")
     return 0
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)  # noqa: T201
 
 

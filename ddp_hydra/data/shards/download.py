@@ -1,4 +1,4 @@
-"""Download one shard into a file: in pieces, several at a time, unpacked where it is compressed, verified."""
+"""Downloads a shard into a file: in several pieces at a time, decompressed if necessary, and verified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNPACKED_BYTES = 4 * 2**20
 
 
 def is_packed(url: str) -> bool:
-    """Whether the whole file is compressed."""
+    """Return whether a shard is a compressed tar file, by its name."""
     return url.partition("?")[0].lower().endswith((".tar.gz", ".tgz"))
 
 
@@ -33,27 +33,27 @@ def download(
     key: str,
     file: int,
     reserve: Callable[[int], None],
-    look: Callable[[Any], object] = lambda piece: None,
+    on_piece: Callable[[Any], object] = lambda piece: None,
     connections: int = CONNECTIONS,
     piece_bytes: int = PIECE_BYTES,
 ) -> int:
-    """Write a shard to a file, and check its size and MD5 where the index gives them.
+    """Write a shard to a file, and check its size and MD5 if the index gives them.
 
     Args:
-        shard: what the index says.
-        store: where it is; it tries again by itself.
-        key: its name there.
+        shard: the shard, as the index describes it.
+        store: the store that holds it; it retries by itself.
+        key: of the shard in the store.
         file: descriptor of an empty file.
-        reserve: called with the bytes that the file is going to have; raises where there is no room.
-        look: called with each piece, in order; raises to stop.
-        connections: pieces fetched at a time.
-        piece_bytes: fetched with one request.
+        reserve: called with the size that the file will have, before it grows; raises if there is no space.
+        on_piece: called with each piece, in order; may raise to stop.
+        connections: how many pieces are fetched at a time.
+        piece_bytes: size of the pieces.
 
     Returns:
         How many bytes were fetched.
 
     Raises:
-        ValueError: it is not what the index says, or it is compressed and damaged.
+        ValueError: the shard is not what the index says, or is compressed and damaged.
         FileNotFoundError: the store does not have it.
         PermissionError: it may not be read.
         ConnectionError: the store is not reachable.
@@ -75,11 +75,11 @@ def download(
         return piece
 
     def fetched() -> Iterator[Any]:
-        """Yield the file in order: in pieces that come side by side, or from a store without ranges, one by one."""
+        """Yield the pieces in order; fetch several at a time if the store can read ranges."""
         done = 0
         if store.ranges:
             try:
-                for piece in _ahead(fetch, range(0, size, piece_bytes), connections):
+                for piece in _in_parallel(fetch, range(0, size, piece_bytes), connections):
                     yield piece
                     done += len(piece)
                 return
@@ -93,16 +93,16 @@ def download(
         if store.ranges:
             store.ranges = False
             _LOG.warning(
-                "%s gives whole files only: a shard comes over one connection, and anew where that breaks",
+                "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
                 store.shown(),
             )
 
     def pieces() -> Iterator[Any]:
-        """Yield the pieces in order, and do on the way what needs them so."""
+        """Yield the pieces in order, after their hash is updated."""
         for piece in fetched():
             if digest is not None:
                 digest.update(piece)
-            look(piece)
+            on_piece(piece)
             yield piece
 
     reserve(size)
@@ -121,18 +121,18 @@ def download(
     return size
 
 
-def _ahead(action: Callable[[int], Any], numbers: range, threads: int) -> Iterator[Any]:
-    """Yield what comes of an action for each number, in order, while the next ones are under way."""
+def _in_parallel(action: Callable[[int], Any], numbers: range, threads: int) -> Iterator[Any]:
+    """Yield the results of an action for each number, in order, while the next ones are being computed."""
     pool = ThreadPoolExecutor(threads, "shard-pieces")
-    under_way: deque[Future[Any]] = deque()
+    running: deque[Future[Any]] = deque()
     waiting = iter(numbers)
     try:
         while True:
-            while len(under_way) <= threads and (number := next(waiting, None)) is not None:
-                under_way.append(pool.submit(action, number))
-            if not under_way:
+            while len(running) <= threads and (number := next(waiting, None)) is not None:
+                running.append(pool.submit(action, number))
+            if not running:
                 return
-            yield under_way.popleft().result()
+            yield running.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -146,7 +146,7 @@ def _write(file: int, piece: Any, start: int) -> None:
 
 
 def _unpack(pieces: Iterable[Any]) -> Iterator[bytes]:
-    """Decompress gzip, also where it is several files in a row."""
+    """Decompress gzip, also several gzip files in a row."""
     unpacker = zlib.decompressobj(wbits=31)
     for piece in pieces:
         rest = bytes(piece)

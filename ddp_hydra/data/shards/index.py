@@ -1,4 +1,4 @@
-"""Lists of shards as wids writes them: JSON files that name tar files and say how many samples each has."""
+"""Reads wids indexes: JSON files that list tar shards with their numbers of samples."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ KIND = "wids-shard-index-v1"
 VERSION = 1
 SCHEMES = ("s3", "http", "https", "file")
 DEEPEST = 8
-"""Indexes may name indexes, so many times over."""
+"""How many levels of indexes may name other indexes."""
 _SET_INDEX = "check data.index=..."
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file of an index: where it is and what the index says of it.
+    """One tar file of an index.
 
     Args:
         url: s3://, http(s):// or an absolute path.
         n_samples: how many samples it holds.
-        size: of the file in bytes, where known.
-        md5: of the file, in hexadecimal digits, where known.
-        dataset: name of the data set it belongs to.
+        size: of the file, bytes; None: the index does not say.
+        md5: of the file, in hexadecimal digits; None: the index does not say.
+        dataset: name of the data set that it belongs to.
     """
 
     url: str
@@ -41,17 +41,17 @@ class Shard:
 
     @property
     def local(self) -> bool:
-        """Whether it is a file of this machine."""
+        """Return whether it is a file of this machine."""
         return is_local(self.url)
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """All shards of an index, those of its sub-datasets included, in order.
+    """All shards of an index and its sub-datasets, in order.
 
     Args:
-        name: of the whole; "" where the index has none.
-        info: what its maker wrote about it, as a dict; `make` keeps the classes there.
+        name: of the data set; "": the index gives no name.
+        info: the description in the index; `write_shards` puts the classes there.
         shards: the tar files.
     """
 
@@ -63,19 +63,19 @@ class ShardIndex:
 def read_index(
     url: str, *, base: str | None = None, dataset: str | None = None, access: Access | None = None
 ) -> ShardIndex:
-    """Read an index and those that it names.
+    """Read an index and the indexes that it names.
 
-    Relative URLs of shards start at the folder `base`, else at the one that the index names as its base, else at
-    the index's own. An index that came over the network can't name files of this machine.
+    Relative URLs of shards are relative to `base`, else to the base that the index names, else to the folder of the
+    index. An index from the network may not name files of this machine.
 
     Args:
         url: of the JSON file: s3://bucket/key, http(s)://host/path, file:///path or a path.
-        base: the folder or URL below which the shards are, where they are not beside the index.
-        dataset: only the shards of the sub-dataset of this name; None: all.
+        base: the folder or URL of the shards; None: as above.
+        dataset: read only the sub-dataset of this name; None: read all.
         access: how URLs are read.
 
     Raises:
-        ValueError: the file is no such index, or one that leads astray.
+        ValueError: the file is not such an index, or names what it may not name.
         FileNotFoundError: there is no such file.
         PermissionError: it may not be read.
         ConnectionError: its host is not reachable.
@@ -83,8 +83,8 @@ def read_index(
     reader = _Reader(access or Access(setting="data.index"))
     source = absolute(url)
     document = reader.load(source)
-    place = None if base is None else _Place(absolute(base).rstrip("/"), is_local(source))
-    found = list(reader.shards(document, source, place, names=(), above=()))
+    folder = None if base is None else _Folder(absolute(base).rstrip("/"), is_local(source))
+    found = list(reader.shards(document, source, folder, names=(), above=()))
     if not found:
         raise ValueError(f"the index {shown(source)} names no shards: {_SET_INDEX}")
     if dataset is not None:
@@ -102,7 +102,7 @@ def read_index(
 
 
 class _Reader:
-    """Follows an index to the indexes that it names."""
+    """Reads an index and the indexes that it names."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -112,8 +112,8 @@ class _Reader:
             store, key = self.access.open(source)
             content = bytes(store.get(key))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            said = f"there is no file {shown(source)}" if is_local(source) else str(error)
-            raise FileNotFoundError(f"the index can't be read: {said}; {_SET_INDEX}") from None
+            reason = f"there is no file {shown(source)}" if is_local(source) else str(error)
+            raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
         try:
             document = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -128,49 +128,49 @@ class _Reader:
                 f"the index {shown(source)} is of the kind {_short(kind)}, and must be {KIND!r}: {_SET_INDEX}"
             )
         if version != VERSION or isinstance(version, bool):
-            said = "has no wids_version" if version is None else f"has wids_version {_short(version)}"
-            raise ValueError(f"the index {shown(source)} {said}, and only {VERSION} can be read: {_SET_INDEX}")
+            problem = "has no wids_version" if version is None else f"has wids_version {_short(version)}"
+            raise ValueError(f"the index {shown(source)} {problem}, and only {VERSION} can be read: {_SET_INDEX}")
         return document
 
     def shards(
         self,
         document: dict[str, Any],
         source: str,
-        place: _Place | None,
+        folder: _Folder | None,
         names: tuple[str, ...],
         above: tuple[str, ...],
     ) -> Iterator[tuple[tuple[str, ...], Shard]]:
-        """Yield the names of the data sets that a shard belongs to, outermost first, and the shard.
+        """Yield each shard, together with the names of the data sets that it belongs to, outermost first.
 
         Args:
             document: an index, or one of its sub-datasets.
             source: URL of the index.
-            place: where its shards are; None: where it says itself, or else beside it.
-            names: of the data sets around it.
-            above: URLs of the indexes that led here.
+            folder: folder of its shards; None: the one that it names, else its own.
+            names: of the data sets that contain it.
+            above: URLs of the indexes that led to it.
         """
-        place = place or _Place.of(source).within(_text(document, "base", source))
+        folder = folder or _Folder.of(source).within(_text(document, "base", source))
         names = (*names, name) if (name := _text(document, "name", source)) else names
         for number, entry in enumerate(_list(document, "shardlist", source)):
-            yield names, _shard(entry, number, place, source, names)
+            yield names, _shard(entry, number, folder, source, names)
         for number, entry in enumerate(_list(document, "datasets", source)):
-            said = f"data set {number} of the index {shown(source)}"
+            where = f"data set {number} of the index {shown(source)}"
             if not isinstance(entry, dict):
-                raise ValueError(f"{said} is {_short(entry)}, and must be a JSON object")
+                raise ValueError(f"{where} is {_short(entry)}, and must be a JSON object")
             if (named := _text(entry, "source_url", source)) is not None:
-                yield from self._nested(_Place.of(source).join(named), entry, source, place, names, above)
+                yield from self._nested(_Folder.of(source).join(named), entry, source, folder, names, above)
             elif "shardlist" in entry or "datasets" in entry:
-                inner = place.within(_text(entry, "base", source))
+                inner = folder.within(_text(entry, "base", source))
                 yield from self.shards(entry, source, inner, names, above)
             else:
-                raise ValueError(f"{said} has neither a shardlist nor a source_url")
+                raise ValueError(f"{where} has neither a shardlist nor a source_url")
 
     def _nested(
         self,
         nested: str,
         entry: dict[str, Any],
         source: str,
-        place: _Place,
+        folder: _Folder,
         names: tuple[str, ...],
         above: tuple[str, ...],
     ) -> Iterator[tuple[tuple[str, ...], Shard]]:
@@ -183,30 +183,35 @@ class _Reader:
         if name := _text(entry, "name", source):
             document = {**document, "name": name}
         base = _text(entry, "base", source)
-        inner = None if base is None else _Place(place.join(base).rstrip("/"), is_local(nested))
+        inner = None if base is None else _Folder(folder.join(base).rstrip("/"), is_local(nested))
         yield from self.shards(document, nested, inner, names, above)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A folder that relative URLs start from, and whether files of this machine may be named there."""
+class _Folder:
+    """A folder for relative URLs.
+
+    Args:
+        root: path or URL of the folder.
+        trusted: whether files of this machine may be named: only an index on this machine may do so.
+    """
 
     root: str
     trusted: bool
 
     @classmethod
-    def of(cls, source: str) -> _Place:
-        """Return the folder of an index."""
+    def of(cls, source: str) -> _Folder:
+        """Return the folder that holds an index."""
         if source.startswith(("http://", "https://")):
             source = source.partition("?")[0].partition("#")[0]
         return cls(source.rpartition("/")[0], is_local(source))
 
-    def within(self, base: str | None) -> _Place:
-        """Return the folder that an index names as its base."""
-        return self if base is None else _Place(self.join(base).rstrip("/"), self.trusted)
+    def within(self, base: str | None) -> _Folder:
+        """Return the folder that an index names as its base, or this one."""
+        return self if base is None else _Folder(self.join(base).rstrip("/"), self.trusted)
 
     def join(self, url: str) -> str:
-        """Return a URL that an index names, made absolute."""
+        """Return the absolute form of a URL that an index names."""
         names_file = url.startswith(("/", "file:"))
         if names_file and not self.trusted:
             raise ValueError(
@@ -230,20 +235,20 @@ class _Place:
 
 
 def is_local(url: str) -> bool:
-    """Whether an absolute URL is a file of this machine."""
+    """Return whether an absolute URL is a file of this machine."""
     return not _scheme(url) or url.startswith("file:")
 
 
 def absolute(url: str) -> str:
-    """Return a path, or a file:// URL, as an absolute path; other URLs as they are.
+    """Return a path or a file:// URL as an absolute path, and any other URL unchanged.
 
     Raises:
-        ValueError: a URL of a kind that can't be read.
+        ValueError: URLs of this kind can't be read.
     """
     if url.startswith("file:"):
         return os.path.normpath(unquote(urlsplit(url).path))
     if not (scheme := _scheme(url)):
-        return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps the dots)
+        return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps "..")
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{url!r} can't be read: give a path, or a URL that starts with {known}")
@@ -251,7 +256,7 @@ def absolute(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Return a URL without what may be secret: user, password and query."""
+    """Return a URL without its possible secrets: user, password and query."""
     if not url.startswith(("http://", "https://")):
         return url
     parts = urlsplit(url)
@@ -259,18 +264,18 @@ def shown(url: str) -> str:
 
 
 def _scheme(url: str) -> str:
-    """Return what stands before ://, or before the colon of a command; "" for a path."""
+    """Return the scheme of a URL, "pipe" for a command, or "" for a path."""
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe):", url)
     return (found[1] or found[2]) if found else ""
 
 
 def _split(root: str) -> tuple[str, str]:
-    """Return scheme and host, or bucket, of a folder, and its path; nothing and the path of a local one."""
+    """Return scheme and host (or bucket) of a folder, and its path; "" and its path if it is local."""
     found = re.match(r"([a-z0-9]+://[^/]*)(.*)", root, re.DOTALL)
     return (found[1], found[2]) if found else ("", root)
 
 
-def _shard(entry: Any, number: int, place: _Place, source: str, names: tuple[str, ...]) -> Shard:
+def _shard(entry: Any, number: int, folder: _Folder, source: str, names: tuple[str, ...]) -> Shard:
     where = f"shard {number} of the index {shown(source)}"
     if not isinstance(entry, dict):
         raise ValueError(f"{where} is {_short(entry)}, and no JSON object with url and nsamples")
@@ -284,7 +289,7 @@ def _shard(entry: Any, number: int, place: _Place, source: str, names: tuple[str
         raise ValueError(f"{where} has the filesize {_short(size)}, which is a number of bytes, or left out")
     if md5 is not None and not (isinstance(md5, str) and re.fullmatch(r"[0-9A-Fa-f]{32}", md5)):
         raise ValueError(f"{where} has the md5sum {_short(md5)}, which is 32 hexadecimal digits, or left out")
-    return Shard(place.join(url), n_samples, size, md5.lower() if md5 else None, names[-1] if names else None)
+    return Shard(folder.join(url), n_samples, size, md5.lower() if md5 else None, names[-1] if names else None)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

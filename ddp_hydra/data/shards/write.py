@@ -1,4 +1,4 @@
-"""Tar shards out of an image folder, and the index of shards that exist."""
+"""Writes tar shards from an image folder, and the index of existing shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INDEX_NAME = "index.json"
 _READERS = 16
 
 
-def make(
+def write_shards(
     source: str,
     out: str,
     *,
@@ -36,29 +36,29 @@ def make(
     seed: int = 0,
     name: str | None = None,
     access: Access | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Write the images of a folder into shards, in random order, and their index last.
+    """Write the images of a folder into shards, in random order, and then the index.
 
     Args:
         source: a local folder or s3://bucket/prefix with images as <class>/<file>.
-        out: a local folder for the shards, made where it is missing, or s3://bucket/prefix.
-        shard_mb: size at which a shard ends, MiB.
+        out: a local folder for the shards, made if it is missing, or s3://bucket/prefix.
+        shard_mb: a shard ends when it reaches this size, MiB.
         seed: of the order.
-        name: of the data set, and what the shards' names start with; None: the last part of `source`.
+        name: of the data set; the names of the shards start with it. None: the last part of `source`.
         access: how buckets are reached.
-        say: called with a line for each shard.
+        report: called with a line of text for each shard.
 
     Returns:
         The index.
 
     Raises:
-        ValueError: an argument that can't be, or images outside class folders only.
-        FileNotFoundError: there is no such folder, or no image in it.
+        ValueError: an argument is out of its range.
+        FileNotFoundError: there is no such folder, or it has no images in class folders.
         FileExistsError: `out` has an index already.
-        PermissionError: a bucket refuses.
+        PermissionError: a bucket refuses access.
         ConnectionError: a bucket is not reachable.
-        OSError: `source` can't be read or `out` not be written.
+        OSError: `source` can't be read, or `out` can't be written.
     """
     if shard_mb <= 0:
         raise ValueError(f"shard-mb is {shard_mb:g}, and must be above 0: type --shard-mb 128")
@@ -69,7 +69,7 @@ def make(
     with contextlib.ExitStack() as cleaning:
         target = cleaning.enter_context(_Target.open(out, access))
         store, prefix = access.open(absolute(source))
-        images = _images(store, prefix, source, say)
+        images = _images(store, prefix, source, report)
         classes = sorted({_class(key) for key, _ in images})
         number_of = {label: number for number, label in enumerate(classes)}
         random.Random(seed).shuffle(images)  # noqa: S311
@@ -77,35 +77,35 @@ def make(
         shards: list[dict[str, Any]] = []
         while (shard := _write_shard(target, f"{name}-{len(shards):06d}.tar", samples, shard_mb * MIB)) is not None:
             shards.append(shard)
-            say(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
+            report(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
         index = _index(name, shards, {"classes": classes, "source": shown(source), "seed": seed})
         with target.writing(INDEX_NAME) as file:
             file.write(_json(index))
     return index
 
 
-def index_of(
+def write_index(
     tars: Sequence[str],
     out: str,
     *,
     name: str | None = None,
     access: Access | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Write the index of shards that exist.
+    """Write the index of existing shards.
 
     Args:
-        tars: paths or URLs of tar files, in order; those from elsewhere are downloaded one after the other.
-        out: path of the index; shards below its folder are named relative to it.
-        name: of the data set; None: none.
+        tars: paths or URLs of tar files, in order; remote files are downloaded one after the other.
+        out: path of the index; shards below its folder get relative names.
+        name: of the data set; None: no name.
         access: how URLs are read.
-        say: called with a line for each shard.
+        report: called with a line of text for each shard.
 
     Returns:
         The index.
 
     Raises:
-        ValueError: a damaged tar file, or one without samples.
+        ValueError: a tar file is damaged or has no samples.
         FileNotFoundError: there is no such file.
         OSError: a file can't be read or written.
     """
@@ -120,7 +120,7 @@ def index_of(
         inside = is_local(url) and Path(url).is_relative_to(target.parent)
         named = Path(url).relative_to(target.parent).as_posix() if inside else url
         shards.append({"url": named, "nsamples": len(members), "filesize": size, "md5sum": md5})
-        say(f"{shown(url)}: {len(members):,} samples, {size:,} bytes")
+        report(f"{shown(url)}: {len(members):,} samples, {size:,} bytes")
     index = _index(name, shards, {})
     target.parent.mkdir(parents=True, exist_ok=True)
     with _writing(target) as file:
@@ -133,21 +133,21 @@ def _index(name: str | None, shards: list[dict[str, Any]], info: dict[str, Any])
     return {"__kind__": KIND, "wids_version": VERSION, **named, "info": info, "shardlist": shards}
 
 
-def _images(store: Store, prefix: str, source: str, say: Callable[[str], None]) -> list[tuple[str, int | None]]:
-    """Return key and size of the images in class folders, sorted."""
-    from ddp_hydra.data.images.listing import (  # torch takes seconds that `index` need not spend
+def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int | None]]:
+    """Return the keys and sizes of the images in class folders, sorted."""
+    from ddp_hydra.data.images.listing import (  # it imports torch, which takes seconds that `index` need not spend
         kinds_of,
         known_size,
         list_images,
     )
 
     found = list_images(store, prefix)
-    others = f"skipped: {kinds_of(found.others)}"
+    skipped = f"skipped: {kinds_of(found.others)}"
     if not len(found.keys):
-        said = others if found.others else "it is empty"
-        raise FileNotFoundError(f"{source} holds no images in class folders, {source}/<class>/<file>.jpg; {said}")
+        reason = skipped if found.others else "it is empty"
+        raise FileNotFoundError(f"{source} holds no images in class folders, {source}/<class>/<file>.jpg; {reason}")
     if found.others:
-        say(others)
+        report(skipped)
     return [(key, known_size(size)) for key, size in zip(found.keys, found.sizes.tolist(), strict=True)]
 
 
@@ -158,7 +158,7 @@ def _class(key: str) -> str:
 def _samples(
     store: Store, images: list[tuple[str, int | None]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
-    """Yield names and contents of the members of each sample."""
+    """Yield the members of each sample: names and contents."""
     with ThreadPoolExecutor(_READERS, "shard-images") as pool:
         waiting: deque[Any] = deque()
         coming = iter(enumerate(images))
@@ -170,7 +170,7 @@ def _samples(
                     return
                 (number, (key, _)), content = waiting.popleft()
                 stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
-                # The number makes it unique, the rest says to people what it is; the first dot ends a key.
+                # The number makes the key unique, the name is for people; a key ends at its first dot.
                 sample = f"{number:08d}-{stem.replace('.', '_')}"
                 label = str(number_of[_class(key)]).encode()
                 yield [(f"{sample}{extension.lower()}", content.result()), (f"{sample}.cls", label)]
@@ -179,11 +179,11 @@ def _samples(
 
 
 class _Target:
-    """Where shards are written to: each file whole or not at all.
+    """The folder or bucket that shards are written to; each file is complete or not there.
 
     Args:
-        folder: of the files, or where they are until they are in the bucket.
-        store: the bucket; None: the folder is what is wanted.
+        folder: the folder; for a bucket, a temporary one for files that are not uploaded yet.
+        store: the bucket; None: a local folder is the target.
         prefix: in the bucket.
     """
 
@@ -193,7 +193,7 @@ class _Target:
     @classmethod
     @contextlib.contextmanager
     def open(cls, out: str, access: Access) -> Iterator[_Target]:
-        """Reach the place, and refuse one that has an index."""
+        """Open the target; refuse one that has an index."""
         taken = f"{out} holds an {INDEX_NAME} already: remove it, or give another folder"
         if is_local(out):
             folder = Path(absolute(out))
@@ -214,7 +214,7 @@ class _Target:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file that gets its name at the end of the block."""
+        """Open a file that gets its final name, or is uploaded, at the end of the block."""
         path = self._folder / name
         with _writing(path) as file:
             yield file
@@ -226,7 +226,7 @@ class _Target:
 def _write_shard(
     target: _Target, name: str, samples: Iterator[list[tuple[str, Any]]], n_bytes: float
 ) -> dict[str, Any] | None:
-    """Write one shard; None where no samples are left."""
+    """Write one shard and return its entry for the index; return None if no samples are left."""
     first = next(samples, None)
     if first is None:
         return None
@@ -253,7 +253,7 @@ def _write_tar(
 
 
 class _Hashed:
-    """A file that knows the MD5 and the size of what was written to it."""
+    """A file that computes the MD5 and the size of its content."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -267,7 +267,7 @@ class _Hashed:
 
 
 def _examine(url: str, access: Access) -> tuple[int, str, TarMembers]:
-    """Return size and MD5 of a tar file, and its members."""
+    """Return the size, the MD5 and the members of a tar file."""
     if is_local(url) and not is_packed(url):
         with Path(url).open("rb") as file:
             md5 = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
@@ -282,7 +282,7 @@ def _examine(url: str, access: Access) -> tuple[int, str, TarMembers]:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name at the end of the block, when the disk has all of it."""
+    """Open a file that gets its final name at the end of the block, when the disk has all of it."""
     with replacing(path) as part, part.open("wb") as file:
         yield file
 

@@ -141,7 +141,7 @@ def jpeg(image: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("shade", "theirs"),
+    ("color", "theirs"),
     [
         (ColorParams(1.3, 1.0, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_brightness(image, 1.3)),
         (ColorParams(1.0, 0.6, 1.0, 0.0), lambda torchvision, image: torchvision.adjust_contrast(image, 0.6)),
@@ -150,27 +150,27 @@ def jpeg(image: torch.Tensor) -> bytes:
             torchvision.adjust_contrast(torchvision.adjust_brightness(image, 0.8), 1.2), 0.5)),
     ],
 )  # fmt: skip
-def test_colours_change_as_torchvision_changes_them(shade, theirs):
+def test_colours_change_as_torchvision_changes_them(color, theirs):
     from torchvision.transforms.v2 import functional as F
 
     image = smooth(40, 50) // 2 + 64  # nothing is cut off at black and white
-    assert (shade.of(image).int() - theirs(F, image).int()).abs().max() <= 3  # they cut off three times
+    assert (color.apply(image).int() - theirs(F, image).int()).abs().max() <= 3  # they cut off three times
 
 
 def test_hue_turns_red_to_green_to_blue_and_leaves_grey_alone():
     red = torch.zeros(3, 4, 4, dtype=torch.uint8)
     red[0] = 150
-    assert ColorParams(1, 1, 1, 1 / 3).of(red)[:, 0, 0].argmax() == 2
-    assert ColorParams(1, 1, 1, -1 / 3).of(red)[:, 0, 0].argmax() == 1
+    assert ColorParams(1, 1, 1, 1 / 3).apply(red)[:, 0, 0].argmax() == 2
+    assert ColorParams(1, 1, 1, -1 / 3).apply(red)[:, 0, 0].argmax() == 1
     grey = torch.full((3, 4, 4), 77, dtype=torch.uint8)
     for hue in (-0.5, -0.2, 0.1, 0.5):
-        assert torch.equal(ColorParams(1, 1, 1, hue).of(grey), grey)
+        assert torch.equal(ColorParams(1, 1, 1, hue).apply(grey), grey)
         assert torch.allclose(ColorParams(1, 1, 1, hue).matrix().sum(1), torch.ones(3), atol=1e-5)
 
 
 def test_no_shade_changes_nothing():
     image = picture(20, 30)
-    assert torch.equal(ColorParams(1, 1, 1, 0).of(image), image)
+    assert torch.equal(ColorParams(1, 1, 1, 0).apply(image), image)
 
 
 def test_erasing_makes_a_rectangle_mean_grey_within_the_share_of_the_area():

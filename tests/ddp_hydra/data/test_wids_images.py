@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ddp_hydra.data.samplers import Chunked
-from ddp_hydra.data.shards.write import make
+from ddp_hydra.data.shards.write import write_shards
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.data.wids_images import WidsImages
 from ddp_hydra.storage.base import StaleCredentialsError
@@ -25,7 +25,7 @@ def shards(tmp_path, png) -> Path:
         path = tmp_path / "images" / ("odd" if number % 2 else "even") / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(red=number, size=40))
-    make(str(tmp_path / "images"), str(tmp_path / "shards"), shard_mb=6 / 1024)
+    write_shards(str(tmp_path / "images"), str(tmp_path / "shards"), shard_mb=6 / 1024)
     return tmp_path / "shards" / "index.json"
 
 

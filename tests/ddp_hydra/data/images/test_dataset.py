@@ -101,7 +101,7 @@ def test_chance_depends_on_seed_epoch_and_index_and_not_on_threads(stored, optio
 def test_many_are_fetched_at_a_time_and_few_decoded(stored, monkeypatch):
     data = stored(delay_s=0.05, threads=24, decoders=2, transform=EvalTransform(32))
     at_once, most, lock = [0], [0], threading.Lock()
-    decoded = data.image_of
+    decoded = data.make_image
 
     def counting(*arguments):
         with lock:
@@ -114,7 +114,7 @@ def test_many_are_fetched_at_a_time_and_few_decoded(stored, monkeypatch):
             with lock:
                 at_once[0] -= 1
 
-    monkeypatch.setattr(data, "image_of", counting)
+    monkeypatch.setattr(data, "make_image", counting)
     begin = time.monotonic()
     data.__getitems__(range(24))
     assert time.monotonic() - begin < 24 * 0.05
