@@ -250,7 +250,7 @@ def test_the_last_words_before_a_crash_are_heard(client2, gang, heard, end):
     with pytest.raises(RankFailed, match=rf"(?s)rank 1 .*{end.name}") as caught:
         gang(client2).run(die)
     assert "the last line\nthe very last words" in heard.output(1)
-    assert "the last line" in caught.value.failure.said
+    assert "the last line" in caught.value.failure.last_output
     assert "the very last words" in str(caught.value) or end == signal.SIGSEGV
 
 
