@@ -150,10 +150,10 @@ class Here:
     """Drop all records.
 
     Args:
-        spool: folder for files.
+        outbox: folder for files.
     """
 
-    spool: Path
+    outbox: Path
 
     def send(self, record: Record) -> None:
         """Drop it."""

@@ -105,7 +105,7 @@ class Sender(Protocol):
         """Send one record; block while the reader is behind."""
 
     @property
-    def spool(self) -> Path:
+    def outbox(self) -> Path:
         """Return the folder on the rank's host where files wait until the reader fetches them."""
 
 
@@ -129,7 +129,7 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
         sender: None if nobody reads records, or does so no longer.
         rank: rank of this process.
         attempt: number of the gang's attempt, from 0.
-        retry_s: how long to wait for space when the spool's disk is full.
+        retry_s: how long to wait for space when the disk of the outbox is full.
     """
     _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
 
@@ -232,7 +232,7 @@ def submit_file(
     step: int | None = None,
     checkpoint: Mapping[str, Any] | None = None,
 ) -> None:
-    """Let `write` create a file in the spool, and send it. The reader deletes it after fetching it.
+    """Let `write` create a file in the outbox, and send it. The reader deletes it after fetching it.
 
     Args:
         path: relative to the run directory.
@@ -241,16 +241,16 @@ def submit_file(
         checkpoint: {step, epoch, samples, metrics, best} if the file is a checkpoint.
     """
     check_path(path)
-    emit("file", {"path": path, **spool_file(write), "checkpoint": checkpoint}, step)
+    emit("file", {"path": path, **outbox_file(write), "checkpoint": checkpoint}, step)
 
 
-def spool_file(write: Callable[[Path], Any]) -> dict[str, Any]:
-    """Let `write` create a file in the spool, and return its source, size and sha256.
+def outbox_file(write: Callable[[Path], Any]) -> dict[str, Any]:
+    """Let `write` create a file in the outbox, and return its source, size and sha256.
 
     Raises:
         DiskFull: there was no space for it during the time that `connect` was given.
     """
-    source = _sender().spool / f"{threading.get_ident()}-{time.monotonic_ns()}"
+    source = _sender().outbox / f"{threading.get_ident()}-{time.monotonic_ns()}"
 
     def attempt() -> None:
         try:

@@ -44,12 +44,12 @@ class DirectSender:
 
     Args:
         on_record: called with each record, one at a time.
-        spool: folder for files on their way.
+        outbox: folder for files on their way.
     """
 
-    def __init__(self, on_record: Callable[[Record], None], spool: Path) -> None:
+    def __init__(self, on_record: Callable[[Record], None], outbox: Path) -> None:
         self.on_record = on_record
-        self.spool = spool
+        self.outbox = outbox
         self.lock = threading.Lock()
 
     def send(self, record: Record) -> None:

@@ -121,12 +121,12 @@ class PipeSender:
 
     Args:
         control: socket to the rank task.
-        spool: the outbox, a folder on this host that the client empties.
+        outbox: a folder on this host that the client empties.
     """
 
-    def __init__(self, control: socket.socket, spool: Path) -> None:
+    def __init__(self, control: socket.socket, outbox: Path) -> None:
         self.control = control
-        self._spool = spool
+        self._outbox = outbox
         self.lock = threading.Lock()
 
     def send(self, record: Record) -> None:
@@ -135,15 +135,15 @@ class PipeSender:
             self.control.sendall(record.encode() + b"\n")
 
     @property
-    def spool(self) -> Path:
+    def outbox(self) -> Path:
         """Wait for room in the outbox, and return it. Each file that the client removes counts as progress."""
         before: set[Path] = set()
-        while len(files := set(self._spool.iterdir())) >= MAX_FILES:
+        while len(files := set(self._outbox.iterdir())) >= MAX_FILES:
             if files != before:
                 heartbeat.progress()
             before = files
             time.sleep(0.01)
-        return self._spool
+        return self._outbox
 
 
 def receive_rendezvous(control: socket.socket) -> tuple[str, int]:
@@ -284,7 +284,7 @@ def pack_value(value: Any) -> dict[str, Any]:
     data = return_values.encode(value)
     if len(data) <= results.INLINE_BYTES:
         return {"value": base64.b64encode(data).decode()}
-    return {"value_file": results.spool_file(lambda path: path.write_bytes(data))}
+    return {"value_file": results.outbox_file(lambda path: path.write_bytes(data))}
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def test_a_small_file_rides_in_its_record(data, sent, tmp_path):
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_a_large_file_goes_through_the_spool(sent, tmp_path):
+def test_a_large_file_goes_through_the_outbox(sent, tmp_path):
     content = bytes(range(256)) * (INLINE_BYTES // 256) + b"!"
     results.submit("a/b.bin", content)
     results.submit("a/b.bin", content)
@@ -218,7 +218,7 @@ def test_a_large_file_goes_through_the_spool(sent, tmp_path):
     }
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_in_the_spool(sent, tmp_path):
+def test_a_file_that_cannot_be_written_leaves_nothing_in_the_outbox(sent, tmp_path):
     def disk_full(path):
         path.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")

@@ -133,14 +133,14 @@ def test_a_rank_keeps_only_a_few_files_on_the_way(client2, run_into, tmp_path):
         most = 0
         for number in range(12):
             results.submit(f"{rank()}/{number}.bin", bytes(100_000))
-            most = max(most, len(list(results._process.sender._spool.iterdir())))
+            most = max(most, len(list(results._process.sender._outbox.iterdir())))
         return most
 
     assert max(run_into(client2, submit_many, slow_s=0.05)) <= 4
     assert len(list((tmp_path / "run").rglob("*.bin"))) == 24
 
 
-def test_files_come_in_pieces_where_the_client_does_not_see_the_spool(client2, gang, tmp_path):
+def test_files_come_in_pieces_where_the_client_does_not_see_the_outbox(client2, gang, tmp_path):
     """As with a worker on another host: its path leads nowhere here."""
 
     def fetch(record):
@@ -205,7 +205,7 @@ def test_a_rank_cannot_have_the_client_copy_any_file_it_names(client2, run_into,
 
 def test_a_file_that_is_not_what_was_announced_is_not_put_in_place(client2, run_into, tmp_path):
     def forge():
-        file = results.spool_file(lambda path: path.write_bytes(b"good"))
+        file = results.outbox_file(lambda path: path.write_bytes(b"good"))
         results.emit("file", {"path": "out/file.bin", **file, "sha256": "0" * 64, "checkpoint": None})
 
     with pytest.raises(RecordError, match=r"damaged|changed on its way"):
