@@ -52,6 +52,7 @@ heartbeat.at("save", 2**40)
 """
 
 
+@pytest.mark.integration
 def test_a_page_is_shared_with_another_process_both_ways_and_outlives_it(page):
     shared_status, fd = page
     with subprocess.Popen(

@@ -232,6 +232,7 @@ def test_local_cuda_gets_its_arguments(gpus, given, workers):
     assert not {"keep", "wait_timeout_s"} & native.keys()
 
 
+@pytest.mark.integration
 def test_gpus_are_counted_without_torch():
     import subprocess
 
@@ -268,5 +269,6 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
 
 
+@pytest.mark.integration
 def test_ctrl_c_stays_ours_whatever_a_package_does_when_it_is_imported():
     subprocess.run([sys.executable, "-c", CTRL_C], check=True, timeout=60)

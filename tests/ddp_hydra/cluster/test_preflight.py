@@ -203,6 +203,7 @@ def test_other_choices_in_the_environment_of_the_workers_are_told(caplog):
     assert "  tcp://a:1: eth1\n  tcp://b:1: not set" in record.message
 
 
+@pytest.mark.integration
 def test_asking_for_requirements_brings_no_dask_in():
     """Which sets up its loggers when it is imported, and takes as long as torch takes to be there."""
     look = "import sys; from ddp_hydra.job import run; "

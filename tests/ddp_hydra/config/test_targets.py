@@ -87,6 +87,7 @@ def test_all_targets_that_ship_are_found():
     targets.check(found, ROOT, installed_here=False)
 
 
+@pytest.mark.integration
 def test_nothing_is_imported(root):
     code = (
         "import sys; from pathlib import Path; from ddp_hydra.config import targets; "

@@ -22,6 +22,7 @@ open(sys.argv[1], "w").write("to its end")
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_nobody_who_reads_is_no_reason_to_fail(unbuffered, tmp_path):
     """As with `| head -1`."""

@@ -71,6 +71,7 @@ def test_a_signal_that_is_held_back_comes_later():
     assert reached == ["the end of the block"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_there_is_anything_to_tidy_up_a_signal_ends_the_program_in_a_line(number):
     program = (

@@ -22,6 +22,7 @@ with locked(pathlib.Path(sys.argv[1])):
 """
 
 
+@pytest.mark.integration
 def test_one_process_at_a_time_writes_and_a_dead_one_lets_go(tmp_path):
     run_dir = tmp_path / "run"
     with subprocess.Popen(

@@ -85,6 +85,7 @@ with device_leases.acquire("dead", 1, [0], ["GPU-a"], 0):
 """
 
 
+@pytest.mark.integration
 def test_a_process_that_is_killed_holds_nothing(take):
     command = [sys.executable, "-c", HOLDER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -97,6 +97,7 @@ def test_each_batch_job_has_a_server_of_its_own(monkeypatch, name):
     assert fork_client.socket_path() != first
 
 
+@pytest.mark.integration
 def test_each_cgroup_has_a_server_of_its_own():
     """Really put into a cgroup where this user may make one; version 1 and 2 both have a folder for each."""
     roots = [Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")]

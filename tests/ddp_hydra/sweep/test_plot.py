@@ -163,6 +163,7 @@ def test_a_picture_that_fails_ends_no_sweep(tmp_path, monkeypatch, caplog):
     assert "there is no picture of the sweep: division by zero" in caplog.text
 
 
+@pytest.mark.integration
 def test_matplotlib_is_imported_only_to_draw():
     code = "import sys; from ddp_hydra.sweep import plot; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -669,6 +669,7 @@ def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monke
         train(parts={"metrics": metrics})
 
 
+@pytest.mark.integration
 def test_a_compiled_model_trains_the_same(train):
     compiled = train(epochs=1, compile="default")
     assert torch.allclose(weights(compiled), weights(train(epochs=1)), atol=1e-5)

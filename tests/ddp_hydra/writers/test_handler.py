@@ -127,6 +127,7 @@ def test_unwritable_output_directory_is_a_sentence(tmp_path):
     assert default_writers(tmp_path / "new" / "run", tensorboard=False, progress=False)
 
 
+@pytest.mark.integration
 def test_no_torch_on_the_client(tmp_path):
     code = f"""
 import base64, importlib, json, pkgutil, sys

@@ -244,6 +244,7 @@ def test_a_folder_that_cannot_be_written_ends_no_job(tmp_path, caplog):
     assert all("HParams tab does not show" in message for message in caplog.messages)
 
 
+@pytest.mark.integration
 def test_no_torch_and_no_tensorflow_are_imported():
     code = "import sys; from ddp_hydra.writers import hparams; sys.exit(any(n in sys.modules for n in sys.argv))"
     subprocess.run([sys.executable, "-c", code, "torch", "tensorflow"], check=True)

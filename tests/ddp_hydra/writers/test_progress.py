@@ -145,6 +145,7 @@ def test_a_terminal_has_a_bar_and_is_left_clean(output, start, metrics_record, f
     assert "epoch 1/5  train/loss 0.5  val/loss 0.1  val/accuracy 0.972  100 samples/s\n" in bare
 
 
+@pytest.mark.integration
 def test_a_closed_output_does_not_end_the_job():
     code = """
 import os, sys
