@@ -1,4 +1,4 @@
-"""A part of a data set that is kept for validation: chosen by a hash of each name, so it is the same everywhere."""
+"""Splits a data set by a hash of each sample's name, so that the part kept for validation is the same everywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def check(holdout: float, split: str) -> None:
-    """Refuse what is no share, or no split.
+    """Check the arguments of a split.
 
     Args:
         holdout: share of the distinct names that is kept for validation, 0..1.
@@ -22,7 +22,7 @@ def check(holdout: float, split: str) -> None:
 
 
 def is_of(name: str, holdout: float, split: str) -> bool:
-    """Whether a sample of this name is of a split; arguments as of `check`."""
+    """Return whether a sample with this name belongs to a split; the arguments are those of `check`."""
     digest = hashlib.sha256(name.encode()).digest()
     is_held_out = int.from_bytes(digest[:8], "big") < holdout * 2**64
     return is_held_out == (split == "val")

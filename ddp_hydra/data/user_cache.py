@@ -1,4 +1,4 @@
-"""Where this user's caches are."""
+"""Finds the folders for this user's caches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def user_cache() -> Path:
 def private_folder(path: Path) -> Path:
     """Return a folder that only this user may write to, made where it is missing.
 
-    Who may write to a folder may swap the files in it. So where the folder given is somebody else's, or others may
-    write to it, it is a folder in there that is this user's own: users that share a cache share no files.
+    Whoever may write to a folder may replace the files in it. So if the given folder belongs to somebody else, or
+    others may write to it, this user gets an own folder inside it. Users that share a cache share no files.
 
     Args:
         path: the folder, as the user gave it.

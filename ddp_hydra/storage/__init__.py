@@ -1,9 +1,9 @@
-"""Where data lies: buckets, web servers, local folders, all read through the same few methods."""
+"""Stores of data and results: buckets, web servers and local folders, with the same few methods."""
 
 from ddp_hydra.storage.base import Store, WritableStore
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
 from ddp_hydra.storage.urls import Access
 
-__all__ = ["Access", "Bucket", "LocalFolder", "Store", "Traffic", "WritableStore"]
+__all__ = ["Access", "Bucket", "LocalFolder", "Store", "TransferCounters", "WritableStore"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import IO, Any, Protocol
 
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 
 
 class TemporaryError(ConnectionError):
@@ -41,7 +41,7 @@ class Store(Protocol):
 
     url: str
     ranges: bool
-    traffic: Traffic
+    traffic: TransferCounters
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]: ...  # noqa: D102
 

@@ -1,4 +1,4 @@
-"""What reading cost."""
+"""Counts the requests and bytes of stores."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections import defaultdict
 from typing import Any
 
 
-class TransferCounters:
-    """Counts over all threads of a process, each of which adds up its own: nobody waits for a lock.
+class Counters:
+    """Counters by name, for all threads of a process. Each thread has its own sums, so that no thread waits for a lock.
 
-    A copy that is unpickled begins at zero.
+    An unpickled copy begins at zero.
     """
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self._local = threading.local()
         self._all: list[defaultdict[str, float]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
     def add(self, **more: float) -> None:
-        """Count some more, by name."""
-        counts = self.mine()
+        """Add to some counters, given by name."""
+        counts = self.of_thread()
         for name, value in more.items():
             counts[name] += value
 
-    def mine(self) -> defaultdict[str, float]:
+    def of_thread(self) -> defaultdict[str, float]:
         """Return the counts of the calling thread."""
         try:
-            return self._mine.counts
+            return self._local.counts
         except AttributeError:
             counts: defaultdict[str, float] = defaultdict(float)
-            self._mine.counts = counts
+            self._local.counts = counts
             self._all.append(counts)
             return counts
 
     def total(self, name: str) -> float:
-        """Return what was counted so far."""
+        """Return the sum over all threads."""
         return sum(counts.get(name, 0) for counts in list(self._all))
 
 
-class Traffic(TransferCounters):
-    """Counts requests that were answered, retries, and bytes."""
+class TransferCounters(Counters):
+    """Counts answered requests, retries, and bytes."""
 
     def read(self, n_bytes: int) -> None:
-        """Count an answer."""
-        counts = self.mine()
+        """Count an answer of so many bytes."""
+        counts = self.of_thread()
         counts["requests"] += 1
         counts["bytes"] += n_bytes
 

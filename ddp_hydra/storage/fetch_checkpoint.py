@@ -1,4 +1,4 @@
-"""Checkpoints from a store: `resume=s3://…`. What is there was put by `writers/checkpoint_mirror.py`."""
+"""Downloads checkpoints from a store, for `resume=s3://…`. `writers/checkpoint_mirror.py` has written them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def folder_of(url: str, timeout_s: float = 60.0) -> results_root.ResultsFolder:
-    """Return where the checkpoints of a mirrored run lie.
+    """Return the folder with the checkpoints of a mirrored run.
 
     Args:
         url: "s3://bucket/folder" or a path, of the run or of its `checkpoints`.
@@ -37,15 +37,15 @@ def folder_of(url: str, timeout_s: float = 60.0) -> results_root.ResultsFolder:
 
 
 def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
-    """Bring the newest whole checkpoint of a mirrored run here.
+    """Download the newest complete checkpoint of a mirrored run.
 
-    A damaged or missing one falls back to the one before, with a warning in the log; `best` does not.
+    If it is damaged or missing, download the one before it, and warn. `best` has no such fallback.
 
     Args:
         url: as `results.mirror` was given, e.g. "s3://bucket/folder".
-        folder: where to put it; made if it is missing. A file that is there already and whole is not fetched.
+        folder: where to put it; made if it is missing. A complete file that is there already is not downloaded again.
         which: the last one or the best one.
-        retry_s: how long to try again while the store is away.
+        retry_s: how long to retry while the store does not answer.
 
     Returns:
         The file; its name begins with its step, e.g. step-000100-0123456789ab.pt.

@@ -1,4 +1,4 @@
-"""Careful disk access: no way out of the run directory, and errors that name the file."""
+"""Writes files atomically, never outside of the run directory, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _PART = ".part-"
 
 
 def cannot_write(what: str | Path, error: OSError) -> RecordError:
-    """Return one sentence about a failed write."""
+    """Return the error for a failed write, as one sentence."""
     hint = _HINTS.get(error.errno or 0, "what was written before stays whole")
     return RecordError(f"cannot write {error.filename or what}: {error.strerror or error}; {hint}")
 
 
 def passing(error: BaseException) -> OSError | None:
-    """Return what kept a write from the disk, if it may pass: a full disk, a file server that is away."""
+    """Return the cause of a failed write if it is temporary: a full disk, a file server that does not answer."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return cause if isinstance(cause, OSError) and cause.errno in _PASSING else None
 
@@ -74,7 +74,7 @@ def open_run_dir(run_dir: str | Path) -> Path:
 
 
 def place(run_dir: Path, path: PurePosixPath | str) -> Path:
-    """Return where `path` lies in a run directory, and make its folders.
+    """Return the path of a file in a run directory, and make its folders.
 
     Raises:
         RecordError: a folder on the way is a symbolic link, a file, or cannot be made.
@@ -96,12 +96,12 @@ def place(run_dir: Path, path: PurePosixPath | str) -> Path:
 
 
 def part_of(target: Path) -> Path:
-    """Return a new hidden name beside `target`, for content that is not complete yet."""
+    """Return a new hidden name beside `target`, for a file that is not complete yet."""
     return target.with_name(_PART + secrets.token_hex(6))
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove what an interrupted writer left in `folder`."""
+    """Remove the incomplete files that an interrupted writer left in `folder`."""
     for part in folder.glob(_PART + "*"):
         part.unlink(missing_ok=True)
 
@@ -138,7 +138,7 @@ def write_atomic(target: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the content of a file, or the names in a folder, survive a power cut."""
+    """Wait until the content of a file, or the names in a folder, would survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -150,11 +150,11 @@ def sync(path: Path) -> None:
 
 
 class AppendFile:
-    """A file that grows by whole pieces, each visible to readers at once.
+    """A file that grows by complete pieces, which readers see at once.
 
     Args:
         path: made at the first piece; a symbolic link is refused.
-        ends_with: if the file has content that does not end so, this is put in first.
+        ends_with: if the file has content with another end, this is appended first.
     """
 
     def __init__(self, path: Path, ends_with: bytes = b"") -> None:
@@ -167,7 +167,7 @@ class AppendFile:
         """Add one piece, or nothing.
 
         Raises:
-            RecordError: it cannot be written; a part of it was taken back.
+            RecordError: the piece cannot be written; a part of it was removed again.
         """
         with writing(self.path):
             if self._handle is None:
@@ -181,7 +181,7 @@ class AppendFile:
                 self._take_back()
 
     def _take_back(self) -> None:
-        """Cut off the half of a piece; a disk that is away does not even let this be done at once."""
+        """Remove an incomplete piece. If the disk fails, the next call tries this again."""
         if self._torn is not None and self._handle is not None:
             os.ftruncate(self._handle, self._torn)
             self._torn = None

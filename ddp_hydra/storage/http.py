@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import TemporaryError
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.remote import Remote
 from ddp_hydra.storage.s3_messages import cause
 
@@ -22,12 +22,12 @@ class WebServer(Remote):
     Args:
         url: scheme and host, e.g. "https://example.org"; a query is sent with each request, as signed URLs need it.
         timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long a read is tried again.
+        retry_timeout_s: how long to retry a request.
         traffic: counts; None: an own one.
     """
 
     def __init__(
-        self, url: str, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: Traffic | None = None
+        self, url: str, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: TransferCounters | None = None
     ) -> None:
         self.url = url
         super().__init__(url, timeout_s, retry_timeout_s, traffic)

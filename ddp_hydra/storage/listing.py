@@ -1,4 +1,4 @@
-"""A listing that goes on until it is whole."""
+"""Lists objects until the listing is complete."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ddp_hydra.storage.base import TemporaryError
 
 _PAGE = 1000
 _EMPTY = 2
-"""So often a listing has to come empty before there is nothing."""
+"""A listing must be empty this many times before it counts as empty."""
 
 
 class Walk:
     """Lists the objects below a prefix, page by page, and knows which page is the last.
 
-    The client takes a good deal for the end of a listing: an error document, the page of a proxy, "more" without
-    saying where. So a listing that has ended is begun again just before the last object. Only an answer that has this
-    object, and nothing behind it, is the end. So it also goes on after an error. Nothing is concluded from the order
-    of keys, as not all stores sort them.
+    The client mistakes several answers for the end of a listing: an error document, the page of a proxy, "more"
+    without a token. So this class begins an ended listing again, just before the last object. Only an answer that has
+    this object, and nothing after it, is the end. After an error, the listing goes on in the same way. The order of
+    keys is not used, as not all stores sort them.
 
     Args:
         url: of the store, for messages.
@@ -30,18 +30,18 @@ class Walk:
         self._prefix = prefix or None
         self._pages: Iterator[Any] | None = None
         self._last: tuple[str, bool] | None = None
-        self._reached = True  # whether the listing under way has come to the last object that was shown
-        self._news = False  # whether it had more
+        self._reached = True  # whether the current listing has come to the last returned object
+        self._news = False  # whether it had objects after that one
         self._empty = 0
 
     def next_page(self, store: Any) -> list[tuple[str, int]]:
-        """Return key and size of the next objects; nothing where that was all.
+        """Return key and size of the next objects, or an empty list at the end.
 
         Args:
             store: of obstore.
 
         Raises:
-            TemporaryError: the answer can't be right; another try goes on behind what was shown.
+            TemporaryError: the answer can't be right; the next call goes on after the last object that was returned.
         """
         while True:
             if self._pages is None:
@@ -67,7 +67,7 @@ class Walk:
         return iter(obstore.list(store, prefix=self._prefix, offset=offset or None, chunk_size=_PAGE))
 
     def _behind_last(self, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Leave out what was shown already."""
+        """Leave out the objects that were returned before."""
         start = 0
         while not self._reached and start < len(found):
             self._reached = _mark(*found[start]) == self._last
@@ -77,7 +77,7 @@ class Walk:
         return found
 
     def _is_whole(self) -> bool:
-        """Whether the listing that has just ended says that there is no more."""
+        """Return whether the listing that has just ended proves that there are no more objects."""
         if not self._reached and self._last is not None:
             raise TemporaryError(
                 f"the listing of {self._url} broke off at {self._last[0]!r}, and the answers that came since do not "
@@ -90,5 +90,5 @@ class Walk:
 
 
 def _mark(path: str, size: int) -> tuple[str, bool]:
-    """Return what tells an object from all others: a folder's marker may share the path of a file."""
+    """Return what identifies an object: the marker of a folder may have the same path as a file."""
     return path, bool(size)

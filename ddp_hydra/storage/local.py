@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.storage.base import ObjectChangedError
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.files import replacing
 
 LOCK = ".lock"
@@ -30,11 +30,11 @@ class LocalFolder:
 
     ranges = True
 
-    def __init__(self, folder: str | Path, traffic: Traffic | None = None) -> None:
+    def __init__(self, folder: str | Path, traffic: TransferCounters | None = None) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.url = f"file://{self.folder}"
         self.name = str(self.folder)
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or TransferCounters()
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield path below the folder and size in bytes of each file under `prefix`, links to folders followed.

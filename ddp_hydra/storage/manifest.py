@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and whether one is whole: for resume, evaluate and generate.
+"""Finds the checkpoints of a run and verifies them, for resume, evaluate and generate.
 
 `checkpoints/manifest.json` has one entry per file: size in bytes, sha256, and the step, epoch, samples and
 metrics it was made at. Needs no torch and no writer.

@@ -1,4 +1,4 @@
-"""Objects behind HTTP, read with obstore."""
+"""Reads and writes objects over HTTP, with obstore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_hydra.storage.base import (
     TemporaryError,
     WrongBodyError,
 )
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.listing import Walk
 from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.storage.stream import Stream
@@ -35,7 +35,7 @@ _forked = False
 
 
 class Remote(ABC):
-    """Reads and writes objects over HTTP, and tries again by itself.
+    """Reads and writes objects over HTTP, and retries by itself.
 
     It opens its connections when they are first needed, in each process anew, so it can be pickled at any time.
     Its methods may be called from many threads at once.
@@ -43,26 +43,30 @@ class Remote(ABC):
     Args:
         url: of the store, for its connections.
         timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long a request is tried again; the first contact gets `FIRST_RETRY_TIMEOUT_S`.
+        retry_timeout_s: how long to retry a request; the first contact gets `FIRST_RETRY_TIMEOUT_S` at most.
         traffic: counts; None: an own one.
 
     Attributes:
         url: of the store, for messages.
-        ranges: whether it gives parts of objects, as far as is known.
+        ranges: whether the store can return parts of objects, as far as is known.
     """
 
     url: str
     FIRST_RETRY_TIMEOUT_S = 5.0
     REGION_RETRY_TIMEOUT_S = 1.0
-    """For a wrong region, before anything has worked."""
+    """How long to retry a wrong region, before any request has worked."""
 
     def __init__(
-        self, url: str | None, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: Traffic | None = None
+        self,
+        url: str | None,
+        timeout_s: float = 10.0,
+        retry_timeout_s: float = 60.0,
+        traffic: TransferCounters | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.retry_timeout_s = retry_timeout_s
         self.ranges = True
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or TransferCounters()
         self._http_url = url
         self._reset()
 
@@ -93,14 +97,14 @@ class Remote(ABC):
 
         Args:
             key: its name.
-            size: bytes that it had when it was listed; what comes with another number of them is asked for again,
-                but where the object itself has changed. None: not known.
+            size: its size in bytes when it was listed; None: not known. An answer of another size is retried, unless
+                the object itself has changed.
 
         Raises:
             FileNotFoundError: there is no such object.
             PermissionError: no credentials, or wrong ones.
             ConnectionError: the store is not reachable, or out of order, for longer than `retry_timeout_s`.
-            ValueError: all that came for so long was of another size.
+            ValueError: all answers were of another size for so long.
         """
         try:
             content = self._request(lambda store: self._whole(store, key, size), key)
@@ -115,7 +119,7 @@ class Remote(ABC):
             return content
         import obstore
 
-        is_document = bytes(content[:1]) in (b"", b"<")  # an error, told with a status that says there is none
+        is_document = bytes(content[:1]) in (b"", b"<")  # an error document, sent with the status of a success
         if is_document or obstore.head(store, key)["size"] != len(content):
             raise self._wrong_body(key, len(content), size)
         return content
@@ -145,7 +149,7 @@ class Remote(ABC):
         Args:
             key: its name.
             size: its bytes.
-            start: how many of them to leave out; they are read all the same.
+            start: how many bytes to skip; they are transferred all the same.
 
         Raises:
             ValueError: it has another size.
@@ -220,7 +224,7 @@ class Remote(ABC):
         return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
     def close(self) -> None:
-        """Let nobody wait for a retry any more."""
+        """End all waiting for retries."""
         closing, self._closing = self._closing, threading.Event()
         closing.set()
 
@@ -254,7 +258,7 @@ class Remote(ABC):
                 return result
 
     def _explained(self, error: Exception, key: str | None) -> Exception:
-        """Turn any error into one of ours; those that all stores have in common are told here."""
+        """Turn any error into one of ours. This method knows the errors that all stores have in common."""
         text = str(error)
         if isinstance(error, TemporaryError | StaleCredentialsError | ObjectChangedError):
             return error
@@ -271,7 +275,7 @@ class Remote(ABC):
         return self._explain(error, key)
 
     def shown(self) -> str:
-        """Return the URL of the store, without what may be secret."""
+        """Return the URL of the store, without its secrets."""
         return self.url
 
     def _renew(self) -> bool:

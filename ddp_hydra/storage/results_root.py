@@ -1,7 +1,7 @@
-"""Where the results of a run are that no client holds: a folder of a bucket, or of a disk that all hosts share.
+"""Finds and opens the results of runs in a bucket, or on a disk that all hosts share.
 
 For a bucket, only the environment says where the store is and who may use it: the AWS_* variables (AWS_ENDPOINT_URL,
-AWS_REGION, AWS_ACCESS_KEY_ID ...), a profile, or the role of the machine. No config says it.
+AWS_REGION, AWS_ACCESS_KEY_ID ...), a profile, or the role of the machine. The config holds none of it.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class ResultsFolder:
 
 
 def is_url(text: str) -> bool:
-    """Whether results are given by the URL of a bucket, not by a path."""
+    """Return whether a text is the URL of a bucket, and not a path."""
     return "://" in text and text.partition("://")[0].isalnum()
 
 
 def plain_path(text: str) -> str:
-    """`file:///shared/runs` as the path that it is; anything else as it was given.
+    """Return the path of a file:// URL; return any other text unchanged.
 
     Raises:
         ConfigError: it names another host, or no absolute path.
@@ -160,10 +160,10 @@ def open_folder(url: str, timeout_s: float = 60.0) -> ResultsFolder:
 
 
 def find(run: str) -> str:
-    """Where the results of a run are that somebody names.
+    """Return the URL or path of a run's results.
 
     Args:
-        run: a URL, a path, or a run directory that only points to them.
+        run: a URL, a path, or a run directory that only points to the results.
 
     Raises:
         ConfigError: see `plain_path`.
@@ -176,14 +176,14 @@ def find(run: str) -> str:
 
 
 def address(root: str, run_dir: Path) -> str:
-    """Where the results of a run go: its folder, without `outputs` or `multirun`, below the root.
+    """Return the URL or path for the results of a run: its folder below the root, without `outputs` or `multirun`.
 
     Args:
         root: `results.root`.
         run_dir: of the client.
 
     Raises:
-        ConfigError: the root cannot mean the same on every host.
+        ConfigError: the root is a relative path, which may differ between hosts.
     """
     root = plain_path(root).rstrip("/")
     if not is_url(root) and not Path(root).is_absolute():

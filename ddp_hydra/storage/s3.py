@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import NoBucketError, ObjectChangedError
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.remote import Remote
 from ddp_hydra.storage.s3_messages import explain, without_user
 
@@ -28,13 +28,13 @@ class Bucket(Remote):
             (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL), else AWS.
         region: e.g. "eu-west-1"; None: what the environment says, else "us-east-1".
         anon: read without credentials, as public buckets allow.
-        addressing: "path": the bucket's name comes after the host's, which all stores but a few understand;
-            "virtual": it is a part of the host's; None: what the environment says, else "path".
-        credentials: access key and secret of a store that is nobody's secret, as the embedded one.
+        addressing: "path": the bucket's name comes after the host's name, which most stores understand; "virtual": it
+            is a part of the host's name; None: what the environment says, else "path".
+        credentials: access key and secret of a store where they are no secret, as the embedded one.
         setting: the config key that names the bucket, for messages; None: only the environment says where the store
             is and who may use it.
         timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long a read is tried again.
+        retry_timeout_s: how long to retry a request.
         traffic: counts; None: an own one.
         scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
         client_retries: how often obstore itself repeats a request, so that one failed piece of a large object does not
@@ -55,7 +55,7 @@ class Bucket(Remote):
         setting: str | None = "data.bucket",
         timeout_s: float = 10.0,
         retry_timeout_s: float = 60.0,
-        traffic: Traffic | None = None,
+        traffic: TransferCounters | None = None,
         scheme: str = "s3",
         client_retries: int = 0,
     ) -> None:

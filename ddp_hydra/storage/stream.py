@@ -1,11 +1,11 @@
-"""An object that is read in one go, and begun again where that breaks."""
+"""Reads an object with one request, and starts over after an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 
 _PIECE_BYTES = 2**20
 
@@ -13,18 +13,19 @@ _PIECE_BYTES = 2**20
 class Stream:
     """Reads an object in pieces with one request, for stores that give no parts of objects.
 
-    After an error it is read from its beginning, for there is no other way, and what was given out is left out.
+    After an error the object is read from its beginning, as there is no other way; bytes that were returned before are
+    skipped.
 
     Args:
         key: its name.
-        size: its bytes.
-        start: how many of them to leave out; they are read all the same.
-        wrong_size: makes an error of the bytes that came.
+        size: its size in bytes.
+        start: how many bytes to skip; they are transferred all the same.
+        wrong_size: returns the error for an object of another size, given that size.
         traffic: counts.
     """
 
     def __init__(
-        self, key: str, size: int, start: int, wrong_size: Callable[[int], Exception], traffic: Traffic
+        self, key: str, size: int, start: int, wrong_size: Callable[[int], Exception], traffic: TransferCounters
     ) -> None:
         self._key, self._size = key, size
         self._given = start
@@ -34,7 +35,7 @@ class Stream:
         self._position = 0
 
     def next_piece(self, store: Any) -> Any:
-        """Return what comes next, of a store of obstore; None at the end. After an error, call it again."""
+        """Return the next piece, read from a store of obstore; None at the end. After an error, call it again."""
         try:
             return self._next_piece(store)
         except Exception:

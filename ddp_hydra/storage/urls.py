@@ -1,4 +1,4 @@
-"""From a URL to the store that has it."""
+"""Finds the store that a URL belongs to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.storage.base import Store
-from ddp_hydra.storage.counters import Traffic
+from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
@@ -15,16 +15,16 @@ from ddp_hydra.storage.s3 import Bucket
 
 @dataclass
 class Access:
-    """How URLs are read: one store, with its connections, for all of a bucket or host.
+    """Opens URLs. All URLs of one bucket or host share one store and its connections.
 
     Args:
-        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
+        endpoint_url: of s3:// URLs; None: as the environment says, else AWS.
         region: of s3:// URLs.
         anon: read s3:// URLs without credentials.
         addressing: of s3:// URLs, "path" or "virtual".
         setting: the config key that holds the URL, for messages.
         timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long a read is tried again.
+        retry_timeout_s: how long to retry a request.
         credentials: access key and secret of s3:// URLs that are nobody's secret, as the embedded store's.
         traffic: counts over all stores.
     """
@@ -37,7 +37,7 @@ class Access:
     timeout_s: float = 10.0
     retry_timeout_s: float = 60.0
     credentials: tuple[str, str] | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: TransferCounters = field(default_factory=TransferCounters)
     _stores: dict[str, Store] = field(default_factory=dict, repr=False)
 
     def open(self, url: str) -> tuple[Store, str]:
@@ -64,7 +64,7 @@ class Access:
         return self._store(f"file://{path.parent}"), path.name
 
     def open_folder(self, url: str) -> tuple[Store, str]:
-        """Return the store of a folder, and its prefix there; of a local one, the folder itself.
+        """Return the store of a folder, and its prefix there; for a local folder, a store of the folder itself and "".
 
         Args:
             url: as `open`.
@@ -105,7 +105,7 @@ class Access:
         )
 
     def close(self) -> None:
-        """Let no store wait for a retry any more."""
+        """End all waiting for retries."""
         for store in self._stores.values():
             store.close()
 

@@ -19,9 +19,9 @@ from ddp_hydra.data.images.batch_loader import BatchLoader, PreallocatedBatch
 from ddp_hydra.data.images.cache import Cache
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.normalise import Normalise
-from ddp_hydra.storage import Traffic
+from ddp_hydra.storage import TransferCounters
 from ddp_hydra.storage.base import StaleCredentialsError
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.counters import Counters
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -90,7 +90,7 @@ class ImageDataset(Dataset, ABC):
         self.seed = seed
         self.max_bad_fraction = max_bad_fraction
         self.mean, self.std = tuple(mean), tuple(std)
-        self.traffic = Traffic()
+        self.traffic = TransferCounters()
         self._epoch = 0
         self._bad: BadSamples | None = None
         self._set_process_state()
@@ -101,7 +101,7 @@ class ImageDataset(Dataset, ABC):
         self._loader: BatchLoader | None = None
         self._works = False
         self._lock = threading.Lock()
-        self._counters = TransferCounters()
+        self._counters = Counters()
         self._normalise = Normalise(self.mean, self.std)
 
     def __getstate__(self) -> dict[str, Any]:
