@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_hydra import results
 from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.rank.outbox import CHUNK_BYTES
-from ddp_hydra.rank.task import WINDOW_BYTES
+from ddp_hydra.rank.record_relay import WINDOW_BYTES
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 
