@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[str, ...]] = {
         "data.image_size=16", "data.batch_size=32", "trainer.max_steps=12", "trainer.threads=1",
         "data.cache_dir={cache}", "scheduler.warmup_steps=4",
     ),
-    "resumed": ("resume='{digits}/checkpoints/step-000005.pt'", *DIGITS),
+    "resumed": ("resume='{digits}/checkpoints/step-000015.pt'", *DIGITS),
     "killed and restarted": (*DIGITS, "+fault=kill,rank=1,step=14"),
     "a step left out": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=skip"),
     "rolled back": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=rollback"),
