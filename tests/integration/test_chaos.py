@@ -400,7 +400,7 @@ def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos
     slow = (*SLOW, f"++data.val.delay_s={0.1 * ranks}")
     story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
     assert story.summary["steps"] == 12
-    assert story.checkpoint()["pending"] is True
+    assert story.checkpoint()["validation_due"] is True
     assert not [line for line in story.lines() if line["step"] == 12 and "val/loss" in line]
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
 
