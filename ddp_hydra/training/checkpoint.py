@@ -21,7 +21,7 @@ from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training.finite import not_finite
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
