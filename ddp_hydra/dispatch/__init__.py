@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_hydra.dispatch.call import Call, show
     from ddp_hydra.dispatch.gang import Gang, run
-    from ddp_hydra.dispatch.script import script
+    from ddp_hydra.dispatch.user_script import script
 
 __all__ = ["Call", "Gang", "run", "script", "show"]
-_MODULES = {"Call": "call", "Gang": "gang", "run": "gang", "script": "script", "show": "call"}
+_MODULES = {"Call": "call", "Gang": "gang", "run": "gang", "script": "user_script", "show": "call"}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,9 +29,9 @@ from ddp_hydra.dispatch import placement
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call, show
 from ddp_hydra.dispatch.restarts import Ended, Restarts
-from ddp_hydra.dispatch.script import Script, script
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.unread_records import UnreadRecords
+from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.launch_spec import LaunchSpec
