@@ -108,7 +108,7 @@ def test_all_ranks_stop_where_it_gets_no_better(client2, train):
         client2, "run", "trainer.early_stopping_patience=1", "trainer.early_stopping_min_delta=9", "trainer.epochs=5"
     )
     assert (run.value["steps"], run.value["interrupted"]) == (12, "")
-    assert run.checkpoint("last.pt")["early_stop"]["waited"] == 1
+    assert run.checkpoint("last.pt")["early_stopping"]["validations_without_progress"] == 1
 
 
 # -- who is slow -------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_a_wish_of_the_run_before_is_forgotten():
 def test_inline_before_the_loop_an_interrupt_ends_at_once(phase):
     heartbeat.connect(None)
     heartbeat.at(phase, 0)
-    with inline.FinishHere().caught(), pytest.raises(KeyboardInterrupt):
+    with inline.FinishOnInterrupt().caught(), pytest.raises(KeyboardInterrupt):
         strike()
     assert heartbeat.here().finish == 0
     heartbeat.connect(None)
@@ -160,7 +160,7 @@ def test_inline_before_the_loop_an_interrupt_ends_at_once(phase):
 def test_inline_in_the_loop_an_interrupt_asks_it_to_finish_and_a_second_ends_at_once():
     heartbeat.connect(None)
     heartbeat.at("forward", 3)
-    with inline.FinishHere().caught():
+    with inline.FinishOnInterrupt().caught():
         strike()
         assert heartbeat.REASONS[heartbeat.here().finish] == "interrupt"
         with pytest.raises(KeyboardInterrupt):

@@ -110,7 +110,7 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
 def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_path):
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b"", retry_s=3.0))
-    assert sum(full_disk) == 3.0
+    assert sum(full_disk) == pytest.approx(3.0)
     (warning,) = (record.data["text"] for record in worker.said if record.kind == "warning")
     assert f"the worker's temporary folder {tmp_path} on host " in warning
     assert " is full (" in warning
