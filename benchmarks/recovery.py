@@ -195,7 +195,7 @@ def ddp_hydra(ranks: int, spare: int = 0) -> Iterator[Training]:
         ]
         command = commands.job(*overrides, run_dir=Path(folder) / "run")
         with Running(command, {**variables, "BENCH_FOLDER": folder}) as running:
-            yield Training(running, Path(folder), ranks, r"attempt \d+ failed", ranks + spare)
+            yield Training(running, Path(folder), ranks, r"restart \d+ of ", ranks + spare)
 
 
 @contextmanager

@@ -422,7 +422,8 @@ def test_shards_that_are_not_needed_any_more_are_evicted(remote, server, tmp_pat
         data.expect(range(80))
         assert [int(bytes(data.fields(index)[".cls"])) for index in range(80)] == list(range(80))
     assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 2.5 * size
-    assert data.stats()["downloads"] <= 7
+    # Seven if each download ends before the next shard is needed; by sample it would be 160.
+    assert data.stats()["downloads"] <= 10
 
 
 @pytest.mark.integration

@@ -15,6 +15,7 @@ from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import (
+    FORMAT,
     CheckpointWriter,
     Position,
     ReportingFile,
@@ -130,7 +131,7 @@ def test_a_checkpoint_says_what_it_is_of(tmp_path):
     torch.save(train(state(), 1).capture(), tmp_path / "a.pt")
     content = read(tmp_path / "a.pt")
     assert content["config"] == {"seed": 0, "tags": ["a"]}
-    assert (content["world_size"], content["format"], content["torch"]) == (1, 1, str(torch.__version__))
+    assert (content["world_size"], content["format"], content["torch"]) == (1, FORMAT, str(torch.__version__))
     assert not any(key.startswith("module.") for key in content["model"])
 
 
@@ -209,10 +210,11 @@ BAD = {
         lambda path: path.write_bytes(pickle.dumps(Bomb(), 2)),
         "can't be read as a checkpoint",
     ),
-    "code in a checkpoint": (saved({"format": 1, "model": Bomb()}), "can't be read as a checkpoint"),
-    "a list": (saved([1, 2]), "no checkpoint of ddp_hydra: it has no format=1"),
+    "code in a checkpoint": (saved({"format": FORMAT, "model": Bomb()}), "can't be read as a checkpoint"),
+    "a list": (saved([1, 2]), f"no checkpoint of ddp_hydra: it has no format={FORMAT}"),
     "a state dict": (saved(nn.Linear(1, 1).state_dict()), "no checkpoint of ddp_hydra"),
-    "of the future": (saved({"format": 2}), "no checkpoint of ddp_hydra"),
+    "of the past": (saved({"format": FORMAT - 1}), "no checkpoint of ddp_hydra"),
+    "of the future": (saved({"format": FORMAT + 1}), "no checkpoint of ddp_hydra"),
 }
 
 
