@@ -26,7 +26,7 @@ from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
 from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
 from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.resume import weights_path
-from ddp_hydra.job.run_dir import next_attempt, read_summary, saved_step
+from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import read_value, shown_path, why_stopped
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.spec import RankSpec
@@ -36,6 +36,7 @@ from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.base import Writer
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.run_dir import next_attempt, read_summary
 
 log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.training.loop:train"

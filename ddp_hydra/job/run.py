@@ -17,9 +17,10 @@ from ddp_hydra.errors import Interrupted
 from ddp_hydra.job.checks import check, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
-from ddp_hydra.job.run_dir import locked, refuse_other_run
+from ddp_hydra.job.run_dir import refuse_other_run
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
+from ddp_hydra.writers.run_dir import locked
 
 
 def run_job(

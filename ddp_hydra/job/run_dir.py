@@ -1,16 +1,8 @@
-"""Keep a run directory for one run, written by one process at a time."""
+"""Keep a run directory for one run."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import json
-import os
 import shutil
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +11,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
-
-LOCK = ".lock"
-SUMMARY = "summary.json"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_TAIL_BYTES = 2**16
+from ddp_hydra.writers.run_dir import locked, read_summary
 
 
 class RunDirCallback(Callback):
@@ -40,74 +28,6 @@ class RunDirCallback(Callback):
                 refuse_other_run(run_dir, config.get("resume"))
         except ConfigError as error:  # Hydra turns exceptions of callbacks into warnings
             raise SystemExit(f"ddp_hydra: {error}") from None
-
-
-@contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Keep other processes from writing a run directory inside the block.
-
-    The lock ends with the process that holds it. A file system without locks is used without one.
-
-    Args:
-        run_dir: made if it is missing.
-
-    Raises:
-        ConfigError: another process writes it, or it cannot be written.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        handle = _open_locked(run_dir / LOCK)
-    except BlockingIOError:
-        raise ConfigError(
-            f"{run_dir} is being written by {_holder(run_dir / LOCK)}: give another folder with "
-            f"hydra.run.dir=<folder>, or, once that has ended, go on with resume={run_dir}"
-        ) from None
-    except OSError as error:
-        raise cannot_be_written(run_dir, error) from error
-    try:
-        with contextlib.suppress(OSError):  # the text is for a message only, so a full disk does not matter
-            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            (run_dir / LOCK).unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _open_locked(path: Path) -> int:
-    """Return a descriptor that holds the lock.
-
-    A process that releases the lock removes the file, possibly after we opened it: then open the new one.
-    """
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            with _tolerated():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), path.stat()):
-                    os.ftruncate(handle, 0)
-                    return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-
-
-@contextmanager
-def _tolerated() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
-def _holder(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")[:200] or "another process"
-    except OSError:
-        return "another process"
 
 
 def refuse_other_run(run_dir: Path, resume: str | None) -> None:
@@ -137,55 +57,6 @@ def is_resumed(run_dir: Path, resume: str | None) -> bool:
         return False
     given, own = Path(resume).resolve(), run_dir.resolve()
     return given == own or own in given.parents
-
-
-def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next attempt, counted on from those of earlier processes in this run directory."""
-    known = [entry.get("attempt") for entry in read_summary(run_dir).get("attempts") or () if isinstance(entry, dict)]
-    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):
-                known.append(json.loads(line).get("attempt"))
-    return max((number for number in known if isinstance(number, int)), default=-1) + 1
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Return the content of summary.json; {} if there is none or it is no JSON object."""
-    try:
-        found = json.loads((run_dir / SUMMARY).read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write summary.json atomically.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    draft = run_dir / f".{SUMMARY}"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(summary, indent=2, allow_nan=False, default=str) + "\n")
-        draft.replace(run_dir / SUMMARY)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise cannot_be_written(run_dir, error) from error
-
-
-def cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
-    """Return the error for a run directory that cannot be written, with what to type."""
-    advice = "free some space there" if is_full(error) else "give another with hydra.run.dir=<folder>"
-    return ConfigError(f"the run directory {run_dir} can't be written ({error.strerror}): {advice}")
-
-
-def is_full(error: BaseException) -> bool:
-    """Return whether a full disk is the cause of an error."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def saved_step(run_dir: Path) -> int | None:

@@ -14,11 +14,11 @@ from omegaconf import DictConfig
 import ddp_hydra
 from ddp_hydra.config import project
 from ddp_hydra.console.plural import counted
-from ddp_hydra.console.text import message_of, traceback_of
-from ddp_hydra.errors import ConfigError, DdpHydraError, JobFailed, RecordError, RunFailed
+from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.heartbeat import REASONS
-from ddp_hydra.job.run_dir import full_disk_advice, is_full, saved_step, write_summary
+from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.results import finite
+from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
 
 ENOUGH_STEPS = 20
 """Bottlenecks of shorter runs are not described: the first steps wait for connections, caches and compilation."""
@@ -70,7 +70,7 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
     try:
         yield summary
     except BaseException as error:
-        _add_error(summary, error)
+        add_error(summary, error)
         _finish(run_dir, summary, begin, error)
         if isinstance(error, KeyboardInterrupt) and not error.args:  # ended at once, without another checkpoint
             step = saved_step(run_dir)
@@ -79,21 +79,6 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
             error.add_note(full_disk_advice(run_dir, shown_dir))
         raise
     _finish(run_dir, summary, begin)
-
-
-def _add_error(summary: dict[str, Any], error: BaseException) -> None:
-    """Fill in the status and the failure of a job that an error has ended."""
-    if isinstance(error, KeyboardInterrupt):
-        summary["status"] = "interrupted"
-    elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
-        pass
-    elif isinstance(error, JobFailed):
-        summary["failure"] = error.failure.as_dict()
-    elif isinstance(error, Exception):
-        origin = dict.fromkeys(("rank", "host", "attempt", "step"))
-        trace = "" if isinstance(error, DdpHydraError) else traceback_of(error)
-        texts = {"message": message_of(error), "place": "", "traceback": trace}
-        summary["failure"] = {"kind": type(error).__name__, **origin, **texts}
 
 
 def _finish(run_dir: Path, summary: dict[str, Any], begin: float, error: BaseException | None = None) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, read
-from ddp_hydra.job.run_dir import SUMMARY
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.run_dir import SUMMARY
 from ddp_hydra.writers.status import NAME
 
 POLL_S = 1.0

@@ -32,10 +32,10 @@ from ddp_hydra.job.remote.scratch import Scratch
 from ddp_hydra.job.remote.status import LOST, DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
-from ddp_hydra.job.run_dir import read_summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers.base import Writer
+from ddp_hydra.writers.run_dir import read_summary
 
 log = logging.getLogger(__name__)
 

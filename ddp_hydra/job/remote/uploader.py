@@ -22,7 +22,6 @@ from ddp_hydra.job.remote.status import (
     read,
     read_object,
 )
-from ddp_hydra.job.run_dir import SUMMARY
 from ddp_hydra.results import check_path
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.files import place
@@ -30,6 +29,7 @@ from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read
 from ddp_hydra.storage.manifest import NAME as MANIFEST
 from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.storage.retry import Backoff
+from ddp_hydra.writers.run_dir import SUMMARY
 from ddp_hydra.writers.status import NAME, encode
 
 INTERVAL_S = 1.0

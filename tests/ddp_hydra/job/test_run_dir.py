@@ -11,11 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.run_dir import RunDirCallback, locked, next_attempt, refuse_other_run
+from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run
+from ddp_hydra.writers.run_dir import locked, next_attempt
 
 HOLD = """
 import sys, pathlib
-from ddp_hydra.job.run_dir import locked
+from ddp_hydra.writers.run_dir import locked
 with locked(pathlib.Path(sys.argv[1])):
     print(flush=True)
     input()

@@ -1,0 +1,155 @@
+"""Lock a run directory for the one process that writes it, and keep its summary.json."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.console.text import message_of, traceback_of
+from ddp_hydra.errors import ConfigError, DdpHydraError, JobFailed, RunFailed
+
+LOCK = ".lock"
+SUMMARY = "summary.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_TAIL_BYTES = 2**16
+
+
+@contextmanager
+def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
+    """Keep other processes from writing a run directory inside the block.
+
+    The lock ends with the process that holds it. A file system without locks is used without one.
+
+    Args:
+        run_dir: made if it is missing.
+        instead: what to type if another process writes it; "": the keys of a job.
+
+    Raises:
+        ConfigError: another process writes it, or it cannot be written.
+    """
+    instead = instead or (
+        f"give another folder with hydra.run.dir=<folder>, or, once that has ended, go on with resume={run_dir}"
+    )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = _open_locked(run_dir / LOCK)
+    except BlockingIOError:
+        raise ConfigError(f"{run_dir} is being written by {_holder(run_dir / LOCK)}: {instead}") from None
+    except OSError as error:
+        raise cannot_be_written(run_dir, error) from error
+    try:
+        with contextlib.suppress(OSError):  # the text is for a message only, so a full disk does not matter
+            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (run_dir / LOCK).unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _open_locked(path: Path) -> int:
+    """Return a descriptor that holds the lock.
+
+    A process that releases the lock removes the file, possibly after we opened it: then open the new one.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with _tolerated():
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), path.stat()):
+                    os.ftruncate(handle, 0)
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+@contextmanager
+def _tolerated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:200] or "another process"
+    except OSError:
+        return "another process"
+
+
+def next_attempt(run_dir: Path) -> int:
+    """Return the number of the next attempt, counted on from those of earlier processes in this run directory."""
+    known = [entry.get("attempt") for entry in read_summary(run_dir).get("attempts") or () if isinstance(entry, dict)]
+    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in file.read().splitlines():
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):
+                known.append(json.loads(line).get("attempt"))
+    return max((number for number in known if isinstance(number, int)), default=-1) + 1
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Return the content of summary.json; {} if there is none or it is no JSON object."""
+    try:
+        found = json.loads((run_dir / SUMMARY).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json atomically.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    draft = run_dir / f".{SUMMARY}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(summary, indent=2, allow_nan=False, default=str) + "\n")
+        draft.replace(run_dir / SUMMARY)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise cannot_be_written(run_dir, error) from error
+
+
+def cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
+    """Return the error for a run directory that cannot be written, with what to type."""
+    advice = "free some space there" if is_full(error) else "give another with hydra.run.dir=<folder>"
+    return ConfigError(f"the run directory {run_dir} can't be written ({error.strerror}): {advice}")
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether a full disk is the cause of an error."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def add_error(summary: dict[str, Any], error: BaseException) -> None:
+    """Fill in the status and the failure of a run that an error has ended."""
+    if isinstance(error, KeyboardInterrupt):
+        summary["status"] = "interrupted"
+    elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
+        pass
+    elif isinstance(error, JobFailed):
+        summary["failure"] = error.failure.as_dict()
+    elif isinstance(error, Exception):
+        origin = dict.fromkeys(("rank", "host", "attempt", "step"))
+        trace = "" if isinstance(error, DdpHydraError) else traceback_of(error)
+        texts = {"message": message_of(error), "place": "", "traceback": trace}
+        summary["failure"] = {"kind": type(error).__name__, **origin, **texts}
