@@ -1,8 +1,8 @@
 """Send records from a rank: metrics, texts, images and files.
 
-Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image` and `submit`. Each call makes one
-`Record` and writes it into a pipe as one line of JSON; nothing here knows who reads it. A full pipe blocks the caller,
-so a slow reader slows the rank down instead of filling memory.
+Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image`, `submit` and `checkpoint`. Each
+call makes one `Record` and writes it into a pipe as one line of JSON; nothing here knows who reads it. A full pipe
+blocks the caller, so a slow reader slows the rank down instead of filling memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import math
+import pickle
 import sys
 import threading
 import time
@@ -242,6 +243,45 @@ def submit_file(
     """
     check_path(path)
     emit("file", {"path": path, **outbox_file(write), "checkpoint": checkpoint}, step)
+
+
+def checkpoint(
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    epoch: float | None = None,
+    samples: int | None = None,
+    best: bool = False,
+) -> None:
+    """Save a checkpoint in checkpoints/ of the run directory: step-000100.pt, last.pt, and an entry in manifest.json.
+
+    Args:
+        state: tensors and plain values, e.g. {"model": model.state_dict()}; on the ranks, call it on one of them only.
+        step: optimizer steps done.
+        metrics: name -> number, for the manifest.
+        epoch: epochs done, for the manifest.
+        samples: samples seen, for the manifest.
+        best: whether best.pt becomes this checkpoint.
+
+    Raises:
+        RecordError: `torch.load(..., weights_only=True)` would not read it.
+    """
+    import torch  # the client imports this module, too, and needs no torch
+
+    def write(target: Path) -> None:
+        try:
+            torch.save(dict(state), target)
+            torch.load(target, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.PickleError, AttributeError, TypeError) as error:
+            raise RecordError(
+                f"the checkpoint of step {step} holds more than tensors, numbers, texts and lists or dicts of them "
+                f"({str(error).splitlines()[0]}): give the state_dict() of each object"
+            ) from None
+
+    numbers = {name: _number(name, value) for name, value in (metrics or {}).items()}
+    described = {"step": step, "epoch": epoch, "samples": samples, "metrics": finite(numbers), "best": best}
+    submit_file(f"checkpoints/step-{step:06d}.pt", write, step, described)
 
 
 def outbox_file(write: Callable[[Path], Any]) -> dict[str, Any]:

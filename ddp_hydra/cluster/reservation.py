@@ -41,9 +41,18 @@ class Reservation:
         name: of the gang.
         ranks: how many workers; None for all of the cluster. Later attempts get as many.
         sweep: name of the gang's sweep; sweeps that wait for workers get them in turn.
+        check: called while it waits; may raise.
     """
 
-    def __init__(self, client: Client, name: str, ranks: int | None, sweep: str = "") -> None:
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        ranks: int | None,
+        sweep: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.check = check
         self.client, self.name, self.ranks, self.sweep = client, name, ranks, sweep or name
         self.address = client.scheduler_info(n_workers=0)["address"]
 
@@ -72,6 +81,7 @@ class Reservation:
         """
         begin, is_logged = time.monotonic(), False
         while "workers" not in (answer := self._request(topic, self.ranks, self.ranks)):
+            self.check()
             waited_s = time.monotonic() - begin
             ahead = answer.pop("ahead")
             enough = answer["total"] >= answer["wanted"]
@@ -100,6 +110,7 @@ class Reservation:
         begin, is_logged, silent = time.monotonic(), False, set(silent)
         least = min(least or self.ranks, self.ranks)
         while True:
+            self.check()
             late = time.monotonic() - begin > wait_s
             silent -= set() if late else self._answering(silent)
             answer = self._request(topic, self.ranks, least if late else self.ranks, silent)

@@ -9,12 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_hydra.dispatch.background import Running
     from ddp_hydra.dispatch.call import Call, show
-    from ddp_hydra.dispatch.gang import Gang, run
+    from ddp_hydra.dispatch.gang import Gang, run, start
     from ddp_hydra.dispatch.user_script import script
 
-__all__ = ["Call", "Gang", "run", "script", "show"]
-_MODULES = {"Call": "call", "Gang": "gang", "run": "gang", "script": "user_script", "show": "call"}
+__all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
+_MODULES = {
+    "Call": "call",
+    "Gang": "gang",
+    "Running": "background",
+    "run": "gang",
+    "script": "user_script",
+    "show": "call",
+    "start": "gang",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.console.text import plain
+from ddp_hydra.dispatch.settings import Settings
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.results import Record
 
 
@@ -32,3 +35,37 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
+
+
+def parameters(fn: Callable[..., Any] | str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function; {} where they are not known, as for a name."""
+    try:
+        return inspect.signature(fn).parameters if callable(fn) else {}
+    except (TypeError, ValueError):  # some functions that are written in C
+        return {}
+
+
+def check_arguments(call: Call) -> None:
+    """Check that the function takes the arguments, before any rank is started.
+
+    Raises:
+        ConfigError: it does not; says so of settings of the gang, too.
+    """
+    try:
+        signature = inspect.signature(call.fn) if callable(call.fn) else None
+    except (TypeError, ValueError):
+        return
+    if signature is None:
+        return
+    given = {**call.kwargs, **({"files": None} if call.files else {})}
+    try:
+        signature.bind(*call.args, **given)
+    except TypeError as error:
+        name = getattr(call.fn, "__name__", type(call.fn).__name__)
+        settings = [field.name for field in fields(Settings) if field.init and field.name in given]
+        mine = [setting for setting in settings if setting not in signature.parameters]
+        advice = f"{name}{signature} is what it takes"
+        if mine:
+            typed = ", ".join(f"{setting}=..." for setting in mine)
+            advice = f"settings of the gang are given to it: dispatch.Gang(client, {typed}).run({name}, ...)"
+        raise ConfigError(f"{name} can't be called with these arguments: {error}; {advice}") from None

@@ -5,6 +5,7 @@ As a library:
     values = dispatch.run(client, train, "resnet18", lr=0.1)      # on every worker, inside a process group
     dispatch.run(client, dispatch.script("train.py", "--epochs", 2))    # a script that makes its own process group
     values = dispatch.Gang(client, ranks=4, backend="gloo").run(train, "resnet18", lr=0.1)
+    running = dispatch.start(client, train, "resnet18", run_dir="outputs/mine")    # returns at once
 """
 
 from __future__ import annotations
@@ -25,30 +26,36 @@ from distributed import Client
 from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.dispatch import placement
+from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
-from ddp_hydra.dispatch.call import Call, show
+from ddp_hydra.dispatch.background import Running
+from ddp_hydra.dispatch.call import Call, check_arguments, parameters, show
 from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.dispatch.user_script import Script, script
-from ddp_hydra.errors import ClusterError, RankFailed
+from ddp_hydra.errors import ClusterError, ConfigError, RankFailed
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
+from ddp_hydra.writers.run_dir import next_attempt
 
-__all__ = ["Call", "Gang", "run", "script", "show"]
+__all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
 log = logging.getLogger(__name__)
 
 
-def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
+def run(
+    client: Client, fn: Callable[..., Any] | str, /, *args: Any, run_dir: str | Path | None = None, **kwargs: Any
+) -> list[Any]:
     """Run a function on every worker, each call one rank of a process group.
 
     Args:
         client: of the Dask cluster.
         fn: the function, "module:name" to import it on the ranks only, or a `script`.
         args: passed to it.
+        run_dir: folder for what it sends with `results.*` and prints, see `Settings`; a function that has a parameter
+            of this name is run by `Gang(client, run_dir=...).run(...)`.
         kwargs: passed to it.
 
     Returns:
@@ -57,11 +64,33 @@ def run(client: Client, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: A
     Raises:
         RankFailed: a rank raised, exited or was killed; the message names the first.
         ClusterError: the workers are held by other jobs.
+        ConfigError: the function does not take these arguments, or `run_dir` holds another run.
     """
-    gang = Gang(client)
-    if isinstance(fn, Script):
-        gang.on_record = show
-    return gang.run(fn, *args, **kwargs)
+    return _gang(client, fn, run_dir).run(fn, *args, **kwargs)
+
+
+def start(
+    client: Client, fn: Callable[..., Any] | str, /, *args: Any, run_dir: str | Path | None = None, **kwargs: Any
+) -> Running:
+    """Start a function on every worker, as `run` does, and return at once.
+
+    Returns:
+        The running gang: `done()`, `result(timeout)`, `cancel()`, and `futures`, one for each rank. The end of this
+        program, or of its client, stops the ranks.
+
+    Raises:
+        ConfigError: the function does not take these arguments.
+    """
+    return _gang(client, fn, run_dir).start(fn, *args, **kwargs)
+
+
+def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | None) -> Gang:
+    if run_dir is not None and "run_dir" in parameters(fn):
+        raise ConfigError(
+            "the function has a parameter run_dir itself, so that it is not known whose this one is: type "
+            "dispatch.Gang(client, run_dir=<folder>).run(function, ..., run_dir=<the function's>)"
+        )
+    return Gang(client, run_dir=run_dir, on_record=show if isinstance(fn, Script) else None)
 
 
 @dataclass
@@ -79,11 +108,52 @@ class Gang(Settings):
     grouped: bool = field(default=True, init=False, repr=False)
     checked: set[str] = field(default_factory=set, init=False, repr=False)
     unique_name: str = field(default="", init=False, repr=False)
+    in_use: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    record: Callable[[Record], None] | None = field(default=None, init=False, repr=False)
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`."""
+        """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`. All arguments are the function's."""
         call = Call(fn, args, kwargs, self.files)
-        return self.run_attempts(lambda number, world_size: call)
+        check_arguments(call)
+        self.stop.clear()
+        return self.run_recorded(call)
+
+    def start(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Running:
+        """Start `fn(*args, **kwargs)` on each rank, and return at once; see `dispatch.start`."""
+        call = Call(fn, args, kwargs, self.files)
+        check_arguments(call)
+        self.stop.clear()
+        workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
+        folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
+        ranks = self.ranks or max(1, workers)
+        return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, self.grace_s > 0, folder)
+
+    def run_recorded(self, call: Call) -> list[Any]:
+        """Run a call on each rank; write what the ranks send into `run_dir`, if there is one.
+
+        Raises:
+            ConfigError: this gang runs already.
+        """
+        if not self.in_use.acquire(blocking=False):
+            raise ConfigError("this gang runs already: make another one, dispatch.Gang(client, ...)")
+        try:
+            if self.run_dir is None:
+                return self.run_attempts(lambda number, world_size: call)
+            folder, give_up = run_dir.local_path(self.run_dir), threading.Event()
+            self.on_give_up, self.first_attempt = give_up.set, next_attempt(folder)
+            with run_dir.recorded(folder, self.fetch, self.retry_s, give_up, self.summary) as self.record:
+                return self.run_attempts(lambda number, world_size: call)
+        finally:
+            self.record = None
+            self.in_use.release()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says of the attempts."""
+        return {
+            "world_size": self.world_size,
+            "restarts": len(self.restarts.ended),
+            "attempts": [attempt.as_dict() for attempt in self.restarts.ended],
+        }
 
     def run_attempts(self, call_of: Callable[[int, int], Call]) -> list[Any]:
         """Start the ranks, and start them again after failures.
@@ -93,7 +163,7 @@ class Gang(Settings):
         """
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
-        reserved = Reservation(self.client, name, self.ranks, self.sweep)
+        reserved = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
         with self.reporting_dropped(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
@@ -103,7 +173,7 @@ class Gang(Settings):
                     self, number, topic, placement.plan(workers), self.interrupts, self.read, self.launch_spec
                 )
                 try:
-                    return self.start(self.attempt, call_of(number, len(workers)))
+                    return self.run_attempt(self.attempt, call_of(number, len(workers)))
                 except RankFailed as error:
                     silent = self.attempt.watchdog.silent
                     self.decide_restart(error)
@@ -114,6 +184,11 @@ class Gang(Settings):
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
+
+    def check_stop(self) -> None:
+        """Raise KeyboardInterrupt if a gang that runs in the background is to end."""
+        if self.stop.is_set():
+            raise KeyboardInterrupt
 
     @property
     def trains(self) -> bool:
@@ -142,7 +217,7 @@ class Gang(Settings):
         preflight.check_network(found, self.interface)
         self.checked |= found.keys()
 
-    def start(self, attempt: Attempt, call: Call) -> list[Any]:
+    def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
         self.world_size = len(attempt.specs)
         self.grouped = self.group and not isinstance(call.fn, Script)
@@ -172,10 +247,11 @@ class Gang(Settings):
         """Pass on one record at a time: those of a failed attempt may still be read when the next one begins."""
         with self.lock:
             self.read_from, self.fetched = attempt, False
-            if self.on_record is not None:
-                self.on_record(record)
+            for read in (self.record, self.on_record):
+                if read is not None:
+                    read(record)
             is_unfetched = "source" in record.data and not self.fetched
-            if is_unfetched or self.on_record in (None, show):
+            if is_unfetched or (self.record is None and self.on_record in (None, show)):
                 self.unread.note(record)
             if is_unfetched:  # the rank may be waiting for room in its outbox
                 attempt.workers.drop(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,9 @@ class Settings:
         project: packed project space that the ranks import from.
         on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
             `fetch` is dropped. Without it, records are counted, and a warning says that they were dropped.
+        run_dir: a folder of this machine for what the function prints and sends with `results.*`. It becomes what a job
+            leaves: metrics.jsonl, tensorboard/, checkpoints/, submitted files, logs/rank-<r>.log, and at the end
+            summary.json. It holds one run; after a failure or an interruption, it may be given again.
         threads: CPU threads per rank; 0 shares each host's cores among all ranks.
         retry_s: how long to wait for space where a worker's temporary folder is full.
         files: files of the client that rank 0 needs, see `Call`.
@@ -36,6 +40,9 @@ class Settings:
         sweep: the sweep that this job belongs to, where several wait for workers.
         on_give_up: called when the user ends the job at once: `on_record` should stop waiting for anything.
         cwd: working folder of the ranks, where their host has it; "" for this process's.
+
+    Attributes:
+        stop: asks a gang that runs in the background to end.
     """
 
     client: Client
@@ -45,6 +52,7 @@ class Settings:
     group: bool = True
     project: Project | None = None
     on_record: Callable[[Record], None] | None = field(default=None, repr=False)
+    run_dir: str | Path | None = None
     threads: int = 0
     timeout_s: float = 1800.0
     retry_s: float = 60.0
@@ -66,3 +74,4 @@ class Settings:
     sweep: str = ""
     on_give_up: Callable[[], None] = field(default=lambda: None, repr=False)
     cwd: str = ""
+    stop: threading.Event = field(default_factory=threading.Event, init=False, repr=False)

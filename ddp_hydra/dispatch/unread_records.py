@@ -32,7 +32,7 @@ class UnreadRecords:
         named = [counted(self.counts[kind], name) for kind, name in KINDS.items() if self.counts[kind]]
         size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
         return (
-            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; receive it "
-            "with dispatch.Gang(client, on_record=<function of a record>), and files in there with the gang's "
-            "fetch(record, path)"
+            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; have it "
+            "written with run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
+            "and files in there with the gang's fetch(record, path)"
         )

@@ -119,6 +119,7 @@ class Watchdog:
         Raises:
             KeyboardInterrupt: the ranks are not in their loop, or did not finish in time.
         """
+        self.interrupts.wanted |= self.settings.stop.is_set()
         if not self.interrupts.wanted:
             return
         if self.finish_by is None:

@@ -119,7 +119,7 @@ def test_results_that_nobody_takes_are_counted_and_nothing_waits_for_a_reader(cl
 
     assert dispatch.run(client2, train) == [0, 1]
     assert (
-        "results.*: 20 metrics records, 20 files (1.9 MiB); receive it with dispatch.Gang(client, on_record="
+        "results.*: 20 metrics records, 20 files (1.9 MiB); have it written with run_dir=<folder>, or receive it with "
         in caplog.text
     )
     assert list(client2.run(spooled).values()) == [[], []]

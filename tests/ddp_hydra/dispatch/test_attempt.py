@@ -91,6 +91,7 @@ class Gang:
     def __init__(self, client: Client) -> None:
         self.client, self.interrupts, self.records = client, Interrupts(), []
         self.gave_up = 0
+        self.stop = threading.Event()
 
     def launch_spec(self, number: int, name: str, spec: Any, call: bytes) -> str:
         return name

@@ -41,8 +41,8 @@ def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt,
     with gang.reporting_dropped():
         assert not caplog.text
     assert (
-        "results.*: 2 metrics records, 1 text, 2 files (4.0 MiB); receive it with dispatch.Gang(client, on_record="
-        in caplog.text
+        "results.*: 2 metrics records, 1 text, 2 files (4.0 MiB); have it written with "
+        "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=" in caplog.text
     )
     assert capsys.readouterr().out == ("printed\n" if on_record else "")
 

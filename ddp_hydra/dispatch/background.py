@@ -1,0 +1,158 @@
+"""Runs a gang in a thread, and gives its results as futures."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.console.text import message_of
+
+log = logging.getLogger(__name__)
+CLOSE_S = 15.0
+"""Seconds that the end of the program waits for the end of a gang."""
+
+
+class RankFuture(Future):
+    """The return value of one rank, as a future of `concurrent.futures`. `cancel` stops all ranks of the gang.
+
+    Args:
+        gang: that runs.
+        rank: of the gang.
+    """
+
+    def __init__(self, gang: Running, rank: int) -> None:
+        super().__init__()
+        self.gang, self.rank = gang, rank
+
+    def cancel(self) -> bool:
+        """Stop the gang; return False if it has ended already."""
+        return self.gang.cancel()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the rank's value as soon as all ranks have ended; raises as `Running.result`."""
+        self.gang.wait(timeout)
+        return super().result(0)
+
+    def give_up(self) -> None:
+        """Mark it as cancelled."""
+        super().cancel()
+        self.set_running_or_notify_cancel()
+
+
+class Running:
+    """A gang that runs while this program does something else; made by `dispatch.start`.
+
+    Args:
+        run: runs the gang; it has to raise KeyboardInterrupt soon after `stop` is set.
+        stop: asks the gang to end.
+        ranks: how many futures to make.
+        interrupts: of the gang.
+        graceful: whether the ranks may save a checkpoint before they end.
+        run_dir: where its results are written.
+
+    Attributes:
+        futures: one for each rank. With fewer ranks than expected, the last ones are cancelled.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], list[Any]],
+        stop: threading.Event,
+        ranks: int,
+        interrupts: Interrupts,
+        graceful: bool,
+        run_dir: Path | None,
+    ) -> None:
+        self._run, self._stop, self._interrupts, self._graceful = run, stop, interrupts, graceful
+        self.run_dir = run_dir
+        self.futures = [RankFuture(self, rank) for rank in range(ranks)]
+        self._values: list[Any] = []
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        # A daemon: the end of the program does not wait for it but stops the gang.
+        self._thread = threading.Thread(target=self._work, name="ddp_hydra-gang", daemon=True)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Return whether all ranks have ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for the ranks, and return their values in order of rank. Ctrl-C meanwhile stops the ranks.
+
+        Args:
+            timeout: seconds; None waits without a limit.
+
+        Raises:
+            TimeoutError: they have not ended in time; they go on.
+            CancelledError: `cancel` was called.
+            Exception: as `dispatch.run`.
+        """
+        self.wait(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._values
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the ranks, and return the error that `result` would raise; None if there is none."""
+        self.wait(timeout)
+        return self._error
+
+    def cancel(self) -> bool:
+        """Ask all ranks to end, as Ctrl-C does in `dispatch.run`; return False if they have ended already."""
+        if self.done():
+            return False
+        self._stop.set()
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the ranks have ended; on Ctrl-C, stop them and wait for their end.
+
+        Raises:
+            TimeoutError: they have not ended in `timeout` seconds.
+        """
+        graceful = self._graceful and not self._stop.is_set()
+        deferred = self._interrupts.deferred() if graceful else contextlib.nullcontext()
+        try:
+            with self._interrupts.caught(graceful), deferred:
+                ended = self._ended.wait(timeout)
+        except KeyboardInterrupt:
+            self.cancel()
+            self._ended.wait()
+            raise
+        if not ended:
+            raise TimeoutError(f"the ranks have not ended after {timeout:g} s; they go on")
+        self._thread.join()
+        if graceful and self._interrupts.wanted and not self._stop.is_set():
+            raise KeyboardInterrupt
+
+    def _work(self) -> None:
+        """Run the gang, and note how it ended."""
+        try:
+            self._values = self._run()
+        except BaseException as error:
+            is_stopped = self._stop.is_set() or isinstance(error, KeyboardInterrupt)
+            self._error = CancelledError("the ranks were stopped") if is_stopped else error
+            if not is_stopped:
+                log.error("the ranks have failed: %s", message_of(error).partition("\n")[0])
+        for future in self.futures:
+            if future.rank < len(self._values):
+                future.set_result(self._values[future.rank])
+            elif self._error is None or isinstance(self._error, CancelledError):
+                future.give_up()
+            else:
+                future.set_exception(self._error)
+        atexit.unregister(self._at_exit)
+        self._ended.set()
+
+    def _at_exit(self) -> None:
+        self.cancel()
+        self._ended.wait(CLOSE_S)

@@ -1,0 +1,100 @@
+"""Writes what a user's own function logs and submits into a run directory, as a job does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ddp_hydra
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.results import Record, finite
+from ddp_hydra.writers.base import Fetch
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.run_dir import add_error, locked, read_summary, write_summary
+
+ANOTHER = "give another folder, run_dir=<folder>"
+
+
+def local_path(run_dir: str | Path) -> Path:
+    """Return a run directory as a path.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    if "://" in str(run_dir):
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r} is a URL, and results are written to a folder of this machine: give a path, and "
+            "copy the folder when the run has ended"
+        )
+    return Path(run_dir).expanduser().absolute()
+
+
+@contextmanager
+def recorded(
+    run_dir: Path, fetch: Fetch, retry_s: float, give_up: threading.Event, describe: Callable[[], dict[str, Any]]
+) -> Iterator[Callable[[Record], None]]:
+    """Write records into a run directory, and at the end summary.json, also when the block fails.
+
+    Args:
+        run_dir: made if it is missing.
+        fetch: copies files from the ranks' hosts.
+        retry_s: how long to wait for a full disk.
+        give_up: ends that waiting.
+        describe: returns what summary.json says beside status, metrics and failure.
+
+    Yields:
+        A function that writes a record.
+
+    Raises:
+        ConfigError: the folder holds a run that is done, or another process writes it.
+    """
+    with locked(run_dir, ANOTHER):
+        if read_summary(run_dir).get("status") == "done":
+            raise ConfigError(f"{run_dir} holds a run that is done, and its results would be mixed: {ANOTHER}")
+        begin = time.time()
+        summary: dict[str, Any] = {"status": "failed", "tags": [], "failure": None, "started": begin}
+        try:
+            writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
+            with ResultsHandler(writers, retry_s, give_up) as handler:
+                try:
+                    yield WithStarts(handler.handle)
+                except KeyboardInterrupt:
+                    give_up.set()
+                    raise
+                finally:
+                    summary |= {"steps": handler.step, "metrics": finite(handler.metrics), **describe()}
+            summary["status"] = "done"
+        except BaseException as error:
+            add_error(summary, error)
+            raise
+        finally:
+            summary |= {"wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
+            write_summary(run_dir, summary)
+
+
+class WithStarts:
+    """Passes records on, and puts a start record before the first metrics of each further attempt.
+
+    The training loop sends start records itself. A user's own function does not say where a new attempt begins, but its
+    first metrics do: the lines and curves of the failed attempt are removed from that step on.
+
+    Args:
+        handle: takes the records.
+    """
+
+    def __init__(self, handle: Callable[[Record], None]) -> None:
+        self.handle = handle
+        self.attempt = 0
+
+    def __call__(self, record: Record) -> None:
+        """Pass on one record."""
+        if record.kind == "metrics" and record.attempt > self.attempt and record.step is not None:
+            self.attempt = record.attempt
+            begin = max(0, record.step - 1)
+            self.handle(Record("start", {}, 0, begin, record.time_s, record.attempt))
+        self.handle(record)

@@ -1,0 +1,287 @@
+"""dispatch.run with a run directory, and dispatch.start: what a user's own function leaves, and how it is stopped."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_hydra import dispatch, results
+from ddp_hydra.errors import ConfigError, RankFailed
+from ddp_hydra.storage.manifest import read_manifest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+def train(steps: int = 6):
+    """What users write: metrics, a checkpoint now and then, files and pictures."""
+    rank, model = dist.get_rank(), torch.nn.Linear(2, 1)
+    print(f"rank {rank} trains")
+    for step in range(1, steps + 1):
+        if rank == 0:
+            results.log({"loss": torch.tensor(1.0 / step)}, step=step, epoch=1)
+            results.submit(f"samples/step-{step}.txt", f"step {step}")
+        if rank == 0 and step % 2 == 0:
+            results.checkpoint({"model": model.state_dict(), "step": step}, step, metrics={"loss": 1 / step}, best=True)
+    results.submit(f"weights/rank-{rank}.bin", bytes(100_000))
+    results.text("note", "**done**", step=steps)
+    return rank
+
+
+def lines(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_run_directory_gets_all_that_a_job_leaves(client2, tmp_path):
+    run_dir = tmp_path / "runs" / "mine"
+    assert dispatch.run(client2, train, run_dir=run_dir) == [0, 1]
+    assert [(line["step"], line["loss"], line["epoch"]) for line in lines(run_dir)] == [
+        (step, pytest.approx(1 / step), 1) for step in range(1, 7)
+    ]
+    assert (run_dir / "samples" / "step-6.txt").read_text() == "step 6"
+    assert [(run_dir / "weights" / f"rank-{rank}.bin").stat().st_size for rank in (0, 1)] == [100_000] * 2
+    assert "rank 1 trains" in (run_dir / "logs" / "rank-1.log").read_text()
+    assert list((run_dir / "tensorboard").glob("events*"))
+    saved = read_manifest(run_dir / "checkpoints")
+    assert set(saved) == {"step-000002.pt", "step-000004.pt", "step-000006.pt", "last.pt", "best.pt"}
+    assert saved["best.pt"]["metrics"] == {"loss": pytest.approx(1 / 6)}
+    assert torch.load(run_dir / "checkpoints" / "last.pt", weights_only=True)["step"] == 6
+    ended = summary(run_dir)
+    assert (ended["status"], ended["steps"], ended["world_size"], ended["restarts"]) == ("done", 6, 2, 0)
+    assert not {".lock", "status.json"} & {path.name for path in run_dir.iterdir()}
+
+
+def test_a_run_that_is_done_is_not_mixed_with_another(client2, tmp_path):
+    dispatch.run(client2, train, 1, run_dir=tmp_path)
+    before = lines(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds a run that is done.*run_dir=<folder>"):
+        dispatch.run(client2, train, 1, run_dir=tmp_path)
+    assert lines(tmp_path) == before
+
+
+def test_a_failure_is_in_the_summary_and_the_same_folder_may_be_given_again(client2, tmp_path):
+    def fail():
+        results.log({"loss": 2.0}, step=1)
+        results.log({"loss": 1.0}, step=2)
+        raise OSError("no data")
+
+    with pytest.raises(RankFailed, match="no data"):
+        dispatch.run(client2, fail, run_dir=tmp_path)
+    failed = summary(tmp_path)
+    assert (failed["status"], failed["failure"]["message"]) == ("failed", "OSError: no data")
+
+    def go_on():
+        if dist.get_rank() == 0:
+            results.log({"loss": 0.5}, step=2)
+
+    dispatch.run(client2, go_on, run_dir=tmp_path)
+    assert [(line["step"], line["attempt"]) for line in lines(tmp_path) if not line.get("rank")] == [(1, 0), (2, 1)]
+    assert summary(tmp_path)["status"] == "done"
+
+
+def test_after_a_restart_each_step_is_in_the_file_once(client2, tmp_path):
+    def train(marker):
+        begin = 3 if Path(marker).exists() else 1
+        for step in range(begin, 6):
+            if dist.get_rank() == 0:
+                results.log({"loss": float(begin)}, step=step)
+            dist.barrier()
+            if begin == 1 and step == 4:
+                Path(marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    gang = dispatch.Gang(client2, run_dir=tmp_path / "run", max_restarts=1)
+    gang.run(train, str(tmp_path / "marker"))
+    found = [(line["step"], line["loss"], line["attempt"]) for line in lines(tmp_path / "run")]
+    assert found == [(1, 1.0, 0), (2, 1.0, 0), (3, 3.0, 1), (4, 3.0, 1), (5, 3.0, 1)]
+    assert summary(tmp_path / "run")["restarts"] == 1
+
+
+def test_records_are_written_and_also_passed_on(client2, tmp_path, heard):
+    dispatch.Gang(client2, run_dir=tmp_path, on_record=heard).run(train, 1)
+    assert heard.texts("note") == {0: "**done**", 1: "**done**"}
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_script_is_shown_and_written(client2, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('I am', os.environ['RANK'])\n")
+    dispatch.run(client2, dispatch.script(script), run_dir=tmp_path / "run")
+    assert "I am 0" in capsys.readouterr().out
+    assert "I am 1" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("odd", ["a path", "a function"])
+def test_a_checkpoint_that_weights_only_would_refuse_is_refused_when_it_is_saved(client2, tmp_path, odd):
+    def save():
+        results.checkpoint({"model": Path("x") if odd == "a path" else lambda: 1}, 1)
+
+    with pytest.raises(RankFailed, match=r"checkpoint of step 1 holds more than tensors.*state_dict"):
+        dispatch.run(client2, save, run_dir=tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def takes_its_own(rate, run_dir=None, backend=None):
+    return rate, run_dir, backend
+
+
+def test_arguments_that_the_function_does_not_take_are_refused_before_it_starts(client2):
+    with pytest.raises(ConfigError, match=r"train can't be called.*'lr'; train\(steps: .*\) is what it takes"):
+        dispatch.run(client2, train, lr=0.1)
+    with pytest.raises(
+        ConfigError, match=r"dispatch\.Gang\(client, ranks=\.\.\., backend=\.\.\.\)\.run\(train, \.\.\.\)"
+    ):
+        dispatch.start(client2, train, ranks=1, backend="gloo")
+
+
+def test_the_functions_own_parameters_are_its_own(client2, tmp_path):
+    assert dispatch.run(client2, takes_its_own, 1, backend="b") == [(1, None, "b")] * 2
+    with pytest.raises(ConfigError, match=r"has a parameter run_dir itself.*Gang\(client, run_dir=<folder>\)"):
+        dispatch.run(client2, takes_its_own, 1, run_dir=str(tmp_path))
+    gang = dispatch.Gang(client2, run_dir=tmp_path, ranks=1)
+    assert gang.run(takes_its_own, 1, run_dir="its own") == [(1, "its own", None)]
+    assert summary(tmp_path)["status"] == "done"
+
+
+def test_a_url_is_no_run_directory(client2):
+    with pytest.raises(ConfigError, match=r"run_dir='s3://bucket/run' is a URL"):
+        dispatch.run(client2, train, run_dir="s3://bucket/run")
+
+
+# -- in the background -----------------------------------------------------------------------------------------
+
+
+def test_a_gang_runs_in_the_background(client2, tmp_path):
+    gate = tmp_path / "gate"
+
+    def wait(gate):
+        while not Path(gate).exists():
+            time.sleep(0.01)
+        return dist.get_rank()
+
+    running = dispatch.start(client2, wait, str(gate))
+    assert not running.done()
+    assert [future.done() for future in running.futures] == [False, False]
+    with pytest.raises(TimeoutError, match=r"not ended after 0\.1 s; they go on"):
+        running.result(timeout=0.1)
+    gate.touch()
+    assert running.result() == [0, 1]
+    assert running.exception() is None
+    assert running.done()
+    assert not running.cancel()
+    done, _ = concurrent.futures.wait(running.futures)
+    assert sorted(future.result() for future in done) == [0, 1]
+
+
+def test_what_a_rank_raises_is_raised_by_each_future(client2, caplog):
+    def fail():
+        raise ValueError("wrong")
+
+    running = dispatch.start(client2, fail)
+    with pytest.raises(RankFailed, match="wrong"):
+        running.result()
+    assert all(isinstance(future.exception(), RankFailed) for future in running.futures)
+    assert "the ranks have failed" in caplog.text
+
+
+def test_a_gang_is_cancelled(client2, tmp_path, ranks_alive, wait_for):
+    running = dispatch.start(client2, time.sleep, 600, run_dir=tmp_path)
+    wait_for(ranks_alive, 30, "ranks that run")
+    begin = time.monotonic()
+    assert running.futures[1].cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        running.result()
+    assert time.monotonic() - begin < 20
+    assert [future.cancelled() for future in running.futures] == [True, True]
+    assert not ranks_alive()
+    assert summary(tmp_path)["status"] == "interrupted"
+    assert dispatch.run(client2, dist_rank) == [0, 1]
+
+
+def dist_rank():
+    return dist.get_rank()
+
+
+def test_a_gang_that_waits_for_workers_is_cancelled(client2, ranks_alive, wait_for):
+    first = dispatch.start(client2, time.sleep, 600)
+    wait_for(ranks_alive, 30, "ranks that run")
+    second = dispatch.start(client2, dist_rank)
+    assert second.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        second.result(30)
+    assert not first.done()
+    first.cancel()
+    assert isinstance(first.exception(30), concurrent.futures.CancelledError)
+
+
+def test_one_gang_runs_once_at_a_time(client2, tmp_path):
+    gang = dispatch.Gang(client2, ranks=1)
+    running = gang.start(time.sleep, 600)
+    with pytest.raises(ConfigError, match=r"runs already.*dispatch\.Gang\(client"):
+        gang.run(dist_rank)
+    running.cancel()
+    assert isinstance(running.exception(30), concurrent.futures.CancelledError)
+    assert gang.run(dist_rank) == [0]
+
+
+def test_ctrl_c_while_the_result_is_waited_for_stops_the_ranks(client2, ranks_alive, wait_for):
+    running = dispatch.start(client2, time.sleep, 600)
+    wait_for(ranks_alive, 30, "ranks that run")
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        running.result()
+    timer.join()
+    assert running.done()
+    assert not ranks_alive()
+
+
+UNWATCHED = """
+import sys, time
+from distributed import Client
+from ddp_hydra import dispatch, results
+
+def work():
+    results.log({"loss": 1.0}, step=1)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    client = Client(sys.argv[1])
+    running = dispatch.start(client, work, run_dir=sys.argv[2])
+    while not (running.run_dir / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    print("seen", flush=True)
+    if sys.argv[3] == "sleep":
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["by itself", "kill"])
+def test_the_end_of_the_program_stops_the_ranks(client2, tmp_path, ranks_alive, wait_for, end):
+    script = tmp_path / "script.py"
+    script.write_text(UNWATCHED)
+    sleep = "sleep" if end == "kill" else "end"
+    command = [sys.executable, str(script), client2.scheduler.address, str(tmp_path / "run"), sleep]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "seen\n"
+        if end == "kill":
+            process.kill()
+        process.wait(60)
+    wait_for(lambda: not ranks_alive(), 30, "no rank left")
+    if end != "kill":
+        assert process.returncode == 0
+        assert summary(tmp_path / "run")["status"] == "interrupted"
