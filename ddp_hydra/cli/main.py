@@ -19,7 +19,7 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra.cli import completion, overrides
+from ddp_hydra.cli import completion, overrides, search_path
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.console import output, signals
@@ -74,13 +74,13 @@ def run_command() -> None:
 def compose_and_run() -> None:
     """Let Hydra parse the command line, compose the config and call `main`."""
     signals.leave_at_once()
-    root = project.find()
-    sys.path.insert(0, str(root))
+    project.make_importable(project.layers())
+    search_path.register()
     schema.register()
     sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
     completion.offer_choices()
     try:
-        hydra.main(config_path=str(root / "conf"), config_name="config", **VERSION_BASE)(main)()
+        hydra.main(config_path=str(search_path.config_folders()[0]), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell a launcher when its sweep is over
 

@@ -1,11 +1,16 @@
 """Find the project space (conf, models, data), pack it under its content hash, and unpack it on a worker.
 
+A project space has layers: the project's own folder, then the starter that is installed with ddp_hydra. A file of the
+project wins over one of the starter.
+
 Ranks are fresh processes that put the unpacked folder first on their path. So they run the code that was there when the
 config was composed, also on machines without the checkout, and after an edit.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import io
 import os
@@ -13,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +28,8 @@ PACKAGES = ("models", "data")
 FOLDERS = (*PACKAGES, "conf")
 SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml", ".txt")
 MAX_BYTES = 10 * 2**20
+VARIABLE = "DDP_HYDRA_PROJECT"
+"""Environment variable that names the project's folder."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +63,46 @@ class Project:
         return target
 
 
-def find(start: Path | None = None) -> Path:
-    """Return the folder that holds `conf/config.yaml`: the current one, or `DDP_HYDRA_PROJECT`.
+def starter() -> Path:
+    """Return the folder of the starter: below the installed package, or the checkout of an editable installation."""
+    package = Path(__file__).parents[1]
+    installed = package / "starter"
+    return installed if installed.is_dir() else package.parent
+
+
+def find() -> Path:
+    """Return the project's folder: `DDP_HYDRA_PROJECT`, or the current folder if it holds a project, or the starter.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: `DDP_HYDRA_PROJECT` names a folder without a project.
     """
-    folder = typed_in() / (os.environ.get("DDP_HYDRA_PROJECT") or start or "")
-    if not (folder / "conf" / "config.yaml").is_file():
+    named = os.environ.get(VARIABLE)
+    folder = typed_in() / (named or "")
+    if is_project(folder):
+        return folder
+    if named:
         raise ConfigError(
-            f"no project here: {folder} has no conf/config.yaml. Go to the checkout (the folder with conf/, models/ "
-            "and data/), or name it in DDP_HYDRA_PROJECT"
+            f"{VARIABLE}={named}: {folder} holds no project: it has no conf/**.yaml, models/*.py or data/*.py. Name "
+            f"the folder that has them, or unset {VARIABLE}"
         )
-    return folder
+    return starter()
+
+
+def is_project(folder: Path) -> bool:
+    """Tell whether a folder has configs, models or data sets of its own."""
+    return any(next((folder / name).glob("*.py"), None) for name in PACKAGES) or bool(
+        next((folder / "conf").glob("**/*.yaml"), None)
+    )
+
+
+def layers(root: Path | None = None) -> tuple[Path, ...]:
+    """Return the folders that a project space is made of; a file of an earlier one wins.
+
+    Args:
+        root: the project's folder; None: as `find` finds it.
+    """
+    root = find() if root is None else root
+    return (root,) if root.samefile(starter()) else (root, starter())
 
 
 def typed_in() -> Path:
@@ -78,27 +113,27 @@ def typed_in() -> Path:
     return Path.cwd()
 
 
-def pack(root: Path) -> Project:
-    """Pack the code and configuration below `root`.
+def pack(*roots: Path) -> Project:
+    """Pack the code and configuration of a project space.
+
+    Args:
+        roots: its layers.
 
     Raises:
         ConfigError: it is too large to be code.
     """
-    files = sorted(
-        path
-        for name in FOLDERS
-        for path in (root / name).rglob("*")
-        if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts
-    )
-    total = sum(path.stat().st_size for path in files)
+    files: dict[str, Path] = {}
+    for root in reversed(roots):
+        files |= {path.relative_to(root).as_posix(): path for path in _files(root)}
+    total = sum(path.stat().st_size for path in files.values())
     if total > MAX_BYTES:
-        largest = max(files, key=lambda path: path.stat().st_size).relative_to(root)
+        largest = max(files, key=lambda name: files[name].stat().st_size)
         raise ConfigError(
-            f"the project space {root} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, more than the "
+            f"the project space {roots[0]} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, more than the "
             f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets "
             "elsewhere"
         )
-    contents = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+    contents = {name: path.read_bytes() for name, path in files.items()}
     for name in PACKAGES:
         # Without it, a regular package of that name anywhere on a worker's path would win over the project's.
         contents.setdefault(f"{name}/__init__.py", b"")
@@ -109,3 +144,46 @@ def pack(root: Path) -> Project:
             digest.update(f"{name}\0{len(content)}\0".encode() + content)
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return Project(digest.hexdigest(), buffer.getvalue())
+
+
+def _files(root: Path) -> list[Path]:
+    """Return the files of a layer that are shipped."""
+    return [
+        path
+        for name in FOLDERS
+        for path in (root / name).rglob("*")
+        if path.suffix in SUFFIXES and path.is_file() and "__pycache__" not in path.parts
+    ]
+
+
+def make_importable(roots: Sequence[Path]) -> None:
+    """Let this process import `models` and `data` of a project space, from the files where they are.
+
+    Args:
+        roots: its layers. With one, it goes first on the path. With more, a temporary folder with packages that span
+            the layers goes there, because processes that this one spawns get its path, too.
+    """
+    folder = str(roots[0] if len(roots) == 1 else _spanning_folder(tuple(roots)))
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+
+
+@functools.cache
+def _spanning_folder(roots: tuple[Path, ...]) -> Path:
+    """Return a folder, removed when this process ends, with packages that span the layers."""
+    folder = Path(tempfile.mkdtemp(prefix="ddp_hydra-import-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in PACKAGES:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(_spanning_package([root / name for root in roots]))
+    return folder
+
+
+def _spanning_package(folders: Sequence[Path]) -> str:
+    """Return the source of an `__init__.py` whose modules are in several folders, and which runs the first's own."""
+    source = f"__path__ = {[str(folder) for folder in folders]!r}\n"
+    own = next((folder / "__init__.py" for folder in folders if (folder / "__init__.py").is_file()), None)
+    if own is not None:
+        source += f"__file__ = {str(own)!r}\n"
+        source += "with open(__file__, 'rb') as _file:\n    exec(compile(_file.read(), __file__, 'exec'))\n"
+    return source

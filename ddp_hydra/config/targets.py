@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,18 +21,18 @@ from ddp_hydra.console import tracebacks
 from ddp_hydra.errors import ConfigError
 
 
-def check(config: dict[str, Any], root: Path, installed_here: bool) -> None:
+def check(config: dict[str, Any], roots: Sequence[Path], installed_here: bool) -> None:
     """Refuse a config whose `_target_`s the ranks could not import.
 
     Args:
         config: the config as dicts and values.
-        root: the folder with the project space.
+        roots: the layers of the project space.
         installed_here: whether the ranks have the packages of this process, so that one missing here is missing there.
 
     Raises:
         ConfigError: with the key, the file and the line.
     """
-    sources = Sources(root, installed_here)
+    sources = Sources(roots, installed_here)
     for key, target in targets(config):
         try:
             sources.check_target(target, installed_here and not key.startswith("cluster."))
@@ -55,12 +55,12 @@ class Sources:
     """Read the modules of a project space without importing them.
 
     Args:
-        root: the folder with the project space.
+        roots: its layers; a module of an earlier one wins.
         installed_here: see `check`.
     """
 
-    def __init__(self, root: Path, installed_here: bool) -> None:
-        self.root, self.installed_here = root, installed_here
+    def __init__(self, roots: Sequence[Path], installed_here: bool) -> None:
+        self.roots, self.installed_here = roots, installed_here
         self.trees: dict[Path, ast.Module] = {}
 
     def check_target(self, target: str, installed_here: bool) -> None:
@@ -93,23 +93,29 @@ class Sources:
 
     def find(self, module: str) -> Path | None:
         """Return the file of a module of the project; None if there is none."""
-        base = self.root.joinpath(*module.split("."))
-        return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
+        bases = [root.joinpath(*module.split(".")) for root in self.roots]
+        paths = (path for base in bases for path in (base / "__init__.py", base.with_suffix(".py")))
+        return next((path for path in paths if path.is_file()), None)
 
     def is_folder(self, parts: Iterable[str]) -> bool:
         """Tell whether a module is a folder without `__init__.py`."""
-        return self.root.joinpath(*parts).is_dir()
+        return any(root.joinpath(*parts).is_dir() for root in self.roots)
 
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
         """Return the error for a module that does not exist, with the one that may be meant."""
-        folder = self.root.joinpath(*parts[:-1])
-        near = difflib.get_close_matches(parts[-1], [path.stem for path in folder.glob("[!_]*") if _is_module(path)], 1)
-        meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.root}"
+        folders = [root.joinpath(*parts[:-1]) for root in self.roots]
+        names = [path.stem for folder in folders for path in folder.glob("[!_]*") if _is_module(path)]
+        near = difflib.get_close_matches(parts[-1], names, 1)
+        meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.roots[0]}"
         return ConfigError(f"there is no {'/'.join(parts)}.py{meant}")
 
     def shown(self, path: Path) -> str:
         """Return a path relative to the project, as its user knows it."""
-        return path.relative_to(self.root).as_posix()
+        return self.relative(path).as_posix()
+
+    def relative(self, path: Path) -> Path:
+        """Return a path relative to its layer."""
+        return next(path.relative_to(root) for root in self.roots if path.is_relative_to(root))
 
     def names(self, path: Path) -> set[str] | None:
         """Return the names that a module defines; None if only running it would tell.
@@ -139,7 +145,7 @@ class Sources:
         if isinstance(statement, ast.Import):
             modules = [(alias.name, ()) for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
-            package = path.parent.relative_to(self.root).parts
+            package = self.relative(path.parent).parts
             base = package[: len(package) - statement.level + 1] if statement.level else ()
             name = ".".join((*base, *filter(None, [statement.module])))
             modules = [(name, tuple(alias.name for alias in statement.names))]  # type: ignore[list-item]

@@ -18,9 +18,9 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
         cfg: the composed config.
         config: the same as plain values.
     """
-    root = project.find()
-    targets.check(config, root, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
-    return project.pack(root)
+    roots = project.layers()
+    targets.check(config, roots, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
+    return project.pack(*roots)
 
 
 def check(cfg: DictConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
     if which not in ("best", "last"):
         raise ConfigError(f"which={which}: give best or last")
     name = cast('Literal["last", "best"]', which)
-    sys.path.insert(0, str(project.find()))
+    project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         place = results_root.find(str(run))
         is_away = results_root.is_url(place)

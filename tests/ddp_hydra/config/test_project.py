@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.config import project
-from ddp_hydra.config.project import Project, find, pack
+from ddp_hydra.config.project import Project, find, layers, make_importable, pack, starter
 from ddp_hydra.errors import ConfigError
 
 
@@ -148,14 +151,81 @@ def test_names_that_climb_stay_inside(name, tmp_path):
 def test_the_project_is_here_or_where_the_variable_says(tmp_path, monkeypatch):
     here, there = make(tmp_path / "here"), make(tmp_path / "there")
     monkeypatch.delenv("DDP_HYDRA_PROJECT", raising=False)
-    assert find(here) == here
     monkeypatch.chdir(there)
     assert find() == there
     monkeypatch.setenv("DDP_HYDRA_PROJECT", "../here")
     assert find().samefile(here)
 
 
-def test_elsewhere_a_sentence_says_where_to_go(tmp_path, monkeypatch):
+@pytest.mark.parametrize("own", ["conf/model/mine.yaml", "models/mine.py", "data/mine.py"])
+def test_any_file_of_its_own_makes_a_project_and_the_starter_stays_behind_it(own, tmp_path, monkeypatch):
     monkeypatch.delenv("DDP_HYDRA_PROJECT", raising=False)
-    with pytest.raises(ConfigError, match=rf"no project here: {tmp_path} has no conf/config.yaml.*DDP_HYDRA_PROJECT"):
-        find(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "photo.jpg").touch()
+    assert (find(), layers()) == (starter(), (starter(),))
+    (tmp_path / own).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / own).touch()
+    assert (find(), layers()) == (tmp_path, (tmp_path, starter()))
+
+
+def test_a_name_without_a_project_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"^DDP_HYDRA_PROJECT={tmp_path}: .* holds no project: .*unset"):
+        find()
+
+
+def test_a_projects_file_wins_over_the_starters_and_the_rest_is_there(tmp_path):
+    own = make(tmp_path / "own", **{"models/net.py": "WIDTH = 4\n", "data/mine.py": "x = 1\n"})
+    shipped = make(tmp_path / "shipped", **{"models/other.py": "y = 2\n", "conf/model/other.yaml": "z: 3\n"})
+    folder = pack(own, shipped).unpack(tmp_path / "there")
+    assert (folder / "models/net.py").read_text() == "WIDTH = 4\n"
+    assert (folder / "models/other.py").read_text() == "y = 2\n"
+    assert (folder / "conf/model/other.yaml").is_file()
+    assert pack(folder) == pack(own, shipped)
+
+
+IMPORTS = """
+import json, multiprocessing, sys
+from pathlib import Path
+from ddp_hydra.config.project import make_importable
+
+def found(name):
+    module = __import__(name, fromlist=["x"])
+    return [module.__file__, getattr(module, "WIDTH", None)]
+
+if __name__ == "__main__":
+    make_importable([Path(folder) for folder in sys.argv[1:]])
+    names = ["models", "models.net", "models.other", "data.mine"]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(json.dumps([[found(name) for name in names], pool.map(found, names)]))
+"""
+
+
+def test_modules_are_imported_from_where_they_are_also_in_spawned_processes(tmp_path):
+    own = make(
+        tmp_path / "own", **{"models/net.py": "WIDTH = 4\n", "data/mine.py": "", "models/__init__.py": "WIDTH = 9"}
+    )
+    shipped = make(tmp_path / "shipped", **{"models/other.py": "", "models/__init__.py": "WIDTH = 1"})
+    script = tmp_path / "imports.py"
+    script.write_text(IMPORTS)
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(__file__).parents[3])}
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, str(script), str(own), str(shipped)]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60)
+    assert done.returncode == 0, done.stderr
+    here, spawned = json.loads(done.stdout)
+    assert here == spawned
+    assert here == [
+        [str(own / "models/__init__.py"), 9],
+        [str(own / "models/net.py"), 4],
+        [str(shipped / "models/other.py"), None],
+        [str(own / "data/mine.py"), None],
+    ]
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_one_layer_is_imported_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    make_importable([tmp_path])
+    assert sys.path == [str(tmp_path)]

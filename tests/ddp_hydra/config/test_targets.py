@@ -37,7 +37,7 @@ def root(tmp_path) -> Path:
 
 
 def check(target: str, root: Path, installed_here: bool = True) -> None:
-    targets.check({"model": {"_target_": target}, "data": {"train": None}}, root, installed_here)
+    targets.check({"model": {"_target_": target}, "data": {"train": None}}, [root], installed_here)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,26 @@ def test_all_targets_that_ship_are_found():
         content = OmegaConf.to_container(OmegaConf.load(path))
         found[path.relative_to(ROOT).as_posix()] = content if isinstance(content, dict) else {}
     assert len(list(targets.targets(found))) > 20
-    targets.check(found, ROOT, installed_here=False)
+    targets.check(found, [ROOT], installed_here=False)
+
+
+def test_a_projects_own_files_are_looked_at_before_the_starters(root, tmp_path):
+    own = tmp_path / "own" / "models"
+    own.mkdir(parents=True)
+    (own / "good.py").write_text("from models import blocks\n\n\ndef other(): ...\n")
+    layers = [own.parent, root]
+    targets.check({"a": {"_target_": "models.good.other"}, "b": {"_target_": "models.blocks.Deep"}}, layers, True)
+    with pytest.raises(ConfigError, match=r"models/good\.py has no Net; it has blocks, other"):
+        targets.check({"model": {"_target_": "models.good.Net"}}, layers, True)
+    with pytest.raises(ConfigError, match=r"no models/opional\.py: did you mean models\.optional\?"):
+        targets.check({"model": {"_target_": "models.opional.Net"}}, layers, True)
 
 
 @pytest.mark.integration
 def test_nothing_is_imported(root):
     code = (
         "import sys; from pathlib import Path; from ddp_hydra.config import targets; "
-        f"targets.check({{'model': {{'_target_': 'models.good.Net'}}}}, Path({str(root)!r}), True); "
+        f"targets.check({{'model': {{'_target_': 'models.good.Net'}}}}, [Path({str(root)!r})], True); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

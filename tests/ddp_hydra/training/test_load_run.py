@@ -22,6 +22,7 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").touch()
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.setattr("ddp_hydra.config.project.starter", lambda: tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     run = train(ema_decay=ema_decay, parts=DATA)
     content = read(run.last)
