@@ -138,7 +138,7 @@ class ResultsConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """Choose what `best` means and what a sweep compares: see conf/config.yaml."""
+    """Choose what `best` means and what a sweep compares: see conf/job.yaml."""
 
     metric: str | None = None
     direction: Direction | None = None
@@ -146,7 +146,7 @@ class ObjectiveConfig:
 
 @dataclass
 class Config:
-    """Describe a job: see conf/config.yaml."""
+    """Describe a job: see conf/job.yaml."""
 
     cluster: Any = MISSING
     data: Any = MISSING

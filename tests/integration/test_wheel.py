@@ -1,56 +1,208 @@
-"""What a user installs: the framework alone, for top-level models, data or conf would overwrite other people's."""
+"""What a user installs: the wheel beside its dependencies, in folders without a checkout."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+import ddp_hydra
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
+STARTER = ("conf", "models", "data")
+PACKED = ("ddp_hydra", "hydra_plugins", "benchmarks", "docs", "tests", *STARTER)
+TOP = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+)
+SHORT = ("trainer.epochs=1", "trainer.threads=1")
+
+
+def build(source: Path, out: Path, *options: str) -> Path:
+    """Build what the options say, and return the file."""
+    command = [sys.executable, "-m", "build", *options, "--no-isolation", "--outdir", str(out), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.iterdir()
+    return path
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
+def sdist(tmp_path_factory) -> Path:
     """Built from a copy, so that the checkout stays clean."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("ddp_hydra", "hydra_plugins", "models", "data", "conf"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    source = tmp_path_factory.mktemp("source")
+    for name in PACKED:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in TOP:
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (path,) = out.iterdir()
-    with zipfile.ZipFile(path) as archive:
-        yield archive
+    return build(source, tmp_path_factory.mktemp("sdist"), "--sdist")
 
 
-def test_the_wheel_holds_the_framework_and_the_plugin_and_nothing_else(wheel):
-    info = next(name for name in wheel.namelist() if name.endswith("/METADATA")).partition("/")[0]
-    assert {name.partition("/")[0] for name in wheel.namelist()} == {"ddp_hydra", "hydra_plugins", info}
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """Built from the sdist, as an index or a distribution does."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return build(source, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
-def test_the_wheel_holds_every_module_of_the_framework_and_says_that_it_is_typed(wheel):
-    wanted = {
-        path.relative_to(ROOT).as_posix()
-        for package in ("ddp_hydra", "hydra_plugins")
-        for path in (ROOT / package).rglob("*.py")
-    }
-    assert wanted | {"ddp_hydra/py.typed"} <= set(wheel.namelist())
+@pytest.fixture(scope="module")
+def names(wheel) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_the_namespace_of_plugins_stays_open_to_others(wheel):
-    assert "hydra_plugins/__init__.py" not in wheel.namelist()
+def test_the_wheel_installs_no_top_level_but_the_framework_and_the_plugins(names):
+    """Top-level models, data or conf would overwrite other people's."""
+    assert {name.partition("/")[0] for name in names} == {"ddp_hydra", "hydra_plugins"}
+    assert "hydra_plugins/__init__.py" not in names  # a namespace that stays open to others
 
 
-def test_the_wheel_brings_the_command_and_the_version(wheel):
-    read = {name.rpartition("/")[2]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
-    assert "ddp-hydra = ddp_hydra.__main__:main" in read["entry_points.txt"]
-    import ddp_hydra
+def test_the_wheel_holds_every_file_of_the_framework_and_of_the_starter_and_no_other(names):
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    packages = {name for name in tracked if name.startswith(("ddp_hydra/", "hydra_plugins/"))}
+    starter = {f"ddp_hydra/starter/{name}" for name in tracked if name.startswith(tuple(f"{one}/" for one in STARTER))}
+    assert names == packages | starter
+    assert {"ddp_hydra/py.typed", "ddp_hydra/starter/conf/config.yaml", "ddp_hydra/cli/template/gitignore"} <= names
 
-    assert f"\nVersion: {ddp_hydra.__version__}\n" in read["METADATA"]
+
+def test_the_wheel_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        parts = {
+            name.rpartition("/")[2]: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name
+        }
+    assert "ddp-hydra = ddp_hydra.__main__:main" in parts["entry_points.txt"]
+    assert f"\nVersion: {ddp_hydra.__version__}\n" in parts["METADATA"]
+    assert "\nLicense-Expression: BSD-3-Clause\n" in parts["METADATA"]
+    assert "Redistribution and use" in parts["LICENSE"]
+
+
+def test_the_sdist_holds_what_its_tests_need(sdist):
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert {name for name in tracked if not name.startswith(".")} <= held
+
+
+def test_twine_accepts_both(sdist, wheel):
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@dataclass
+class Installed:
+    """An environment with the wheel and its dependencies, and a folder where commands are typed."""
+
+    python: Path
+    folder: Path
+
+    def __call__(self, *words: str, **variables: str) -> str:
+        """Run a command that has to succeed, and return what it printed."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DDP_HYDRA_PROJECT")}
+        home = {"HOME": str(self.folder.parent / "home"), "COLUMNS": "200"}
+        command = [str(self.python.parent / words[0]), *words[1:]]
+        done = subprocess.run(
+            command, cwd=self.folder, env={**kept, **home, **variables}, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def at(self, name: str) -> Installed:
+        """Return the same for another folder."""
+        return Installed(self.python, self.folder / name)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Installed:
+    """The dependencies are those of this environment, but its editable installation of the checkout is not seen."""
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    site.joinpath("dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"), *_paths()}))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--disable-pip-version-check", str(wheel)], check=True, timeout=100)
+    (folder / "empty").mkdir()
+    there = Installed(python, folder / "empty")
+    assert Path(there("python", "-c", "import ddp_hydra; print(ddp_hydra.__file__)").strip()).is_relative_to(site)
+    return there
+
+
+def _paths() -> list[str]:
+    """Return the folders of installed packages that this process imports from."""
+    return [path for path in sys.path if path.endswith("site-packages")]
+
+
+def test_an_empty_folder_is_enough_for_the_demo_and_for_evaluate(installed):
+    there = installed.at("demo")
+    there.folder.mkdir()
+    assert "experiment: digits" in there("ddp-hydra", "--help")
+    assert "lr: 0.02" in there("ddp-hydra", "experiment=digits", "--cfg", "job", "-p", "optimizer")
+    there("ddp-hydra", "experiment=digits", *SHORT, "hydra.run.dir=run")
+    assert "val/accuracy 0." in there("ddp-hydra", "evaluate", "run=run")
+    assert sorted(path.name for path in there.folder.iterdir()) == ["run"]
+
+
+def test_a_new_project_trains_sweeps_and_passes_its_test(installed):
+    installed("ddp-hydra", "init", "my_project")
+    there = installed.at("my_project")
+    there("ddp-hydra", "-m", "optimizer.lr=0.1,0.01", *SHORT, "hydra.sweep.dir=sweep")
+    assert "optimizer.lr" in (there.folder / "sweep" / "sweep.md").read_text()
+    assert "2 passed" in there("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    # What ships can be chosen beside what is the project's own.
+    (there.folder / "names.json").write_text('["rex", "bella", "max", "luna"]')
+    words = ("data=pet_names", "data.source=names.json", "data.batch_size=4", "model=lstm", "cluster=inline")
+    there("ddp-hydra", *words, *SHORT, "hydra.run.dir=names")
+    assert len(there("ddp-hydra", "generate", "run=names", "n=3").splitlines()) <= 3
+
+
+def test_configs_come_from_where_the_command_says(installed):
+    there = installed.at("elsewhere")
+    (there.folder / "more" / "model").mkdir(parents=True)
+    (there.folder / "more" / "model" / "resnet18.yaml").write_text("_target_: models.mine.Net\n")
+    (there.folder / "more" / "other.yaml").write_text("defaults:\n  - job\n  - _self_\nseed: 7\n")
+    seed = ("--cfg", "job", "-p", "seed")
+    assert there("ddp-hydra", "--config-dir", "more", "--config-name", "other", *seed).strip() == "7"
+    model = ("--cfg", "job", "-p", "model._target_")
+    assert there("ddp-hydra", "--config-dir=more", *model).strip() == "models.mine.Net"
+    assert there("ddp-hydra", *model).strip() == "models.resnet.resnet18"
+    own = there.folder / "project"
+    (own / "conf").mkdir(parents=True)
+    (own / "conf" / "config.yaml").write_text("defaults:\n  - job\n  - _self_\nseed: 8\n")
+    assert there("ddp-hydra", *seed, DDP_HYDRA_PROJECT="project").strip() == "8"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ddp-hydra", "attach", "--help"), "run="),
+        (("ddp-hydra", "evaluate", "--help"), "run="),
+        (("ddp-hydra", "init", "--help"), "--minimal"),
+        (("ddp-hydra", "-sc", "install=bash"), "complete"),
+        (("python", "-m", "ddp_hydra.data.shards", "--help"), "shards"),
+        (("python", "-m", "ddp_hydra", "--hydra-help"), "--multirun"),
+    ],
+)
+def test_every_command_answers_in_an_empty_folder(words, said, installed):
+    assert said in installed(*words)

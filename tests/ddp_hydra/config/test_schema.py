@@ -127,8 +127,8 @@ def test_every_target_in_conf_exists(target):
         ("trainer/default.yaml", schema.TrainerConfig),
         ("dispatch/default.yaml", schema.DispatchConfig),
         ("results/default.yaml", schema.ResultsConfig),
-        ("config.yaml", schema.ObjectiveConfig),
-        ("config.yaml", schema.Config),
+        ("job.yaml", schema.ObjectiveConfig),
+        ("job.yaml", schema.Config),
     ],
 )
 def test_a_comment_documents_each_setting(file, settings):

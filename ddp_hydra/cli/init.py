@@ -1,0 +1,80 @@
+"""`ddp-hydra init my_project`: write a project that trains at once, to be changed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ddp_hydra.errors import ConfigError
+
+TEMPLATE = Path(__file__).parent / "template"
+MAIN_CONFIG = """# What `ddp-hydra` trains in this folder. `ddp-hydra --help` lists all groups and keys.
+defaults:
+  - job                     # all groups and keys, with their defaults
+  - _self_                  # what is written below
+  - experiment: null        # a set of values that has a name: a file of conf/experiment
+  - hparams_search: null    # a search by a sweeper
+  - debug: null             # settings for looking for mistakes
+
+trainer:
+  epochs: 3
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise what is wrong with the words, so that it is reported as all other mistakes."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the words."""
+        raise ConfigError(f"{message}; type ddp-hydra init my_project, or ddp-hydra init --help")
+
+
+def main(words: Sequence[str]) -> None:
+    """Write a project into the folder that the command names."""
+    parser = Parser(
+        prog="ddp-hydra init",
+        description="Write a project that trains at once: a model, a data set, configs, a test and a readme.",
+    )
+    parser.add_argument("folder", help="where to write it; nothing is overwritten")
+    parser.add_argument("--minimal", action="store_true", help="write conf/config.yaml alone")
+    given = parser.parse_args(words)
+    write(Path(given.folder), given.minimal)
+    where = "" if Path(given.folder).resolve() == Path.cwd() else f"cd {given.folder} && "
+    print(f"{given.folder} has a project now. To train: {where}ddp-hydra")  # noqa: T201
+
+
+def write(folder: Path, minimal: bool = False) -> None:
+    """Write a project.
+
+    Args:
+        folder: where to; it may exist, but none of the files that are written.
+        minimal: whether to write conf/config.yaml alone.
+
+    Raises:
+        ConfigError: a file is there already, or the folder can't be written.
+    """
+    files = {"conf/config.yaml": MAIN_CONFIG} if minimal else _template(folder.resolve().name)
+    if there := [name for name in files if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder} has {', '.join(there[:3])}{' …' if there[3:] else ''} already, and nothing is overwritten: name "
+            "another folder, ddp-hydra init <folder>"
+        )
+    try:
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written ({error.strerror}: {error.filename}): name another") from None
+
+
+def _template(name: str) -> dict[str, str]:
+    """Return the text of each file of the template, by its path in the project."""
+    paths = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+    texts = {path.relative_to(TEMPLATE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    texts[".gitignore"] = texts.pop("gitignore")
+    texts["README.md"] = texts["README.md"].replace("{name}", name)
+    return texts

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddp_hydra.cli import init
+from ddp_hydra.config import project
+from ddp_hydra.errors import ConfigError
+
+
+def test_a_project_has_all_that_a_first_change_needs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    init.main(["my_project"])
+    assert capsys.readouterr().out == "my_project has a project now. To train: cd my_project && ddp-hydra\n"
+    folder = tmp_path / "my_project"
+    assert (folder / "README.md").read_text().startswith("# my_project\n")
+    assert "outputs/" in (folder / ".gitignore").read_text().split()
+    assert project.is_project(folder)
+    for name in ("model", "data"):
+        (config,) = (folder / "conf" / name).iterdir()
+        target = yaml.safe_load(config.read_text())
+        target = target.get("_target_") or target["train"]["_target_"]
+        assert (folder / (target.rpartition(".")[0].replace(".", "/") + ".py")).is_file()
+    assert list((folder / "tests").glob("test_*.py"))
+
+
+def test_a_minimal_one_is_its_main_config(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    init.main(["--minimal", "."])
+    assert capsys.readouterr().out == ". has a project now. To train: ddp-hydra\n"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "conf/config.yaml"]
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "__init__.py").write_text("mine")
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"has README.md, data/__init__.py already, and nothing is overwritten"):
+        init.write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "data", "README.md"}
+    init.write(tmp_path, minimal=True)
+    with pytest.raises(ConfigError, match=r"conf/config\.yaml already"):
+        init.write(tmp_path, minimal=True)
+
+
+@pytest.mark.parametrize("words", [[], ["a", "b"], ["--maximal", "a"]])
+def test_wrong_words_are_told_what_to_type(words):
+    with pytest.raises(ConfigError, match="type ddp-hydra init my_project"):
+        init.main(words)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"can't be written .*{tmp_path}/file.*: name another"):
+        init.write(tmp_path / "file" / "x")
+
+
+def test_the_readme_names_files_that_are_there(tmp_path):
+    init.write(tmp_path)
+    named = {word.strip("`,.") for word in (tmp_path / "README.md").read_text().split() if "`" in word and "/" in word}
+    assert {name for name in named if not (tmp_path / name).exists() and "<" not in name} == set()
+    assert os.access(tmp_path / "conf/model/mlp.yaml", os.R_OK)
+    assert Path(init.TEMPLATE / "gitignore").is_file()
