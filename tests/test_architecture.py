@@ -30,10 +30,15 @@ TORCH_MODULES = ("ddp_hydra.rank.process", "ddp_hydra.cli.evaluate", "ddp_hydra.
 """Modules that import torch in packages that otherwise do not."""
 
 
+TEMPLATE = ROOT / "ddp_hydra" / "cli" / "template"
+"""Files of a new project, which are no modules of ddp_hydra."""
+
+
 def modules(package: str) -> dict[str, Path]:
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted((ROOT / package).rglob("*.py"))
+        if TEMPLATE not in path.parents
     }
 
 

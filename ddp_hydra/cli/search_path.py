@@ -20,11 +20,12 @@ class LayerConfigs(SearchPathPlugin):
     """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders; that of `--config-dir` before the starter's, because Hydra itself adds it at the end."""
+        """Add the folders, and let that of `--config-dir` win: Hydra alone would put it behind the starter's."""
         given = get_args_parser().parse_known_args(sys.argv[1:])[0].config_dir
-        folders = [Path(given)] if given else []
-        for folder in (*folders, *config_folders()[1:]):
-            search_path.append("ddp_hydra", f"file://{folder.absolute()}")
+        if given:
+            search_path.prepend("--config-dir", f"file://{Path(given).absolute()}", anchor="main")
+        for folder in config_folders()[1:]:
+            search_path.append("ddp_hydra", f"file://{folder}")
 
 
 def config_folders() -> list[Path]:

@@ -142,7 +142,7 @@ def installed(wheel, tmp_path_factory) -> Installed:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
     site.joinpath("dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"), *_paths()}))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--disable-pip-version-check", str(wheel)], check=True, timeout=100)
+    subprocess.run([*pip, "--ignore-installed", "--disable-pip-version-check", str(wheel)], check=True, timeout=100)
     (folder / "empty").mkdir()
     there = Installed(python, folder / "empty")
     assert Path(there("python", "-c", "import ddp_hydra; print(ddp_hydra.__file__)").strip()).is_relative_to(site)

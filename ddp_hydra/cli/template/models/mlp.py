@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 
@@ -17,7 +19,7 @@ class MLP(nn.Module):
     def __init__(self, num_classes: int, width: int = 64, depth: int = 2) -> None:
         super().__init__()
         sizes = [2, *[width] * depth]
-        hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in zip(sizes, sizes[1:], strict=False)]
+        hidden = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
         self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], num_classes))
 
     def forward(self, points: Tensor) -> Tensor:
