@@ -95,8 +95,8 @@ def test_a_projects_own_files_are_looked_at_before_the_starters(root, tmp_path):
     targets.check({"a": {"_target_": "models.good.other"}, "b": {"_target_": "models.blocks.Deep"}}, layers, True)
     with pytest.raises(ConfigError, match=r"models/good\.py has no Net; it has blocks, other"):
         targets.check({"model": {"_target_": "models.good.Net"}}, layers, True)
-    with pytest.raises(ConfigError, match=r"no models/opional\.py: did you mean models\.optional\?"):
-        targets.check({"model": {"_target_": "models.opional.Net"}}, layers, True)
+    with pytest.raises(ConfigError, match=r"no models/optionals\.py: did you mean models\.optional\?"):
+        targets.check({"model": {"_target_": "models.optionals.Net"}}, layers, True)
 
 
 @pytest.mark.integration
