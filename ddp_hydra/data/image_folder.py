@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,14 @@ class S3ImageFolder(StoredImages):
         bucket: name of the bucket, or file:///folder; None: an embedded S3 server on this machine, with
             scikit-learn's handwritten digits (32x32 pixels) under "train" and "val".
         prefix: the folder of the class folders, e.g. "imagenet/train"; "": the whole bucket.
+        transform: as in `ImageDataset`, and so is target_transform.
         classes_from: a prefix whose folders are the classes; None: the folders under `prefix`. For a validation set,
             give the prefix of the training set, so that both use the same class numbers.
         holdout: share of the images that is kept for validation, 0..1, chosen by a hash of each key.
         split: with a holdout, "train": all other images; "val": the images that are held out.
         listing_max_age_s: use a listing on this machine's disk that is not older than this; 0: list each time.
-        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
-            threads, cache_mb, max_bad_fraction and more).
+        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (threads,
+            cache_mb, max_bad_fraction and more).
 
     Attributes:
         skipped: how many objects under the prefix are not images, by extension.
@@ -50,6 +52,8 @@ class S3ImageFolder(StoredImages):
         self,
         bucket: str | None = None,
         prefix: str = "",
+        transform: Callable[..., Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
         *,
         classes_from: str | None = None,
         holdout: float = 0.0,
@@ -58,7 +62,7 @@ class S3ImageFolder(StoredImages):
         **images: Any,
     ) -> None:
         check(holdout, split)
-        super().__init__(**images)
+        super().__init__(transform=transform, target_transform=target_transform, **images)
         self.prefix = prefix.strip("/")
         self._owns_server = False
         self._embedded_on: str | None = None

@@ -39,11 +39,11 @@ class ImageSource(Protocol):
     def fetch(self, index: int) -> Any:
         """Read a sample's file."""
 
-    def make_image(self, index: int, data: Any, rng: random.Random) -> Tensor:
+    def make_image(self, index: int, data: Any, rng: random.Random) -> Any:
         """Decode and transform a file."""
 
-    def target(self, index: int) -> int:
-        """Return a sample's class."""
+    def sample_target(self, index: int) -> Any:
+        """Return a sample's target."""
 
     def note_bad(self, index: int, error: Exception, tried: int) -> None:
         """Count a sample that can't be read; raise if the error is not the sample's own."""
@@ -70,7 +70,7 @@ class Batch:
         self._counter = itertools.count(1)  # counts without a lock
         self._complete = threading.Event()
 
-    def put(self, place: int, image: Tensor, target: int) -> None:
+    def put(self, place: int, image: Any, target: Any) -> None:
         """Add a sample."""
         self.samples[place] = (image if self.images is None else self.images[place].copy_(image)), target
         self._count()
@@ -101,7 +101,7 @@ class PreallocatedBatch(list):
         images: uint8 (batch, 3, height, width), channels last in memory.
     """
 
-    def __init__(self, samples: list[tuple[Tensor, int]], images: Tensor) -> None:
+    def __init__(self, samples: list[tuple[Any, Any]], images: Tensor) -> None:
         super().__init__(samples)
         self.images = images
 
@@ -188,7 +188,7 @@ class BatchLoader:
         begin = time.perf_counter()
         try:
             image = self._images.make_image(request.index, data, random.Random(request.rng))  # noqa: S311
-            request.batch.put(request.place, image, self._images.target(request.index))
+            request.batch.put(request.place, image, self._images.sample_target(request.index))
         except Exception as error:
             self._replace(request, error)
         finally:

@@ -19,6 +19,7 @@ from ddp_hydra.data.images.batch_loader import BatchLoader, PreallocatedBatch
 from ddp_hydra.data.images.cache import Cache
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.normalise import Normalise
+from ddp_hydra.data.images.pil_transform import adapted
 from ddp_hydra.storage import TransferCounters
 from ddp_hydra.storage.base import StaleCredentialsError
 from ddp_hydra.storage.counters import Counters
@@ -39,8 +40,9 @@ class ImageDataset(Dataset, ABC):
     one.
 
     Args:
-        transform: `(uint8 (3, height, width), random.Random) -> uint8 (3, height, width)`, see `transforms`;
-            None: images as they are.
+        transform: `(uint8 (3, height, width), random.Random) -> uint8 (3, height, width)`, see `transforms`; or
+            takes a PIL image, as torchvision's do, see `PilTransform`: slower; None: images as they are.
+        target_transform: takes a class number and returns the target of the sample; None: the number itself.
         threads: how many images are fetched at a time.
         decoders: how many images are decoded at a time; None: the cores of this machine, divided among its ranks.
         memory_mb: the most MiB of files that are fetched and not yet decoded, per process.
@@ -65,7 +67,8 @@ class ImageDataset(Dataset, ABC):
     def __init__(
         self,
         *,
-        transform: Callable[[Tensor, random.Random], Tensor] | None = None,
+        transform: Callable[..., Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
         threads: int = 32,
         decoders: int | None = None,
         memory_mb: float = 256,
@@ -82,7 +85,8 @@ class ImageDataset(Dataset, ABC):
             raise ValueError(
                 f"max_bad_fraction is {max_bad_fraction}, and is a share from 0 to 1: type data.max_bad_fraction=0.01"
             )
-        self.transform = transform
+        self.transform = adapted(transform)
+        self.target_transform = target_transform
         self.threads = threads
         self.decoders = decoders
         self.memory_mb = memory_mb
@@ -157,17 +161,17 @@ class ImageDataset(Dataset, ABC):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Fetch, decode and transform a batch.
 
         Args:
             indices: of the samples.
 
         Returns:
-            The image, uint8 (3, height, width), and the class number of each.
+            The image, uint8 (3, height, width), and the class number of each, or what the transforms make of them.
 
         Raises:
             IndexError: there is no such sample.
@@ -184,10 +188,10 @@ class ImageDataset(Dataset, ABC):
         samples = batch.wait()
         return samples if batch.images is None else PreallocatedBatch(samples, batch.images)
 
-    def collate(self, samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    def collate(self, samples: list[tuple[Any, Any]]) -> Any:
         """Make a batch of the samples that `__getitems__` returned, without a copy if possible."""
         if isinstance(samples, PreallocatedBatch):
-            return samples.images, torch.tensor([target for _, target in samples])
+            return samples.images, default_collate([target for _, target in samples])
         return default_collate(samples)
 
     # For the BatchLoader
@@ -233,7 +237,12 @@ class ImageDataset(Dataset, ABC):
         """Return the image or the file of a sample from memory, or None."""
         return self._cache.get(index)
 
-    def make_image(self, index: int, data: Any, rng: random.Random) -> Tensor:
+    def sample_target(self, index: int) -> Any:
+        """Return the target of a sample: its class number, or what `target_transform` makes of it."""
+        target = self.target(index)
+        return target if self.target_transform is None else self.target_transform(target)
+
+    def make_image(self, index: int, data: Any, rng: random.Random) -> Any:
         """Decode and transform an image; keep it or its file in memory while that has space.
 
         Args:
@@ -257,7 +266,7 @@ class ImageDataset(Dataset, ABC):
         self._cache.put(index, data, len(data))
         return image
 
-    def _transformed(self, image: Tensor, rng: random.Random) -> Tensor:
+    def _transformed(self, image: Tensor, rng: random.Random) -> Any:
         return image if self.transform is None else self.transform(image, rng)
 
     def count(self, **more: float) -> None:
@@ -277,10 +286,11 @@ class ImageDataset(Dataset, ABC):
             batch: images uint8 (batch, 3, height, width), in any memory format, and classes (batch,).
 
         Returns:
-            Images float32 of the same shape and memory format, and the classes.
+            Images float32 of the same shape and memory format, and the classes. Images that the transform has made
+            floats of are left as they are.
         """
         images, targets = batch
-        return self._normalise(images), targets
+        return (self._normalise(images) if images.dtype == torch.uint8 else images), targets
 
     def stats(self) -> dict[str, float]:
         """Return what reading has cost this process so far.

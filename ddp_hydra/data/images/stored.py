@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from ddp_hydra.data.forked_reader import ForkSafeAccess
 from ddp_hydra.data.images.dataset import ImageDataset
-from ddp_hydra.storage import Access
 
 
 class StoredImages(ImageDataset):
@@ -42,7 +42,7 @@ class StoredImages(ImageDataset):
         **images: Any,
     ) -> None:
         super().__init__(**images)
-        self.access = Access(
+        self.access = ForkSafeAccess(
             endpoint_url, region, anon, addressing, self.setting, timeout_s, retry_timeout_s, traffic=self.traffic
         )
 
