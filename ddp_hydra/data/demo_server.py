@@ -1,7 +1,7 @@
-"""Runs an S3 server on loopback with scikit-learn's handwritten digits: images without network or account.
+"""Runs an S3 store on loopback with scikit-learn's handwritten digits: images without network or account.
 
-`acquire` starts the server as a child process, once for all users in this process. The last `release` stops it. The
-child exits when its stdin closes, so it never outlives this process.
+`acquire` starts a child process, once for all users in this process. The last `release` stops it. The child starts the
+store, fills it, and ends it when its own stdin closes: neither outlives this process, also where it is killed.
 """
 
 from __future__ import annotations
@@ -11,34 +11,47 @@ import csv
 import gzip
 import importlib.util
 import io
+import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+from ddp_hydra.data import seaweed
 
 BUCKET = "digits"
-CREDENTIALS = ("embedded", "embedded")
-"""Access key and secret key of the server; they protect nothing."""
-
 IMAGE_SIZE = 32
-_NEEDED = ("moto", "flask", "flask_cors", "sklearn", "PIL")
+_NEEDED = {"obstore": "obstore", "sklearn": "scikit-learn", "PIL": "Pillow"}
 _START_TIMEOUT_S = 60
+_OR_A_BUCKET = "or give a bucket or folder with data.bucket=..."
+_PUTS = 16  # beside each other
+
+
+class Endpoint(NamedTuple):
+    """Where the store is, and who may use it."""
+
+    url: str
+    credentials: tuple[str, str]
+
 
 _lock = threading.Lock()
 _server: _Server | None = None
 _users = 0
 
 
-def acquire() -> str:
+def acquire() -> Endpoint:
     """Add a user of the server; start the server if it is not running.
 
     Returns:
-        Its endpoint, e.g. "http://127.0.0.1:40123".
+        Its URL, e.g. "http://127.0.0.1:40123", with access key and secret key.
 
     Raises:
         ModuleNotFoundError: a package of the `demo` extra is not installed.
@@ -52,7 +65,7 @@ def acquire() -> str:
         if _server is None:
             _server = _Server()
         _users += 1
-        return _server.endpoint_url
+        return _server.endpoint
 
 
 def release() -> None:
@@ -69,12 +82,14 @@ class _Server:
     """The child process, as its parent handles it."""
 
     def __init__(self) -> None:
-        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
+        packages = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
+        if packages:
             raise ModuleNotFoundError(
-                f"the embedded digits need {', '.join(missing)}, which is not installed: type "
-                '`pip install "ddp-hydra[demo]"`, or give a bucket with data.bucket=...'
+                f"the embedded digits need {', '.join(packages)}, which is not installed: type "
+                f'`pip install "ddp-hydra[demo]"`, {_OR_A_BUCKET}'
             )
+        if missing := seaweed.missing():
+            raise ModuleNotFoundError(f"the embedded digits need {missing}, {_OR_A_BUCKET}")
         self._parent = os.getpid()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (stop() closes it)
         folder = str(Path(__file__).resolve().parents[2])
@@ -88,23 +103,24 @@ class _Server:
             start_new_session=True,  # so that Ctrl-C does not stop it while the job reads its last batches
         )
         atexit.register(self.stop)
-        self.endpoint_url = f"http://127.0.0.1:{self._read_port()}"
+        self.endpoint = self._read_endpoint()
 
-    def _read_port(self) -> int:
+    def _read_endpoint(self) -> Endpoint:
         stdout = self._process.stdout
         assert stdout is not None
         with stdout:
             ready = select.select([stdout], [], [], _START_TIMEOUT_S)[0]
-            line = stdout.readline().strip() if ready else b""
-        if line.isdigit():
-            return int(line)
+            line = stdout.readline() if ready else b""
+        if line.startswith(b"["):
+            url, credentials = json.loads(line)
+            return Endpoint(url, tuple(credentials))
         self._process.kill()
         self._process.wait()
         self._errors.seek(0)
         last_lines = self._errors.read().decode(errors="replace").split("\n")[-5:]
         output = " ".join(last_lines).strip() or f"it printed nothing in {_START_TIMEOUT_S} s"
         self.stop()
-        raise ConnectionError(f"the embedded S3 server did not start: {output}. Give a bucket with data.bucket=...")
+        raise ConnectionError(f"the embedded S3 store did not start: {output}. Give a bucket with data.bucket=...")
 
     def is_running(self) -> bool:
         """Return whether it runs and was started by this process, not by one that this one was forked from."""
@@ -151,28 +167,28 @@ def digits() -> Iterator[tuple[str, bytes]]:
 
 
 def _serve() -> None:
-    """Run as the child process: fill the server, print its port, and serve until stdin closes."""
-    import logging
+    """Run as the child process: start the store, fill it, print where it is, and wait until stdin closes."""
+    signal.signal(signal.SIGTERM, _exit)
+    with seaweed.Seaweed(BUCKET) as store:
+        files = list(digits())  # while the store starts
+        bucket = store.wait_until_ready(_START_TIMEOUT_S)
+        with ThreadPoolExecutor(_PUTS) as pool:
+            list(pool.map(lambda file: bucket.put(*file), files))
+        os.write(1, json.dumps([store.endpoint_url, store.credentials]).encode() + b"\n")
+        threading.Thread(target=_end_with, args=(store,), daemon=True).start()
+        os.read(0, 1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    from moto.core import DEFAULT_ACCOUNT_ID
-    from moto.moto_server.werkzeug_app import create_backend_app
-    from moto.s3.models import s3_backends
-    from werkzeug.serving import make_server
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    # Fill it directly, because that takes seconds over HTTP.
-    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
-    backend.create_bucket(BUCKET, "us-east-1")
-    for key, png in digits():
-        backend.put_object(BUCKET, key, png)
-    # Serve the S3 application alone: moto's usual dispatcher spends half the time of a request on finding it.
-    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    os.write(1, f"{server.server_port}\n".encode())
-    # The parent reads only the port; later output must not fail a request.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdin.buffer.read()
-    os._exit(0)
+def _end_with(store: seaweed.Seaweed) -> None:
+    """End this process when the store has ended, so that the parent may start another."""
+    store.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _exit(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -92,10 +92,9 @@ class S3ImageFolder(StoredImages):
                 f"endpoint_url is {endpoint_url!r}, and no bucket is given: type data.bucket=..., or leave "
                 "out data.endpoint_url to use the embedded digits"
             )
-        self.access.endpoint_url, self.access.region = demo_server.acquire(), "us-east-1"
+        (self.access.endpoint_url, self.access.credentials), self.access.region = demo_server.acquire(), "us-east-1"
         self._owns_server = True
         self._embedded_on = socket.gethostname()
-        self.access.credentials = demo_server.CREDENTIALS
         return self.access.bucket(demo_server.BUCKET)
 
     def _label(self, classes_from: str | None) -> None:

