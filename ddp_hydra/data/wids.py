@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from ddp_hydra.data.forked_reader import ForkSafeAccess
 from ddp_hydra.data.shards.cache import ShardCache
 from ddp_hydra.data.shards.cached_shards import GIB
-from ddp_hydra.data.shards.index import read_index, shown
+from ddp_hydra.data.shards.index import Index, read_index, shown
 from ddp_hydra.data.shards.open_shard import OpenShard
 from ddp_hydra.storage import Access
 
@@ -27,7 +28,9 @@ class WidsShards(Dataset):
     mapped into memory. The data set can be pickled at any time, and read by many threads.
 
     Args:
-        index: a wids-shard-index-v1 JSON file: s3://bucket/key, http(s)://host/path, or a path.
+        index: a wids-shard-index-v1 JSON file: s3://bucket/key, http(s)://host/path, or a path; or open for reading; or
+            a list of shards: [{"url": ..., "nsamples": ...}, ...]. It may say fewer samples than a shard has: the
+            others are left out.
         base: the folder or URL that holds the shards; None: the one that the index names, else the index's own.
         dataset: read only the sub-dataset of this name; None: read all.
         cache_dir: the folder for shards from elsewhere; None: ddp_hydra/shards in the user's cache folder
@@ -53,7 +56,7 @@ class WidsShards(Dataset):
 
     def __init__(
         self,
-        index: str,
+        index: Index,
         *,
         base: str | None = None,
         dataset: str | None = None,
@@ -62,7 +65,7 @@ class WidsShards(Dataset):
         prefetch_shards: int = 4,
         access: Access | None = None,
     ) -> None:
-        access = access or Access(setting="data.index")
+        access = ForkSafeAccess.of(access or Access(setting="data.index"))
         found = read_index(index, base=base, dataset=dataset, access=access)
         self.shards, self.name, self.info = found.shards, found.name, found.info
         self.shard_lengths = [shard.n_samples for shard in self.shards]

@@ -82,7 +82,7 @@ class CachedShards:
                 members = None if fresh else load_members(folder.index_path(name), os.fstat(descriptor).st_size)
                 if members is not None and members.checksum != checksum_of_some(descriptor):
                     raise ValueError(f"{folder.path / name} was changed since it was downloaded")
-                if members is None or len(members) != self.shards[number].n_samples:
+                if members is None or len(members) < self.shards[number].n_samples:
                     members = self._read_and_save_members(number, descriptor)
                 shard = OpenShard(descriptor, members)
                 folder.note_read(name)

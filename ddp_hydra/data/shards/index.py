@@ -6,9 +6,9 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import IO, Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ddp_hydra.storage import Access
@@ -60,16 +60,22 @@ class ShardIndex:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+Index = str | Sequence[Mapping[str, Any]] | IO[Any]
+"""A URL, the entries of a shard list, or an open file with the JSON."""
+
+
 def read_index(
-    url: str, *, base: str | None = None, dataset: str | None = None, access: Access | None = None
+    index: Index, *, base: str | None = None, dataset: str | None = None, access: Access | None = None
 ) -> ShardIndex:
     """Read an index and the indexes that it names.
 
     Relative URLs of shards are relative to `base`, else to the base that the index names, else to the folder of the
-    index. An index from the network may not name files of this machine.
+    index; for a list or an open file, to the working folder. An index from the network may not name files of this
+    machine.
 
     Args:
-        url: of the JSON file: s3://bucket/key, http(s)://host/path, file:///path or a path.
+        index: the JSON file: s3://bucket/key, http(s)://host/path, file:///path or a path; or open for reading; or a
+            list of shards, each a dict with url and nsamples, and possibly filesize and md5sum.
         base: the folder or URL of the shards; None: as above.
         dataset: read only the sub-dataset of this name; None: read all.
         access: how URLs are read.
@@ -81,8 +87,13 @@ def read_index(
         ConnectionError: its host is not reachable.
     """
     reader = _Reader(access or Access(setting="data.index"))
-    source = absolute(url)
-    document = reader.load(source)
+    if isinstance(index, str):
+        source = absolute(index)
+        document = reader.load(source)
+    else:
+        source = absolute("the list of shards" if isinstance(index, Sequence) else "the open index")
+        content = {"wids_version": VERSION, "shardlist": list(index)} if isinstance(index, Sequence) else index.read()
+        document = content if isinstance(content, dict) else reader.parse(content, source)
     folder = None if base is None else _Folder(absolute(base).rstrip("/"), is_local(source))
     found = list(reader.shards(document, source, folder, names=(), above=()))
     if not found:
@@ -108,12 +119,17 @@ class _Reader:
         self.access = access
 
     def load(self, source: str) -> dict[str, Any]:
+        """Read an index, and check its kind."""
         try:
             store, key = self.access.open(source)
             content = bytes(store.get(key))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             reason = f"there is no file {shown(source)}" if is_local(source) else str(error)
             raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
+        return self.parse(content, source)
+
+    def parse(self, content: bytes | str, source: str) -> dict[str, Any]:
+        """Return an index, checked as far as its kind."""
         try:
             document = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -277,7 +293,7 @@ def _split(root: str) -> tuple[str, str]:
 
 def _shard(entry: Any, number: int, folder: _Folder, source: str, names: tuple[str, ...]) -> Shard:
     where = f"shard {number} of the index {shown(source)}"
-    if not isinstance(entry, dict):
+    if not isinstance(entry, Mapping):
         raise ValueError(f"{where} is {_short(entry)}, and no JSON object with url and nsamples")
     url, n_samples, size, md5 = (entry.get(key) for key in ("url", "nsamples", "filesize", "md5sum"))
     if not isinstance(url, str) or not url:

@@ -70,12 +70,12 @@ class LocalShards:
 
 
 def checked(shard: Shard, members: TarMembers) -> TarMembers:
-    """Return the members of a shard.
+    """Return the members of a shard. More samples than the index says are no error: it stands for the first ones.
 
     Raises:
-        ValueError: they are not as many samples as the index says.
+        ValueError: there are fewer samples than the index says.
     """
-    if len(members) != shard.n_samples:
+    if len(members) < shard.n_samples:
         raise ValueError(
             f"{shown(shard.url)} holds {len(members):,} samples, and the index says {shard.n_samples:,}: write the "
             "index again with python -m ddp_hydra.data.shards index"

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -112,6 +113,35 @@ def test_a_sample_has_a_name_at_any_time(three, tmp_path):
     assert data.key(201) == f"{tmp_path}/compressed.tar/[1]"
     data.fields(202)
     assert data.key(201) == f"{tmp_path}/compressed.tar/compressed/0002"
+
+
+def test_shards_may_be_given_as_a_list(three, tmp_path, monkeypatch):
+    shards = json.loads(Path(three).read_text())["shardlist"]
+    data = WidsShards(shards, base=str(tmp_path))
+    assert (len(data), data.shard_lengths, data.name, data.info) == (203, [100, 100, 3], "", {})
+    assert int(data[150][".cls"]) == 50
+    monkeypatch.chdir(tmp_path)
+    assert WidsShards([{"url": "numbers.tar", "nsamples": 100}])[99]["__key__"] == "000099"
+    with pytest.raises(ValueError, match="names no shards"):
+        WidsShards([])
+    with pytest.raises(ValueError, match=r"shard 0 .* has the nsamples None"):
+        WidsShards([{"url": "numbers.tar"}])
+
+
+def test_an_index_may_be_open_for_reading(three, tmp_path):
+    with Path(three).open() as text, Path(three).open("rb") as binary:
+        for stream in (text, binary):
+            data = WidsShards(stream, base=str(tmp_path))
+            assert (len(data), data.name) == (203, "pets")
+    with pytest.raises(ValueError, match="is no JSON"):
+        WidsShards(io.StringIO("{"))
+
+
+def test_an_index_may_stand_for_the_first_samples_of_a_shard(tmp_path):
+    (tmp_path / "a.tar").write_bytes(numbered(0, 20))
+    (tmp_path / "b.tar").write_bytes(numbered(20, 20))
+    data = WidsShards([{"url": f"{tmp_path}/{name}.tar", "nsamples": 5} for name in "ab"])
+    assert [int(sample[".cls"]) for sample in data] == [0, 1, 2, 3, 4, 20, 21, 22, 23, 24]
 
 
 def test_one_of_many_data_sets_can_be_chosen(tmp_path, write):
@@ -370,25 +400,32 @@ def test_workers_of_a_loader_read_what_was_read_here_before(remote, server):
     assert [server.gets(f"/{name}.tar") for name in "abcd"] == [1, 1, 1, 1]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.integration
-def test_a_fork_of_a_process_that_read_from_the_network_is_told_to_spawn(remote):
-    data = remote()
-    assert int(data[5][".cls"]) == 5
-    read, write = os.pipe()
-    process = os.fork()
-    if not process:
-        try:
-            data[65]
-        except RuntimeError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(process, 0)
-    os.close(write)
-    told = os.read(read, 1000)
-    os.close(read)
-    assert b"'spawn' or 'forkserver'" in told
+def test_a_process_that_has_read_from_the_network_may_fork(server, tmp_path):
+    """As the workers of a plain DataLoader do, by default until Python 3.14."""
+    contents = {name: numbered(20 * number, 20) for number, name in enumerate("ab")}
+    server.add(**contents)
+    server.files["/index.json"] = index_of(
+        *(described(f"{name}.tar", 20, content) for name, content in contents.items())
+    )
+    arguments = [sys.executable, "-c", FORKING, f"{server.url}/index.json", str(tmp_path / "cache")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["5", str(sum(range(40)))], done.stderr
+    assert [server.gets(f"/{name}.tar") for name in "ab"] == [1, 1]
+
+
+FORKING = """
+import sys
+from torch.utils.data import DataLoader
+from ddp_hydra.data import WidsShards
+
+data = WidsShards(sys.argv[1], cache_dir=sys.argv[2])
+print(int(data[5][".cls"]))
+loader = DataLoader(data, 8, num_workers=2, multiprocessing_context="fork", collate_fn=list)
+print(sum(int(sample[".cls"]) for batch in loader for sample in batch))
+data.close()
+"""
 
 
 @pytest.mark.integration
@@ -453,10 +490,10 @@ def test_any_order_works_in_a_cache_that_is_too_small(remote, server):
 @pytest.mark.integration
 def test_a_wrong_count_in_the_index_is_said_and_costs_one_download(server, tmp_path):
     server.add(a=numbered(0, 20))
-    server.files["/index.json"] = index_of(described("a.tar", 19))
+    server.files["/index.json"] = index_of(described("a.tar", 21))
     data = WidsShards(f"{server.url}/index.json", cache_dir=tmp_path)
-    for index in range(19):
-        with pytest.raises(ValueError, match=r"a\.tar holds 20 samples, and the index says 19"):
+    for index in range(21):
+        with pytest.raises(ValueError, match=r"a\.tar holds 20 samples, and the index says 21"):
             data[index]
     assert server.gets("/a.tar") == 1
     data.close()
