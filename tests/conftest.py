@@ -65,6 +65,13 @@ def interrupts_heard() -> None:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The tensors of tests are small, and several processes of tests share the cores."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def nothing_leaks(private_folders: tuple[Path, Path]) -> Iterator[None]:
     """Fail a test that leaves variables, threads, processes, a process group, sockets or files behind."""
     before = Snapshot.take(*private_folders)

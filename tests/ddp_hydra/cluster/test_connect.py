@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import logging
 import subprocess
@@ -11,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import without_broadcast_errors
@@ -28,10 +31,20 @@ CONF = Path(__file__).parents[3] / "conf"
 OPTIONS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
 
 
-def option(name: str, *overrides: str) -> Any:
+@functools.cache
+def composed(name: str) -> DictConfig:
     register()
     with initialize_config_dir(str(CONF), **VERSION_BASE):
-        return compose("config", [f"cluster={name}", *overrides]).cluster
+        return compose("config", [f"cluster={name}"])
+
+
+def option(name: str, *overrides: str) -> Any:
+    """Return an option as Hydra composes it. It is composed once; overrides are put into a copy."""
+    cfg = copy.deepcopy(composed(name))
+    for override in overrides:
+        key, _, value = override.partition("=")
+        OmegaConf.update(cfg, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
+    return cfg.cluster
 
 
 def manager(name: str, *overrides: str) -> Manager:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ from ddp_hydra.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 CONF = ROOT / "conf"
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
+CHOOSE_OTHERS = ("experiment", "debug", "hparams_search")
+"""Groups whose options choose options of other groups."""
+
+
+def together() -> list[list[str]]:
+    """Each option once: alone where it chooses others, else beside one of each other group."""
+    groups = {name: list(options) for name, options in groupby(OPTIONS, lambda option: option.partition("=")[0])}
+    alone = [[option] for name in CHOOSE_OTHERS for option in groups.pop(name)]
+    return [*alone, *(list(filter(None, options)) for options in zip_longest(*groups.values()))]
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -68,9 +78,14 @@ NEEDED = {
 """What an option does not work without."""
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_every_group_composes_to_a_job(option):
-    cfg = composed(option, *NEEDED.get(option, []))
+def test_no_option_is_left_out():
+    assert sorted(chain(*together())) == OPTIONS
+    assert {"experiment=digits", "model=resnet18", "cluster=local", "debug=inline"} < set(OPTIONS)
+
+
+@pytest.mark.parametrize("options", together(), ids=" ".join)
+def test_every_option_of_every_group_composes_to_a_job(options):
+    cfg = composed(*options, *chain(*(NEEDED.get(option, []) for option in options)))
     validate.check(cfg)
     unknown_keys.check(cfg)
     plain = schema.resolved(cfg)
@@ -85,7 +100,7 @@ def test_a_key_that_is_missing_is_named(option, key):
 
 
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
-@pytest.mark.parametrize("debug", ["debug=inline", "debug=one_batch"])
+@pytest.mark.parametrize("debug", ["debug=inline", pytest.param("debug=one_batch", marks=pytest.mark.slow)])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
     validate.check(cfg)
