@@ -28,6 +28,7 @@ from ddp_hydra.cluster.connection import QUIET
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank import fork_client
 from ddp_hydra.results import Record
+from tests.integration.support.warm_commands import WarmCommands
 from tests.support.s3_server import png, s3  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +216,7 @@ class CommandLine:
 
     folder: Path
     project: Path
+    warm: WarmCommands
 
     def environment(self, **variables: str) -> dict[str, str]:
         home = {"HOME": str(self.folder / "home"), "DDP_HYDRA_PROJECT": str(self.project), "COLUMNS": "200"}
@@ -235,9 +237,14 @@ class CommandLine:
     def run(
         self, *arguments: str, module: str = "ddp_hydra", timeout_s: float = 100, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run it to its end. Workers of a local cluster are forked, which takes less time than spawning them."""
+        """Run it to its end. Workers of a local cluster are forked, which takes less time than spawning them.
+
+        So is the command itself, unless a variable is for Python's start.
+        """
         if not any(word.startswith("cluster=") for word in arguments):
             variables |= FORKED
+        if not any(name.startswith("PYTHON") for name in variables):
+            return self.warm.run(module, arguments, self.folder, self.environment(**variables), timeout_s)
         process = self.start(*arguments, module=module, **variables)
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -255,12 +262,19 @@ class CommandLine:
         return ended
 
 
+@pytest.fixture(scope="session")
+def warm_commands(warm_server, private_folders) -> Iterator[WarmCommands]:
+    commands = WarmCommands(private_folders[0].parent)
+    yield commands
+    commands.close()
+
+
 @pytest.fixture
-def cli(tmp_path, project) -> CommandLine:
-    return CommandLine(tmp_path, project)
+def cli(tmp_path, project, warm_commands) -> CommandLine:
+    return CommandLine(tmp_path, project, warm_commands)
 
 
 @pytest.fixture(scope="module")
-def module_cli(tmp_path_factory, project) -> CommandLine:
+def module_cli(tmp_path_factory, project, warm_commands) -> CommandLine:
     """For runs that several tests look at."""
-    return CommandLine(tmp_path_factory.mktemp("cli"), project)
+    return CommandLine(tmp_path_factory.mktemp("cli"), project, warm_commands)
