@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -45,8 +46,13 @@ def modules(package: str) -> dict[str, Path]:
 EVERY = {name: path for package in OURS for name, path in modules(package).items()}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports, anywhere in it."""
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Return the modules that a file imports, anywhere in it. Each file is parsed once."""
+    return tuple(imports_of(path))
+
+
+def imports_of(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

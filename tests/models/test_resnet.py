@@ -12,21 +12,22 @@ from models.resnet import resnet18, resnet50
 @pytest.mark.parametrize("build", [resnet18, resnet50])
 @pytest.mark.parametrize("small_images", [False, True])
 def test_gives_one_logit_per_class(build, small_images):
-    network = build(num_classes=7, small_images=small_images).eval()
-    with torch.no_grad():
-        logits = network(torch.zeros(2, 3, 32, 32))
+    with torch.device("meta"):  # only shapes are computed
+        logits = build(num_classes=7, small_images=small_images)(torch.zeros(2, 3, 32, 32))
     assert logits.shape == (2, 7)
 
 
 def test_small_images_keeps_the_resolution_up_to_the_first_layer():
-    network = resnet18(num_classes=10, small_images=True)
-    x = network.maxpool(network.relu(network.bn1(network.conv1(torch.zeros(2, 3, 32, 32)))))
+    with torch.device("meta"):
+        network = resnet18(num_classes=10, small_images=True)
+        x = network.maxpool(network.relu(network.bn1(network.conv1(torch.zeros(2, 3, 32, 32)))))
     assert x.shape[-2:] == (32, 32)
 
 
 def test_the_usual_stem_divides_the_resolution_by_four():
-    network = resnet18(num_classes=10)
-    x = network.maxpool(network.conv1(torch.zeros(2, 3, 32, 32)))
+    with torch.device("meta"):
+        network = resnet18(num_classes=10)
+        x = network.maxpool(network.conv1(torch.zeros(2, 3, 32, 32)))
     assert x.shape[-2:] == (8, 8)
 
 

@@ -62,15 +62,15 @@ class WarmCommands:
         ):
             connection.connect(self.address)
             socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], [out.fileno(), err.fileno()])
-            answers = connection.makefile("r")
-            pid = int(answers.readline())
-            try:
-                connection.settimeout(timeout_s)
-                exit_code = int(answers.readline())
-            except BaseException:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                raise
+            with connection.makefile("r") as answers:
+                pid = int(answers.readline())
+                try:
+                    connection.settimeout(timeout_s)
+                    exit_code = int(answers.readline())
+                except BaseException:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                    raise
             for file in (out, err):
                 file.seek(0)
             return subprocess.CompletedProcess([module, *arguments], exit_code, out.read(), err.read())
