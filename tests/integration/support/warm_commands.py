@@ -38,9 +38,9 @@ class WarmCommands:
     """A process that forks commands."""
 
     def __init__(self, folder: Path) -> None:
-        self.address = str(folder / "warm_commands")
+        self.address = folder / "warm_commands"
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.address)
+            listener.bind(str(self.address))
             listener.listen()
             command = [sys.executable, "-m", __name__, str(listener.fileno())]
             self.server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
@@ -48,7 +48,7 @@ class WarmCommands:
     def close(self) -> None:
         """End the process."""
         self.server.communicate()
-        os.unlink(self.address)
+        self.address.unlink()
 
     def run(
         self, module: str, arguments: tuple[str, ...], folder: Path, variables: dict[str, str], timeout_s: float
@@ -60,7 +60,7 @@ class WarmCommands:
             tempfile.TemporaryFile("w+") as out,
             tempfile.TemporaryFile("w+") as err,
         ):
-            connection.connect(self.address)
+            connection.connect(str(self.address))
             socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], [out.fileno(), err.fileno()])
             with connection.makefile("r") as answers:
                 pid = int(answers.readline())
