@@ -1,8 +1,24 @@
 """ddp_hydra: a Hydra config describes a training job, Dask places its ranks, DistributedDataParallel trains.
 
-A run, in the order of the code: `cli` (one composed config) -> `job` (one run directory) -> `cluster`
-(workers) -> `dispatch` (a gang of ranks on them) -> `rank` (one process, inside the process group) ->
-`train` (the loop) -> `results` (what it says) -> `writers` (the files a person reads).
+From Python and notebooks, `run` trains a job, `connect` keeps a cluster for several, and `Run` looks at a run. They are
+imported when they are first used: ranks and workers import this package, too, and need none of them. Their types are in
+`__init__.pyi`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+_MODULES = {"Run": "api.run", "connect": "api.connection", "run": "api.run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

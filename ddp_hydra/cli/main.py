@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
@@ -75,12 +76,13 @@ def compose_and_run() -> None:
     """Let Hydra parse the command line, compose the config and call `main`."""
     signals.leave_at_once()
     project.make_importable(project.layers())
-    search_path.register()
     schema.register()
     sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
     completion.offer_choices()
+    config_dir = get_args_parser().parse_known_args(sys.argv[1:])[0].config_dir
     try:
-        hydra.main(config_path=str(search_path.config_folders()[0]), config_name="config", **VERSION_BASE)(main)()
+        with search_path.layered(config_dir) as folder:
+            hydra.main(config_path=str(folder), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell a launcher when its sweep is over
 

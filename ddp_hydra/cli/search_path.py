@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -16,23 +16,43 @@ from ddp_hydra.config import project
 class LayerConfigs(SearchPathPlugin):
     """Add the configs of all layers of the project space but the first, which is Hydra's main folder of configs.
 
-    It is registered by the command, and not found in `hydra_plugins`: other Hydra apps don't get these configs.
+    It is not in `hydra_plugins`, and adds nothing outside of `layered`: other Hydra apps don't get these configs.
+
+    Attributes:
+        before: folders whose configs win over the project's.
+        after: folders whose configs the project's win over.
     """
 
+    before: tuple[Path, ...] = ()
+    after: tuple[Path, ...] = ()
+
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders, and let that of `--config-dir` win: Hydra alone would put it behind the starter's."""
-        given = get_args_parser().parse_known_args(sys.argv[1:])[0].config_dir
-        if given:
-            search_path.prepend("--config-dir", f"file://{Path(given).absolute()}", anchor="main")
-        for folder in config_folders()[1:]:
+        """Add the folders."""
+        for folder in self.before:
+            search_path.prepend("--config-dir", f"file://{folder}", anchor="main")
+        for folder in self.after:
             search_path.append("ddp_hydra", f"file://{folder}")
+
+
+@contextmanager
+def layered(config_dir: str | None = None) -> Iterator[Path]:
+    """Let Hydra find the configs of all layers inside the block.
+
+    Args:
+        config_dir: a further folder, whose configs win: Hydra alone would put it behind the starter's.
+
+    Yields:
+        The first folder of configs, as the main one for Hydra.
+    """
+    Plugins.instance().register(LayerConfigs)
+    main, *after = config_folders()
+    LayerConfigs.before, LayerConfigs.after = (Path(config_dir).absolute(),) if config_dir else (), tuple(after)
+    try:
+        yield main
+    finally:
+        LayerConfigs.before = LayerConfigs.after = ()
 
 
 def config_folders() -> list[Path]:
     """Return the folders of configs of the project space; a config of an earlier one wins."""
     return [root / "conf" for root in project.layers() if (root / "conf").is_dir()]
-
-
-def register() -> None:
-    """Add the plugin to this process."""
-    Plugins.instance().register(LayerConfigs)

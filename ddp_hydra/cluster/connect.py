@@ -85,8 +85,8 @@ def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
 _existing: Scheduler | None = None
 
 
-def use_existing(scheduler: Scheduler) -> None:
-    """Have all jobs of this process use a cluster that already runs."""
+def use_existing(scheduler: Scheduler | None) -> None:
+    """Have all jobs of this process use a cluster that already runs; None: each starts its own again."""
     global _existing
     _existing = scheduler
 

@@ -173,8 +173,13 @@ class Job:
                 **_inline_settings(self.cfg),
             )[0]
 
-    def run_on_dask(self, packed: Project) -> dict[str, Any]:
-        """Run a gang on a Dask cluster, and return what `train` returns on rank 0."""
+    def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
+        """Run a gang on a Dask cluster, and return what `train` returns on rank 0.
+
+        Args:
+            packed: the project space.
+            stop: asks the gang to end.
+        """
         from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
@@ -200,6 +205,7 @@ class Job:
                 cwd=self.remote.spec.cwd if self.remote else "",
                 **{str(name): value for name, value in settings.items()},
             )
+            gang.stop = stop or gang.stop
             with self.handler(gang.fetch, client) as handler:
                 gang.on_record = lambda record: self.on_record(record, handler, gang)
                 gang.interrupts.notice = lambda: self.interrupt_notice(gang.trains)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,11 @@ from ddp_hydra.writers.run_dir import locked
 
 
 def run_job(
-    cfg: DictConfig, run_dir: Path, overrides: Sequence[str] = (), remote: RemoteContext | None = None
+    cfg: DictConfig,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    remote: RemoteContext | None = None,
+    stop: threading.Event | None = None,
 ) -> float | None:
     """Train one job.
 
@@ -33,6 +38,7 @@ def run_job(
         run_dir: where its results are written.
         overrides: the overrides it was composed with, for TensorBoard's HParams tab.
         remote: the driver's part, if a driver runs the job.
+        stop: asks a job on a cluster to save a checkpoint and end, as Ctrl-C does in the main thread.
 
     Returns:
         The objective's last value, for sweepers.
@@ -56,10 +62,16 @@ def run_job(
             from ddp_hydra.job.remote.client import run_remote_job
 
             return run_remote_job(cfg, run_dir, overrides)
-        return train(cfg, run_dir, overrides, remote)
+        return train(cfg, run_dir, overrides, remote, stop)
 
 
-def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: RemoteContext | None) -> float | None:
+def train(
+    cfg: DictConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    remote: RemoteContext | None,
+    stop: threading.Event | None,
+) -> float | None:
     """Train a job whose results this process writes; arguments and errors as for `run_job`."""
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
@@ -80,7 +92,7 @@ def train(cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: Remo
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config)
         spec = torchrun.place(cfg.cluster)
         is_here = spec is not None or connect.is_inline(cfg.cluster)
-        value = read_value(job.run_here(spec or inline.ALONE) if is_here else job.run_on_dask(packed))
+        value = read_value(job.run_here(spec or inline.ALONE) if is_here else job.run_on_dask(packed, stop))
         summary |= {**value, "metrics": finite(value["metrics"])}
         if value["interrupted"]:
             raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={shown_dir}")

@@ -1,0 +1,194 @@
+"""Run a job from Python, and look at a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_hydra.api.compose import Composed
+from ddp_hydra.cluster import connect
+from ddp_hydra.config.schema import Handler
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.run import run_job
+from ddp_hydra.job.run_dir import refuse_other_run
+from ddp_hydra.writers.run_dir import locked, read_summary
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+
+class Run:
+    """Look at a run by its directory, also while it is written.
+
+    Args:
+        folder: the run directory.
+
+    Attributes:
+        dir: the run directory.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.dir = Path(folder)
+        if not self.dir.is_dir():
+            raise ConfigError(f"{self.dir} is no run directory: give one that a run has made, outputs/<date>/<time>")
+
+    @property
+    def status(self) -> str:
+        """running, done, failed or interrupted."""
+        return str(self.summary.get("status") or _read_json(self.dir / "status.json").get("status") or "running")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json; empty before the run has ended."""
+        return read_summary(self.dir)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl so far: step, epoch, samples, train/loss, val/loss …"""
+        path = self.dir / "metrics.jsonl"
+        # The last line may be half written.
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def metrics(self) -> pd.DataFrame:
+        """Return the metrics so far as a table, a row for each step that was logged.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ModuleNotFoundError:
+            raise ConfigError(
+                "a table needs pandas: type pip install 'ddp-hydra[notebook]', or use records()"
+            ) from None
+        table = pd.DataFrame(self.records())
+        return table.set_index("step") if "step" in table else table
+
+    def load_model(self, which: str = "best", overrides: Sequence[str] = ()) -> nn.Module:
+        """Return the trained model, in evaluation mode.
+
+        Args:
+            which: "best" or "last".
+            overrides: changes of the run's config, "data.source=names.json".
+
+        Raises:
+            CheckpointError: nothing was saved.
+        """
+        from ddp_hydra.training import load_run
+
+        return load_run.load(self.dir, which, overrides).model
+
+    def __repr__(self) -> str:
+        return f"<Run {self.dir}: {self.status}>"
+
+
+class StartedRun(Run):
+    """A run that this process has started; see `run`.
+
+    Args:
+        job: its config; its run directory exists.
+    """
+
+    def __init__(self, job: Composed) -> None:
+        super().__init__(job.run_dir)
+        self._job = job
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._objective: float | None = None
+        # A daemon: the end of the program ends the job, whose ranks notice that.
+        self._thread = threading.Thread(target=self._work, name="ddp_hydra-run", daemon=True)
+
+    def perform(self) -> None:
+        """Run the job in this thread."""
+        self._objective = run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
+
+    def begin(self) -> None:
+        """Run the job in a thread of its own."""
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.perform()
+        except BaseException as error:  # given to whoever waits
+            self._error = error
+
+    @property
+    def objective(self) -> float | None:
+        """The last value of the objective; None before the end."""
+        return self._objective
+
+    def done(self) -> bool:
+        """Return whether the run has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ask the run to save a checkpoint and end; `wait` then raises its `Interrupted`."""
+        self._stop.set()
+
+    def wait(self, timeout_s: float | None = None) -> StartedRun:
+        """Wait for the end. An interrupt meanwhile, as by the stop button of a notebook, stops the run.
+
+        Args:
+            timeout_s: how long; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended in time; it goes on.
+            Interrupted: it was stopped.
+            DdpHydraError: it failed.
+        """
+        try:
+            self._thread.join(timeout_s)
+        except KeyboardInterrupt:
+            self.stop()
+            self._thread.join()
+        if not self.done():
+            raise TimeoutError(f"{self.dir} has not ended after {timeout_s:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return self
+
+
+def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = "config") -> StartedRun:
+    """Train one job, as `ddp-hydra` does in the current folder.
+
+    Inside `ddp_hydra.connect(...)` it runs on that cluster; otherwise it starts and ends its own.
+
+    Args:
+        overrides: as in the command line: ["model=resnet18", "trainer.epochs=3"].
+        wait: whether to return when the run has ended; otherwise it goes on in the background.
+        config_name: the main config.
+
+    Returns:
+        The run: `status`, `dir`, `metrics()`, `load_model()`; with `wait=False` also `wait()`, `stop()`, `done()`.
+
+    Raises:
+        ConfigError: the config can't be a job.
+        DdpHydraError: the job failed.
+        Interrupted: it was interrupted, and has saved a checkpoint.
+    """
+    job = Composed(overrides, config_name)
+    if not wait and (connect.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
+        what = "cluster=inline" if connect.is_inline(job.cfg.cluster) else "results.handler=cluster"
+        raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(job.run_dir):
+        refuse_other_run(job.run_dir, job.cfg.resume)
+        job.save()
+    started = StartedRun(job)
+    if wait:
+        started.perform()
+    else:
+        started.begin()
+    return started
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
