@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -15,7 +16,13 @@ from ddp_hydra.writers.progress_state import ProgressState
 
 
 class StdoutConsole(Console):
-    """Print to standard output, and survive its end: rich would end the whole program when nobody reads it."""
+    """Print to standard output, and survive its end: rich would end the whole program when nobody reads it.
+
+    In a notebook it prints plain text as everywhere, and not each line as a piece of HTML.
+    """
+
+    def __init__(self, force_jupyter: bool = False) -> None:
+        super().__init__(force_jupyter=force_jupyter)
 
     def on_broken_pipe(self) -> None:
         """Stop printing."""
@@ -25,7 +32,7 @@ class StdoutConsole(Console):
 class ProgressWriter:
     """Show a job while it runs: a header, the current step, and a permanent line per validation or epoch.
 
-    A terminal gets a live bar. Other outputs get lines without control characters, and between the permanent lines at
+    A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control characters, and between the permanent lines at
     most one line per `interval_s`. A closed output (`| head`) ends the display, not the job.
 
     Args:
@@ -42,8 +49,10 @@ class ProgressWriter:
         restarts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        in_notebook = console is None and Console().is_jupyter and find_spec("ipywidgets") is not None
         self._console = console or StdoutConsole()
-        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar_console = StdoutConsole(force_jupyter=True) if in_notebook else self._console
+        self._live = in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal)
         self._interval_s = interval_s
         self._restarts = restarts
         self._clock = clock
@@ -121,7 +130,7 @@ class ProgressWriter:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._console,
+            console=self._bar_console,
             transient=True,
             refresh_per_second=4,
         )

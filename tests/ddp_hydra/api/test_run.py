@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import ddp_hydra
+from ddp_hydra.api.compose import Composed
+from ddp_hydra.api.run import Run
+from ddp_hydra.cli import init
+from ddp_hydra.errors import ConfigError
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    init.write(tmp_path)
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddp_hydra.config.project.make_importable", lambda roots: None)
+    return tmp_path
+
+
+def test_the_package_has_them_without_importing_them_first():
+    assert {"run", "connect", "Run"} <= set(dir(ddp_hydra))
+    assert ddp_hydra.Run is Run
+    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
+        _ = ddp_hydra.runn
+
+
+def test_a_config_is_composed_as_the_command_does(project):
+    job = Composed(["optimizer.lr=0.5", "hydra.run.dir=there"])
+    assert (job.cfg.model._target_, job.cfg.optimizer.lr, job.cfg.trainer.epochs) == ("models.mlp.MLP", 0.5, 15)
+    assert (str(job.run_dir), job.overrides) == ("there", ["optimizer.lr=0.5"])
+    assert "hydra" not in job.cfg
+    assert Composed(["model=resnet18"]).cfg.model._target_ == "models.resnet.resnet18"
+    assert len(Composed([]).run_dir.parts) == 3
+
+
+def test_hydras_files_are_written_without_secrets(project):
+    job = Composed(["hydra.run.dir=there", "+cluster.password=hunter2"])
+    job.save()
+    texts = {path.name: path.read_text() for path in (project / "there" / ".hydra").iterdir()}
+    assert set(texts) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert "hunter2" not in "".join(texts.values())
+    assert "+cluster.password=***" in texts["overrides.yaml"]
+    assert "lr: 0.01" in texts["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("seed=1", "must be a list of texts"),
+        ([1], "must be a list of texts"),
+        (["-m"], "-m is an option of the command"),
+        (["optimizer.learning_rate=1"], "learning_rate"),
+        (["model=no_such"], "no_such"),
+    ],
+)
+def test_wrong_words_are_refused(words, said, project):
+    with pytest.raises(Exception, match=said):
+        ddp_hydra.run(words)
+    assert not (project / "outputs").exists()
+
+
+def test_what_cannot_run_in_the_background_is_refused(project):
+    with pytest.raises(ConfigError, match="wait=False with cluster=inline"):
+        ddp_hydra.run(["cluster=inline"], wait=False)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_anything_is_written(project):
+    (project / "there").mkdir()
+    (project / "there" / "summary.json").write_text('{"status": "done"}')
+    with pytest.raises(ConfigError, match="there holds another run"):
+        ddp_hydra.run(["hydra.run.dir=there"])
+    assert not (project / "there" / ".hydra").exists()
+
+
+def test_a_run_is_looked_at_by_its_directory(tmp_path):
+    lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "tra')
+    run = Run(tmp_path)
+    assert run.records() == lines
+    assert (run.status, run.summary) == ("running", {})
+    (tmp_path / "status.json").write_text('{"status": "interrupted"}')
+    assert run.status == "interrupted"
+    (tmp_path / "summary.json").write_text('{"status": "done", "steps": 2}')
+    assert (run.status, run.summary["steps"], repr(run)) == ("done", 2, f"<Run {tmp_path}: done>")
+    table = run.metrics()
+    assert table.loc[2, "val/loss"] == 1.5
+    assert list(table.index) == [1, 2]
+
+
+def test_an_empty_run_has_an_empty_table(tmp_path):
+    assert Run(tmp_path).metrics().empty
+    with pytest.raises(ConfigError, match="is no run directory"):
+        Run(tmp_path / "no")
+
+
+def test_a_table_needs_pandas(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[notebook\]'"):
+        Run(tmp_path).metrics()

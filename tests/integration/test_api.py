@@ -1,0 +1,99 @@
+"""Jobs that Python code starts: one after the other on a warm cluster, and in the background."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import ddp_hydra
+from ddp_hydra.cluster import connect
+from ddp_hydra.errors import ConfigError, Interrupted, JobFailed
+from ddp_hydra.results import finite
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "dispatch.max_restarts=0")
+
+
+@pytest.fixture
+def folder(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
+    monkeypatch.setattr("ddp_hydra.config.project.starter", lambda: project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def warm(folder, client2):
+    """The test session's cluster in place of one that `connect` starts."""
+    connect.use_existing(connect.Scheduler(client2.scheduler.address))
+    yield
+    connect.use_existing(None)
+
+
+def test_a_run_gives_its_metrics_its_model_and_what_resume_and_evaluate_need(warm, folder):
+    run = ddp_hydra.run([*TINY, "trainer.epochs=1", "hydra.run.dir=run"])
+    assert (run.status, run.done(), str(run.dir)) == ("done", True, "run")
+    assert run.summary["world_size"] == 2
+    assert run.objective == run.summary["metrics"]["val/accuracy"]
+    assert "train/loss" in run.metrics().columns
+    assert sum(p.numel() for p in run.load_model("last").parameters()) > 0
+    again = ddp_hydra.run(["resume=run", "trainer.epochs=2", "hydra.run.dir=again"])
+    assert again.summary["steps"] == 2 * run.summary["steps"]
+    assert again.objective == finite(again.summary["metrics"])["val/accuracy"]
+
+
+def test_a_run_in_the_background_is_stopped_with_a_checkpoint(warm, folder):
+    run = ddp_hydra.run([*TINY, "trainer.epochs=100000"], wait=False)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        run.wait(0.1)
+    while not run.records():
+        assert not run.done()
+        time.sleep(0.05)
+    assert run.status == "running"
+    run.stop()
+    with pytest.raises(Interrupted, match=r"go on with resume=outputs/"):
+        run.wait(60)
+    assert (run.status, run.done()) == ("interrupted", True)
+    assert (run.dir / "checkpoints" / "last.pt").exists()
+
+
+def test_a_failed_run_raises_what_the_command_would_say(warm, folder):
+    run = ddp_hydra.run([*TINY, "trainer.epochs=1", "faults=['raise,rank=1,step=1']"], wait=False)
+    with pytest.raises(JobFailed, match="rank 1"):
+        run.wait(60)
+    assert run.status == "failed"
+
+
+PROGRAM = """
+import ddp_hydra
+
+if __name__ == "__main__":
+    with ddp_hydra.connect(["cluster.n_workers=1"]) as cluster:
+        print(repr(cluster))
+        try:
+            ddp_hydra.connect()
+        except Exception as error:
+            print(error)
+        print([ddp_hydra.run(WORDS).summary["world_size"] for _ in range(2)])
+    print(repr(cluster))
+"""
+
+
+def test_a_program_keeps_a_cluster_for_its_runs(folder):
+    words = [*TINY, "trainer.max_steps=1"]
+    (folder / "program.py").write_text(PROGRAM.replace("WORDS", repr(words)))
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "<Connection: 1 workers at tcp://127.0.0.1:" in done.stdout
+    assert "there is a cluster already: close it" in done.stdout
+    assert "[1, 1]" in done.stdout
+    assert "<Connection: closed>" in done.stdout
+
+
+def test_inline_is_no_cluster(folder):
+    with pytest.raises(ConfigError, match="cluster=inline is no cluster"):
+        ddp_hydra.connect(["cluster=inline"])

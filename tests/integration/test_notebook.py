@@ -1,0 +1,83 @@
+"""The notebook of the documentation, and the stop button, in a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+from ddp_hydra.cli import init
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Jupyter's packages
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch) -> Iterator[None]:
+    """Kernels have their files below the test's folder, and no project of the environment."""
+    for name in ("HOME", "TMPDIR", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):
+        folder = tmp_path / name.lower()
+        folder.mkdir()
+        monkeypatch.setenv(name, str(folder))
+    monkeypatch.delenv("DDP_HYDRA_PROJECT", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    return
+
+
+def outputs(notebook) -> str:
+    """All that the cells have printed or shown."""
+    said = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in said)
+
+
+def test_the_notebook_of_the_docs_runs(kernel, tmp_path):
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = outputs(notebook)
+    assert "<Run outputs/" in said
+    assert "val/accuracy" in said
+    assert "tensor([[" in said
+    assert "<Connection: 2 workers at tcp://127.0.0.1:" in said
+    assert "go on with resume=outputs/" in said
+    assert "'interrupted'" in said
+    # Lines are plain text; the bar is a widget, which is removed at the end.
+    texts = [output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "stream"]
+    assert any("epoch 1/4  train/loss" in output.text for output in texts)
+    assert "\x1b" not in said
+
+
+def test_the_stop_button_saves_a_checkpoint(kernel, tmp_path):
+    init.write(tmp_path / "project")
+    cell = "import ddp_hydra\nrun = ddp_hydra.run(['trainer.epochs=100000', 'cluster=inline', 'hydra.run.dir=run'])"
+    notebook = new_notebook(cells=[new_code_cell(cell)])
+    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path / "project")}})
+    run_dir = tmp_path / "project" / "run"
+
+    def press() -> None:
+        while not (run_dir / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        asyncio.run(client.km.interrupt_kernel())
+
+    with client.setup_kernel():
+        button = threading.Thread(target=press)
+        button.start()
+        with pytest.raises(Exception, match="go on with resume=run"):
+            client.execute_cell(notebook.cells[0], 0)
+        button.join()
+    assert (run_dir / "checkpoints" / "last.pt").exists()
