@@ -32,8 +32,9 @@ class StdoutConsole(Console):
 class ProgressWriter:
     """Show a job while it runs: a header, the current step, and a permanent line per validation or epoch.
 
-    A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control characters, and between the permanent lines at
-    most one line per `interval_s`. A closed output (`| head`) ends the display, not the job.
+    A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control
+    characters, and between the permanent lines at most one line per `interval_s`. A closed output (`| head`) ends the
+    display, not the job.
 
     Args:
         console: console to print to; None: stdout.
