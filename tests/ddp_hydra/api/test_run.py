@@ -23,8 +23,8 @@ def project(tmp_path, monkeypatch):
 def test_the_package_has_them_without_importing_them_first():
     assert {"run", "connect", "Run"} <= set(dir(ddp_hydra))
     assert ddp_hydra.Run is Run
-    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
-        _ = ddp_hydra.runn
+    with pytest.raises(AttributeError, match="has no attribute 'walk'"):
+        _ = ddp_hydra.walk
 
 
 def test_a_config_is_composed_as_the_command_does(project):
