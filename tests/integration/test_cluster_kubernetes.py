@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import jsonschema
 import pytest
 
-from tests.ddp_hydra.cluster.kinds.test_kubernetes import schema
+from tests.ddp_hydra.cluster.kinds.test_kubernetes import validator
 from tests.integration.support.kubernetes import Kubernetes, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -20,9 +19,8 @@ TINY = ("cluster=kubernetes", "+cluster.scheduler_service_type=LoadBalancer", "d
 
 @pytest.fixture(scope="module")
 def served(warm_server, tmp_path_factory) -> Iterator[tuple[Kubernetes, dict[str, str]]]:
-    wanted = schema() | {"additionalProperties": True}
     folder = tmp_path_factory.mktemp("kubernetes")
-    kubernetes = Kubernetes(folder, lambda resource: jsonschema.validate(resource, wanted))
+    kubernetes = Kubernetes(folder, validator().validate)
     with serve(kubernetes) as config:
         yield kubernetes, {"KUBECONFIG": str(config)}
 
