@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra.cli import completion, overrides, search_path
+from ddp_hydra.cli.groups import listed_without_copies
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.console import output, signals
@@ -81,7 +82,7 @@ def compose_and_run() -> None:
     completion.offer_choices()
     config_dir = get_args_parser().parse_known_args(sys.argv[1:])[0].config_dir
     try:
-        with search_path.layered(config_dir) as folder:
+        with search_path.layered(config_dir) as folder, listed_without_copies():
             hydra.main(config_path=str(folder), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell a launcher when its sweep is over
