@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SLURM_INTERFACE ?= lo
@@ -12,11 +13,25 @@ TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hyd
 	$(addprefix tests/ddp_hydra/,cli config job training/test_loop.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
 
+# Install packages into a virtual environment, with uv where it is there.
+define installed
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	if command -v uv >/dev/null; then uv pip install --quiet --python $(1)/bin/python $(2); else \
+		$(1)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip && \
+		$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2); fi
+endef
+
+define unit_tested
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	uv pip install --quiet --python $(1)/bin/python $(2) --editable '.[test]'
+	$(1)/bin/python -m pytest -n $(JOBS) -m "not integration and not slow" --hypothesis-profile=few
+endef
+
 BENCHMARKS := launch overhead recovery data train exchange scale step_cost sweep
 
-.PHONY: demo test test-fast test-all test-slurm test-hydra14 check format clean
+.PHONY: demo test test-fast test-all test-slurm test-hydra14 test-lowest test-newest dist check format clean
 
-demo: $(READY)  ## train ResNet-18 on digits from an embedded S3, two ranks
+demo: $(DEMO)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
 
 test: $(READY)  ## all tests but the slow ones, some files beside others
@@ -35,6 +50,16 @@ test-slurm: $(READY)  ## batch jobs on a real SLURM, where there is one; its nod
 test-hydra14: $(READY14)  ## the tests that touch Hydra, with its next version
 	$(VENV14)/bin/python -m pytest $(TOUCHES_HYDRA)
 
+test-lowest:  ## the unit tests with the lowest versions that are allowed, and torch as it comes; needs uv
+	$(call unit_tested,.venv-lowest,--resolution lowest-direct 'torch>=2.13' 'torchvision>=0.28')
+
+test-newest:  ## the unit tests with the newest versions, pre-releases included; needs uv
+	$(call unit_tested,.venv-newest,--prerelease allow)
+
+dist: $(READY)  ## build and check sdist and wheel; REPOSITORY=https://… makes the readme's links absolute
+	REPOSITORY=$(REPOSITORY) $(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 check: $(READY)  ## lint, format, types, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,18 +70,17 @@ format: $(READY)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $(READY)
+$(READY): pyproject.toml setup.py
+	$(call installed,$(VENV),--editable '.[dev]')
+	touch $(READY) $(DEMO)
 
-$(READY14): pyproject.toml
-	test -x $(VENV14)/bin/python || $(PYTHON) -m venv $(VENV14)
-	$(VENV14)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VENV14)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
-		'hydra-core>=1.4.0rc3' 'hydra-optuna-sweeper>=1.4.0rc3'
+$(DEMO): pyproject.toml setup.py
+	$(call installed,$(VENV),--editable '.[demo]')
+	touch $(DEMO)
+
+$(READY14): pyproject.toml setup.py
+	$(call installed,$(VENV14),--editable '.[test]' 'hydra-core>=1.4.0rc3' 'hydra-optuna-sweeper>=1.4.0rc3')
 	touch $(READY14)
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV14) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV14) .venv-lowest .venv-newest .pytest_cache .ruff_cache .mypy_cache
