@@ -36,6 +36,8 @@ LIBRARY_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkse
 LIBRARY_FILES = ("dask-scratch-space", "torchinductor_", ".tensorboard-info")
 LEASE = ".lease"
 """A worker that is killed leaves it, unlocked; whoever takes one next removes it."""
+IMPORT_FOLDER = "ddp_hydra-import-"
+"""A command that is killed leaves it. One that ends removes it, which tests/integration/test_job.py looks at."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -113,7 +115,7 @@ class Snapshot:
         files = [
             path.name
             for path in now.files - self.files
-            if not path.name.startswith(LIBRARY_FILES) and path.suffix != LEASE
+            if not path.name.startswith((*LIBRARY_FILES, IMPORT_FOLDER)) and path.suffix != LEASE
         ]
         found = {"variables": names, "threads": threads, "processes": processes, "files": files}
         return [f"{what} {sorted(which)}" for what, which in found.items() if which] + list(states())

@@ -241,10 +241,13 @@ class CommandLine:
 
         So is the command itself, unless a variable is for Python's start.
         """
-        if not any(word.startswith("cluster=") for word in arguments):
-            variables |= FORKED
+        own_cluster = not any(word.startswith("cluster=") for word in arguments)
+        if own_cluster:
+            variables = FORKED | variables
         if not any(name.startswith("PYTHON") for name in variables):
-            return self.warm.run(module, arguments, self.folder, self.environment(**variables), timeout_s)
+            fork_workers = own_cluster and "-m" not in arguments  # a sweep forks its clusters' processes itself
+            environment = self.environment(**variables)
+            return self.warm.run(module, arguments, self.folder, environment, timeout_s, fork_workers)
         process = self.start(*arguments, module=module, **variables)
         try:
             out, err = process.communicate(timeout=timeout_s)

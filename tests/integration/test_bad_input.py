@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 
 import pytest
 
@@ -87,14 +88,19 @@ def test_a_data_set_smaller_than_a_global_batch(cli):
 # -- where results go and come from ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def finished(cli):
+@pytest.fixture(scope="module")
+def trained(module_cli):
     """A run with two checkpoints."""
-    run = cli.folder / "finished"
-    cli.done(
-        *TINY, "trainer.max_steps=4", "trainer.checkpoint_every_steps=2", "cluster.n_workers=1", f"hydra.run.dir={run}"
-    )
-    return run
+    words = ("trainer.max_steps=4", "trainer.checkpoint_every_steps=2", "cluster=inline", "hydra.run.dir=finished")
+    module_cli.done(*TINY, *words)
+    return module_cli.folder / "finished"
+
+
+@pytest.fixture
+def finished(cli, trained):
+    """A copy of it, with its hard links."""
+    subprocess.run(["cp", "-a", trained, cli.folder / "finished"], check=True)
+    return cli.folder / "finished"
 
 
 def test_an_output_directory_below_a_file(cli):

@@ -251,6 +251,7 @@ def test_a_fault_after_the_last_checkpoint_costs_no_result(chaos, client2, unint
     assert story.summary["metrics"].keys() == whole.summary["metrics"].keys()
 
 
+@pytest.mark.slow
 def test_an_error_that_comes_again_in_the_same_step_is_not_tried_a_third_time(chaos, client2):
     story = chaos(client2, "raise,rank=1,step=9,attempt=-1")
     assert isinstance(story.error, RankFailed)
@@ -261,6 +262,7 @@ def test_an_error_that_comes_again_in_the_same_step_is_not_tried_a_third_time(ch
     assert (summary["failure"]["rank"], summary["failure"]["step"], summary["failure"]["attempt"]) == (1, 9, 1)
 
 
+@pytest.mark.slow
 def test_used_up_restarts_say_so(chaos, client2):
     strikes = ("kill,rank=0,step=9", "exit,rank=1,step=10,attempt=1", "raise,rank=0,step=11,attempt=2")
     story = chaos(client2, *strikes, overrides=("dispatch.max_restarts=2",))
@@ -269,6 +271,7 @@ def test_used_up_restarts_say_so(chaos, client2):
     assert story.summary["failure"]["kind"] == "raised"
 
 
+@pytest.mark.slow
 def test_no_restart_is_made_where_none_is_allowed(chaos, client2):
     story = chaos(client2, "kill,rank=1,step=9", overrides=("dispatch.max_restarts=0",))
     assert isinstance(story.error, RankFailed)
@@ -347,17 +350,16 @@ def test_a_loss_of_nan_aborts_with_the_rank_the_step_and_the_samples_and_is_not_
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
-def test_a_step_with_a_loss_of_nan_is_left_out_by_all_ranks(chaos, clients, uninterrupted, ranks, policy):
+@pytest.mark.parametrize(("rank", "ranks"), [(1, 2), slow(0, 2), slow(0, 4), slow(3, 4)])
+def test_a_step_with_a_loss_of_nan_is_left_out_by_all_ranks(chaos, clients, uninterrupted, rank, ranks, policy):
     """As if the learning rate had been 0 in it, whichever rank it was."""
     expected = uninterrupted(clients[ranks], ranks, *NEVER_IN_STEP_9)
-    for rank in (0, ranks - 1):
-        settings = (*PLAIN, f"trainer.on_nonfinite={policy}")
-        story = chaos.done(clients[ranks], f"nan,rank={rank},step=9", ranks=ranks, overrides=settings)
-        assert story.over == []
-        assert_same(story.checkpoint()["model"], expected.checkpoint()["model"])
-        assert all_finite(story.checkpoint())
-        assert all_finite(story.lines())
+    settings = (*PLAIN, f"trainer.on_nonfinite={policy}")
+    story = chaos.done(clients[ranks], f"nan,rank={rank},step=9", ranks=ranks, overrides=settings)
+    assert story.over == []
+    assert_same(story.checkpoint()["model"], expected.checkpoint()["model"])
+    assert all_finite(story.checkpoint())
+    assert all_finite(story.lines())
 
 
 # -- the end that was asked for ----------------------------------------------------------------------------
@@ -374,7 +376,7 @@ def assert_same_end(chaos: Chaos, client: Client, story: Story, whole: Story, ra
     assert_same(resumed.checkpoint(), whole.checkpoint())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
     chaos, clients, uninterrupted, ranks, number
@@ -426,7 +428,8 @@ def test_a_second_interrupt_ends_at_once(chaos, client2):
     assert resumed.summary["steps"] == 18
 
 
-@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, uninterrupted, ranks):
     limited = ("data.delay_s=0.02", "trainer.time_limit_s=0.4")
     story = chaos(clients[ranks], ranks=ranks, overrides=limited)
@@ -492,6 +495,7 @@ def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients
         assert line == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, caplog):
     _, client = machines
     fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5", "data.batch_size=5")

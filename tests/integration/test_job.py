@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -185,8 +187,16 @@ def test_one_batch_and_inline_run_in_the_process_itself(cli):
     assert "val/accuracy" in summary["metrics"]
 
 
-def test_a_dry_run_builds_everything_and_starts_no_cluster(cli):
-    ended = cli.done(*TINY, "dry_run=true", "cluster.n_workers=4", PYTHONPROFILEIMPORTTIME="1")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "none, so that no worker can start"},
+        pytest.param({"PYTHONPROFILEIMPORTTIME": "1"}, marks=pytest.mark.slow),
+    ],
+    ids=["no-workers", "no-distributed"],
+)
+def test_a_dry_run_builds_everything_and_starts_no_cluster(cli, variables):
+    ended = cli.done(*TINY, "dry_run=true", "cluster.n_workers=4", **variables)
     assert "dry run: all of it works" in ended.stdout
     assert "data      96 samples, 37 for validation" in ended.stdout
     assert "3 in an epoch with 4 ranks of 8" in ended.stdout
@@ -205,12 +215,18 @@ def test_a_job_may_run_inside_its_run_directory(cli):
     assert summary_of(cli.folder / "second")["steps"] == 2
 
 
-def test_two_runs_of_the_same_second_get_two_run_directories(cli):
-    runs = [cli.start(*TINY, "cluster.n_workers=1", "trainer.max_steps=1") for _ in range(2)]
-    assert [(run.communicate(timeout=60)[1], run.returncode) for run in runs] == [("", 0), ("", 0)]
+def test_two_runs_of_the_same_second_get_two_run_directories_and_leave_no_folder(cli):
+    def import_folders() -> set[Path]:
+        return set(Path(tempfile.gettempdir()).glob("ddp_hydra-import-*"))
+
+    before = import_folders()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(cli.run, *TINY, "cluster.n_workers=1", "trainer.max_steps=1") for _ in range(2)]
+    assert [(run.result().stderr, run.result().returncode) for run in runs] == [("", 0), ("", 0)]
     folders = list((cli.folder / "outputs").glob("*/*"))
     assert len(folders) == 2
     assert [summary_of(folder)["status"] for folder in folders] == ["done", "done"]
+    assert import_folders() == before
 
 
 def test_what_was_packed_is_what_runs_also_after_an_edit(client2, gang, tmp_path):
@@ -234,7 +250,11 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize(
     ("whom", "number"),
-    [(os.kill, signal.SIGINT), (os.killpg, signal.SIGINT), (os.killpg, signal.SIGHUP)],
+    [
+        pytest.param(os.kill, signal.SIGINT, marks=pytest.mark.slow),
+        (os.killpg, signal.SIGINT),
+        (os.killpg, signal.SIGHUP),
+    ],
     ids=["client", "terminal", "closed terminal"],
 )
 def test_an_interrupt_ends_the_job_with_130_and_leaves_nothing_running(cli, wait_for, alive, ranks_alive, whom, number):
@@ -325,9 +345,14 @@ def imported(importtime: str) -> set[str]:
     ],
     ids=["help", "cfg", "defaults", "plugins", "unknown", "impossible"],
 )
-def test_questions_and_mistakes_are_answered_at_once_and_without_torch(cli, arguments, said):
-    ended = cli.run(*arguments, PYTHONPROFILEIMPORTTIME="1")
+def test_questions_and_mistakes_are_answered(cli, arguments, said):
+    ended = cli.run(*arguments)
     assert said in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("argument", ["--help", "cluster.n_workers=0"])
+def test_answers_need_no_torch(cli, argument):
+    ended = cli.run(argument, PYTHONPROFILEIMPORTTIME="1")
     assert not imported(ended.stderr) & {"torch", "distributed", "tensorboard"}
     assert "hydra" in imported(ended.stderr)
 

@@ -11,6 +11,8 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -51,10 +53,22 @@ class WarmCommands:
         self.address.unlink()
 
     def run(
-        self, module: str, arguments: tuple[str, ...], folder: Path, variables: dict[str, str], timeout_s: float
+        self,
+        module: str,
+        arguments: tuple[str, ...],
+        folder: Path,
+        variables: dict[str, str],
+        timeout_s: float,
+        fork_workers: bool,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        request = {"module": module, "arguments": arguments, "folder": str(folder), "variables": variables}
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "folder": str(folder),
+            "variables": variables,
+            "fork_workers": fork_workers,
+        }
         with (
             socket.socket(socket.AF_UNIX) as connection,
             tempfile.TemporaryFile("w+") as out,
@@ -118,6 +132,8 @@ def run(request: dict[str, Any]) -> int:
     os.chdir(request["folder"])
     dask.config.refresh()
     sys.argv = [request["module"], *request["arguments"]]
+    if request["fork_workers"]:
+        fork_workers()
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -128,6 +144,24 @@ def run(request: dict[str, Any]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def fork_workers() -> None:
+    """Start the fork server of multiprocessing, which starts Dask's workers, as one more fork with all modules."""
+
+    def fork(path: bytes, arguments: list[str], fds: list[int]) -> int:
+        if "multiprocessing.forkserver" not in arguments[-1]:
+            return spawn(path, arguments, fds)
+        if pid := os.fork():
+            return pid
+        try:
+            exec(arguments[-1], {})
+        finally:
+            os._exit(0)
+
+    spawn, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.util.spawnv_passfds = spawn
 
 
 def main() -> None:
