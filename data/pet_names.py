@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from ddp_hydra.data.holdout import check, is_of
 from ddp_hydra.data.user_cache import private_folder, user_cache
-from ddp_hydra.storage import Access
+from ddp_hydra.storage import Access, is_remote
 from ddp_hydra.storage.files import replacing
 from ddp_hydra.storage.http import download
 
@@ -199,7 +199,7 @@ def make_windows(names: Sequence[str], window: int) -> Tensor:
 
 def _load(source: str, cache_dir: str | None, timeout_s: float, access: dict[str, Any]) -> list[str]:
     """Read and check the names; keep those that come over the network on disk."""
-    if not source.startswith(("http://", "https://", "s3://")):
+    if not is_remote(source):
         return _parse(_read(source, timeout_s, access), source)
     folder = Path(cache_dir).expanduser() if cache_dir else user_cache()
     name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-names.json"

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.images.string_array import StringArray
-from ddp_hydra.storage import Access, Store
+from ddp_hydra.storage import Access, Store, is_remote
 
 
 class ImageTable(StoredImages):
@@ -81,7 +81,7 @@ class ImageTable(StoredImages):
         return store.get(key)
 
     def _find(self, path: str) -> tuple[Store, str]:
-        if path.startswith(("s3://", "http://", "https://")):
+        if is_remote(path):
             return self.access.open(path)
         return self._root_store, f"{self._prefix}/{path}".lstrip("/")
 

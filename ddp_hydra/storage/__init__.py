@@ -4,6 +4,6 @@ from ddp_hydra.storage.base import Store, WritableStore
 from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
-from ddp_hydra.storage.urls import Access
+from ddp_hydra.storage.urls import Access, is_remote
 
-__all__ = ["Access", "Bucket", "LocalFolder", "Store", "TransferCounters", "WritableStore"]
+__all__ = ["Access", "Bucket", "LocalFolder", "Store", "TransferCounters", "WritableStore", "is_remote"]

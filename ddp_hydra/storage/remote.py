@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import (
-    ObjectChangedError,
-    OtherRegionError,
-    RangesIgnoredError,
-    StaleCredentialsError,
-    TemporaryError,
-    WrongBodyError,
-)
+from ddp_hydra.storage.base import RangesIgnoredError, TemporaryError, WrongBodyError
 from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.listing import Walk
-from ddp_hydra.storage.retry import Backoff
+from ddp_hydra.storage.retrying import Retrying
 from ddp_hydra.storage.stream import Stream
 
-T = TypeVar("T")
 PIECE_BYTES = 8 * 2**20
 """Large objects are written, and results are read, in pieces of this size."""
 _MOST_PIECES = 9000  # S3 takes 10,000
@@ -34,27 +24,15 @@ _used = False
 _forked = False
 
 
-class Remote(ABC):
-    """Reads and writes objects over HTTP, and retries by itself.
-
-    It opens its connections when they are first needed, in each process anew, so it can be pickled at any time.
-    Its methods may be called from many threads at once.
+class Remote(Retrying):
+    """Reads and writes objects over HTTP; see `Retrying`.
 
     Args:
         url: of the store, for its connections.
         timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long to retry a request; the first contact gets `FIRST_RETRY_TIMEOUT_S` at most.
+        retry_timeout_s: how long to retry a request.
         traffic: counts; None: an own one.
-
-    Attributes:
-        url: of the store, for messages.
-        ranges: whether the store can return parts of objects, as far as is known.
     """
-
-    url: str
-    FIRST_RETRY_TIMEOUT_S = 5.0
-    REGION_RETRY_TIMEOUT_S = 1.0
-    """How long to retry a wrong region, before any request has worked."""
 
     def __init__(
         self,
@@ -63,34 +41,8 @@ class Remote(ABC):
         retry_timeout_s: float = 60.0,
         traffic: TransferCounters | None = None,
     ) -> None:
-        self.timeout_s = timeout_s
-        self.retry_timeout_s = retry_timeout_s
-        self.ranges = True
-        self.traffic = traffic or TransferCounters()
+        super().__init__(timeout_s, retry_timeout_s, traffic)
         self._http_url = url
-        self._reset()
-
-    def _reset(self) -> None:
-        self._opened: Any = None
-        self._opening = threading.Lock()
-        self._closing = threading.Event()
-        self._worked = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("_opened", "_opening", "_closing", "_worked")
-        return {name: value for name, value in self.__dict__.items() if name not in mine}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-    @abstractmethod
-    def _open(self) -> Any:
-        """Return a store of obstore."""
-
-    @abstractmethod
-    def _explain(self, error: Exception, key: str | None) -> Exception:
-        """Turn an error of obstore into a builtin one that says what to type."""
 
     def get(self, key: str, size: int | None = None) -> Any:
         """Return the content of an object, as something with the buffer protocol.
@@ -123,12 +75,6 @@ class Remote(ABC):
         if is_document or obstore.head(store, key)["size"] != len(content):
             raise self._wrong_body(key, len(content), size)
         return content
-
-    def _wrong_body(self, key: str, came: int, size: int) -> WrongBodyError:
-        return WrongBodyError(
-            f"{self.shown()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
-            "changed, list it anew"
-        )
 
     def get_range(self, key: str, start: int, end: int) -> Any:
         """Return bytes `start` to `end` (exclusive) of an object; raises as `get`.
@@ -223,44 +169,9 @@ class Remote(ABC):
             raise TemporaryError(f"{self.shown()} lists its folders differently each time: try again later")
         return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
-    def close(self) -> None:
-        """End all waiting for retries."""
-        closing, self._closing = self._closing, threading.Event()
-        closing.set()
-
-    def _request(self, request: Callable[[Any], T], key: str | None, first: bool = False) -> T:
-        try:
-            result = request(self._store())
-        except Exception as error:
-            return self._request_again(self._explained(error, key), request, key, first)
-        self._worked = True
-        return result
-
-    def _request_again(self, error: Exception, request: Callable[[Any], T], key: str | None, first: bool) -> T:
-        timeout_s = self.retry_timeout_s
-        if not self._worked and isinstance(error, OtherRegionError):
-            timeout_s = min(timeout_s, self.REGION_RETRY_TIMEOUT_S)
-        elif not self._worked and first:
-            timeout_s = min(timeout_s, self.FIRST_RETRY_TIMEOUT_S)
-        backoff = Backoff(timeout_s, self._closing.wait)
-        while True:
-            is_stale = isinstance(error, StaleCredentialsError)
-            may_pass = isinstance(error, TemporaryError) or (is_stale and self._renew())
-            if not may_pass or not backoff.wait():
-                raise error from None
-            self.traffic.add(retries=1)
-            try:
-                result = request(self._store())
-            except Exception as again:
-                error = self._explained(again, key)
-            else:
-                self._worked = True
-                return result
-
     def _explained(self, error: Exception, key: str | None) -> Exception:
-        """Turn any error into one of ours. This method knows the errors that all stores have in common."""
         text = str(error)
-        if isinstance(error, TemporaryError | StaleCredentialsError | ObjectChangedError):
+        if isinstance(error, TemporaryError):
             return error
         if "non-partial response" in text or "Range request not supported" in text:
             return RangesIgnoredError(f"{self.shown()} gives whole objects only, and a part of {key} was asked for")
@@ -272,24 +183,9 @@ class Remote(ABC):
                 f"{self.shown()} answered with what is no listing: if it is an S3 store, try again later; if "
                 "not, check data.endpoint_url=..."
             )
-        return self._explain(error, key)
-
-    def shown(self) -> str:
-        """Return the URL of the store, without its secrets."""
-        return self.url
-
-    def _renew(self) -> bool:
-        """Forget the credentials, and return whether new ones may help: not if the old ones have never worked."""
-        self._opened = None
-        return self._worked
+        return super()._explained(error, key)
 
     def _store(self) -> Any:
-        store = self._opened
-        if store is None or _forked:
-            store = self._open_once()
-        return store
-
-    def _open_once(self) -> Any:
         global _used
         if _forked:
             raise RuntimeError(
@@ -297,11 +193,8 @@ class Remote(ABC):
                 "(data.threads=...), or start processes by 'spawn' or 'forkserver', as in DataLoader(..., "
                 'multiprocessing_context="forkserver")'
             )
-        with self._opening:
-            _used = True
-            if self._opened is None:
-                self._opened = self._open()
-            return self._opened
+        _used = True
+        return super()._store()
 
     def _options(self) -> dict[str, Any]:
         """Return how obstore connects. It does not retry by itself, as this class does that and counts it."""

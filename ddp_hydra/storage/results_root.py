@@ -1,7 +1,8 @@
-"""Finds and opens the results of runs in a bucket, or on a disk that all hosts share.
+"""Finds and opens the results of runs in a bucket, in another store that fsspec knows, or on a disk of all hosts.
 
 For a bucket, only the environment says where the store is and who may use it: the AWS_* variables (AWS_ENDPOINT_URL,
-AWS_REGION, AWS_ACCESS_KEY_ID ...), a profile, or the role of the machine. The config holds none of it.
+AWS_REGION, AWS_ACCESS_KEY_ID ...), a profile, or the role of the machine. For another store, it is the settings of
+fsspec (FSSPEC_SFTP_PASSWORD ...). The config holds none of it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from urllib.parse import unquote, urlsplit
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.base import NoBucketError, OtherRegionError, WritableStore
 from ddp_hydra.storage.files import passing
+from ddp_hydra.storage.fsspec_schemes import is_known
+from ddp_hydra.storage.fsspec_store import FsspecStore
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
 
 POINTER = "results.url"
 """In the run directory where the command was typed: the URL of the results that are elsewhere."""
 _BUCKET_URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,62})((?:/[^/?#\\]+)*)/?")
+_FSSPEC_URL = re.compile(r"([a-z][a-z0-9]*)://(?:[^/?#\\:@]+@)?[^/?#\\@]*((?:/[^/?#\\]+)*)/?")
+_NEVER = ("s3", "gs", "az", "http", "https")
 
 
 class ResultsFolder:
@@ -105,7 +110,7 @@ class ResultsFolder:
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is the URL of a bucket, and not a path."""
+    """Return whether a text is the URL of a store, and not a path."""
     return "://" in text and text.partition("://")[0].isalnum()
 
 
@@ -127,19 +132,18 @@ def open_folder(url: str, timeout_s: float = 60.0) -> ResultsFolder:
     """Return the folder that a URL or an absolute path names. No request is sent yet.
 
     Args:
-        url: "s3://bucket/folder", "file:///shared/folder" or "/shared/folder".
+        url: "s3://bucket/folder", "sftp://user@host/folder", "file:///shared/folder" or "/shared/folder".
         timeout_s: how long a bucket's connection may stay silent.
 
     Raises:
-        ConfigError: it is none of them, or obstore is not installed.
+        ConfigError: it is none of them, or obstore, or fsspec's package, is not installed.
     """
     path = plain_path(url)
     if Path(path).is_absolute():
         return ResultsFolder(path.rstrip("/"), LocalFolder(path))
     match = _BUCKET_URL.fullmatch(url)
     if match is None or any(part in (".", "..") for part in url.split("/")):
-        # The message does not show the URL, as it may hold a secret.
-        raise ConfigError("a bucket is given as s3://bucket/folder, without credentials, query or empty parts")
+        return _open_by_fsspec(url, timeout_s)
     try:
         import obstore  # noqa: F401
     except ImportError:
@@ -157,6 +161,25 @@ def open_folder(url: str, timeout_s: float = 60.0) -> ResultsFolder:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return ResultsFolder(url.rstrip("/"), bucket, match[3].strip("/"))
+
+
+def _open_by_fsspec(url: str, timeout_s: float) -> ResultsFolder:
+    match = _FSSPEC_URL.fullmatch(url)
+    if match is None or any(part in (".", "..") for part in url.split("/")) or match[1] in _NEVER:
+        # The message does not show the URL, as it may hold a secret.
+        raise ConfigError(
+            "a bucket is given as s3://bucket/folder, another store that fsspec knows as sftp://user@host/folder, both "
+            "without password, query or empty parts"
+        )
+    if match[1] == "memory":
+        raise ConfigError("memory:// is the memory of one process, and ends with it: give s3://bucket/folder or a path")
+    if not is_known(match[1]):
+        raise ConfigError(f"{match[1]}:// is not known: give s3://bucket/folder or a URL of fsspec, as sftp://")
+    try:
+        store = FsspecStore(url, setting=None, timeout_s=timeout_s, retry_timeout_s=0)
+    except ModuleNotFoundError as error:
+        raise ConfigError(str(error)) from None
+    return ResultsFolder(url.rstrip("/"), store)
 
 
 def find(run: str) -> str:

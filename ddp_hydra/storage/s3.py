@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,8 @@ from urllib.parse import urlsplit, urlunsplit
 from ddp_hydra.storage.base import NoBucketError, ObjectChangedError
 from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.remote import Remote
-from ddp_hydra.storage.s3_messages import explain, without_user
+from ddp_hydra.storage.s3_address import check_name, find_endpoint
+from ddp_hydra.storage.s3_messages import explain
 
 
 class Bucket(Remote):
@@ -59,31 +59,17 @@ class Bucket(Remote):
         scheme: str = "s3",
         client_retries: int = 0,
     ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
-            raise ValueError(
-                f"{name!r} is not the name of a bucket (3 to 63 letters, digits, dots and dashes; no "
-                f"s3://, no slash): check {setting}=..."
-            )
-        if addressing not in ("path", "virtual", None):
-            raise ValueError(f"addressing is {addressing!r}, and is path or virtual: type data.addressing=path")
+        check_name(name, setting)
         self.name = name
         self.scheme = scheme
         self.url = f"{scheme}://{name}"
-        environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        self.endpoint_url = (endpoint_url or environment or None) if scheme == "s3" else None
+        self.endpoint_url = find_endpoint(endpoint_url, addressing, setting) if scheme == "s3" else None
         self.region = region
         self.anon = anon
         self.addressing = addressing
         self.credentials = credentials
         self.setting = setting
         self.client_retries = client_retries
-        if self.endpoint_url is not None:
-            url = urlsplit(self.endpoint_url)
-            if url.scheme not in ("http", "https") or not url.hostname:
-                raise ValueError(
-                    f"endpoint_url is {without_user(self.endpoint_url)!r}, and must start with http:// or https://, "
-                    f"for example {'data.endpoint_url' if setting else 'AWS_ENDPOINT_URL'}=http://127.0.0.1:9000"
-                )
         super().__init__(self.endpoint_url, timeout_s, retry_timeout_s, traffic)
 
     def delete(self, key: str) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.fsspec_schemes import check_installed, is_known
+from ddp_hydra.storage.fsspec_store import FsspecStore
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
+from ddp_hydra.storage.s3fs_bucket import S3fsBucket
+
+CLIENTS = ("obstore", "s3fs")
+_BUCKETS = ("s3", "gs", "az")
 
 
 @dataclass
@@ -26,7 +34,13 @@ class Access:
         timeout_s: how long a connection may stay silent.
         retry_timeout_s: how long to retry a request.
         credentials: access key and secret of s3:// URLs that are nobody's secret, as the embedded store's.
+        client: what reads s3:// URLs, "obstore" or "s3fs".
+        storage_options: arguments of fsspec's file system, for s3fs and for schemes that obstore does not know.
         traffic: counts over all stores.
+
+    Raises:
+        ValueError: there is no such client.
+        ModuleNotFoundError: s3fs is not installed.
     """
 
     endpoint_url: str | None = None
@@ -37,29 +51,35 @@ class Access:
     timeout_s: float = 10.0
     retry_timeout_s: float = 60.0
     credentials: tuple[str, str] | None = None
+    client: str = "obstore"
+    storage_options: Mapping[str, Any] | None = None
     traffic: TransferCounters = field(default_factory=TransferCounters)
     _stores: dict[str, Store] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.client not in CLIENTS:
+            raise ValueError(f"client is {self.client!r}, and is {' or '.join(CLIENTS)}: type data.client=obstore")
+        if self.client == "s3fs":
+            check_installed("s3")
 
     def open(self, url: str) -> tuple[Store, str]:
         """Return the store of a URL, and its key there.
 
         Args:
-            url: s3://bucket/key, http(s)://host/path, file:///path or a path.
+            url: s3://bucket/key, gs:// or az:// as well, http(s)://host/path, file:///path, a path, or a URL of fsspec.
 
         Raises:
             ValueError: a URL of another kind.
+            ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
         """
         parts = urlsplit(url)
-        if parts.scheme == "s3":
-            return self._store(f"s3://{parts.netloc}"), url.removeprefix(f"s3://{parts.netloc}").strip("/")
+        if "://" in url and parts.scheme not in ("file", "http", "https"):
+            self._check(parts.scheme)
+            root = f"{parts.scheme}://{parts.netloc}"
+            return self._store(root), url.removeprefix(root).strip("/")
         if parts.scheme in ("http", "https"):
             query = f"?{parts.query}" if parts.query else ""
             return self._store(f"{parts.scheme}://{parts.netloc}/{query}"), unquote(parts.path).lstrip("/")
-        if parts.scheme and parts.scheme != "file" and "://" in url:
-            raise ValueError(
-                f"{url.split('://')[0]}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path or a "
-                f"path: {self.setting}=..."
-            )
         path = _local_path(url)
         return self._store(f"file://{path.parent}"), path.name
 
@@ -69,17 +89,31 @@ class Access:
         Args:
             url: as `open`.
         """
-        if url.startswith(("s3://", "http://", "https://")):
+        if is_remote(url):
             return self.open(url)
         return self._store(f"file://{_local_path(url)}"), ""
 
     def bucket(self, name: str) -> Store:
-        """Return a whole store by the name of its bucket, or file:///folder.
+        """Return a whole store by the name of its bucket, file:///folder, or a URL of fsspec.
 
         Raises:
-            ValueError: that is neither.
+            ValueError: it is none of them.
+            ModuleNotFoundError: as `open`.
         """
-        return self._store(f"file://{_local_path(name)}" if name.startswith("file://") else f"s3://{name}")
+        if name.startswith("file://"):
+            return self._store(f"file://{_local_path(name)}")
+        scheme = name.partition("://")[0]
+        if "://" not in name or scheme in ("s3", "http", "https"):
+            return self._store(f"s3://{name}")
+        self._check(scheme)
+        return self._store(name.rstrip("/"))
+
+    def _check(self, scheme: str) -> None:
+        if scheme not in _BUCKETS and not is_known(scheme):
+            raise ValueError(
+                f"{scheme}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path, a path, or a URL "
+                f"that fsspec knows, as sftp:// and abfs://: {self.setting}=..."
+            )
 
     def _store(self, root: str) -> Store:
         if root not in self._stores:
@@ -89,25 +123,37 @@ class Access:
     def _connect(self, root: str) -> Store:
         if root.startswith("file://"):
             return LocalFolder(root.removeprefix("file://"), self.traffic)
-        if not root.startswith("s3://"):
+        if root.startswith(("http://", "https://")):
             return WebServer(root, self.timeout_s, self.retry_timeout_s, self.traffic)
-        return Bucket(
-            root.removeprefix("s3://"),
-            self.endpoint_url,
-            self.region,
-            self.anon,
-            self.addressing,
-            self.credentials,
-            self.setting,
-            self.timeout_s,
-            self.retry_timeout_s,
-            self.traffic,
-        )
+        scheme, _, name = root.partition("://")
+        if scheme not in _BUCKETS:
+            return FsspecStore(
+                root, self.storage_options, self.setting, self.timeout_s, self.retry_timeout_s, self.traffic
+            )
+        arguments: dict[str, Any] = {
+            "endpoint_url": self.endpoint_url,
+            "region": self.region,
+            "anon": self.anon,
+            "addressing": self.addressing,
+            "credentials": self.credentials,
+            "setting": self.setting,
+            "timeout_s": self.timeout_s,
+            "retry_timeout_s": self.retry_timeout_s,
+            "traffic": self.traffic,
+        }
+        if scheme == "s3" and self.client == "s3fs":
+            return S3fsBucket(name, **arguments, options=self.storage_options)
+        return Bucket(name, **arguments, scheme=scheme)
 
     def close(self) -> None:
         """End all waiting for retries."""
         for store in self._stores.values():
             store.close()
+
+
+def is_remote(url: str) -> bool:
+    """Return whether a URL is one of a store that is elsewhere, and not a path."""
+    return "://" in url and not url.startswith("file://")
 
 
 def _local_path(url: str) -> Path:

@@ -12,6 +12,7 @@ from typing import IO, Any, TypeGuard
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ddp_hydra.storage import Access
+from ddp_hydra.storage.fsspec_schemes import is_known
 
 KIND = "wids-shard-index-v1"
 VERSION = 1
@@ -74,7 +75,7 @@ def read_index(
     machine.
 
     Args:
-        index: the JSON file: s3://bucket/key, http(s)://host/path, file:///path or a path; or open for reading; or a
+        index: the JSON file: s3://bucket/key, http(s)://host/path, file:///path, a path or a URL of fsspec; or open for reading; or a
             list of shards, each a dict with url and nsamples, and possibly filesize and md5sum.
         base: the folder or URL of the shards; None: as above.
         dataset: read only the sub-dataset of this name; None: read all.
@@ -234,7 +235,7 @@ class _Folder:
                 f"{url!r} is a file of this machine, and is named by an index from the network: write a relative or a "
                 "whole URL there"
             )
-        if names_file or (scheme := _scheme(url)) in SCHEMES:
+        if names_file or _is_read(scheme := _scheme(url)):
             return absolute(url)
         if scheme:
             raise ValueError(
@@ -265,7 +266,7 @@ def absolute(url: str) -> str:
         return os.path.normpath(unquote(urlsplit(url).path))
     if not (scheme := _scheme(url)):
         return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps "..")
-    if scheme not in SCHEMES:
+    if not _is_read(scheme):
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{url!r} can't be read: give a path, or a URL that starts with {known}")
     return url
@@ -277,6 +278,10 @@ def shown(url: str) -> str:
         return url
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _is_read(scheme: str) -> bool:
+    return scheme in SCHEMES or (bool(scheme) and is_known(scheme))
 
 
 def _scheme(url: str) -> str:

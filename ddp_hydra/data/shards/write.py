@@ -202,7 +202,7 @@ class _Target:
             folder.mkdir(parents=True, exist_ok=True)
             yield cls(folder)
             return
-        if not out.startswith("s3://"):
+        if out.startswith(("http://", "https://")):
             raise ValueError(f"{out!r} can't be written to: give a folder, or s3://bucket/prefix")
         store, prefix = access.open(out)
         prefix = f"{prefix}/" if prefix else ""

@@ -191,8 +191,9 @@ def test_one_store_is_opened_for_all_of_a_bucket_or_host():
         "a b",
         "x y",
     ]
-    with pytest.raises(ValueError, match=r"gs:// is not known.*data\.bucket="):
-        access.open("gs://photos/a")
+    for url in ("ipfs2://photos/a", "local:///etc/hostname", "simplecache::s3://photos/a"):
+        with pytest.raises(ValueError, match=r":// is not known.*data\.bucket="):
+            access.open(url)
 
 
 def test_a_folder_is_listed_and_read_like_a_bucket(tmp_path):

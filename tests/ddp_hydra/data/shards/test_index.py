@@ -213,7 +213,10 @@ def test_a_local_index_may_lead_out_of_its_folder(write, tmp_path):
         ({"wids_version": 1, "shardlist": [shard(nsamples="9")]}, "has the nsamples '9'"),
         ({"wids_version": 1, "shardlist": [shard(filesize=1.5)]}, "has the filesize 1.5"),
         ({"wids_version": 1, "shardlist": [shard(md5sum="abc")]}, "has the md5sum 'abc', which is 32 hex"),
-        ({"wids_version": 1, "shardlist": [shard("gs://b/a.tar")]}, "'gs://b/a.tar' can't be read: .* s3://, http"),
+        (
+            {"wids_version": 1, "shardlist": [shard("gopher://b/a.tar")]},
+            "'gopher://b/a.tar' can't be read: .* s3://, http",
+        ),
         ({"wids_version": 1, "shardlist": [shard("FILE:///a.tar")]}, "'FILE:///a.tar' can't be read: .* s3://, http"),
         ({"wids_version": 1, "shardlist": [shard("pipe:cat a.tar")]}, "'pipe:cat a.tar' can't be read"),
         ({"wids_version": 1, "base": 3, "shardlist": [shard()]}, "base of the index .* is 3, and must be text"),
@@ -238,9 +241,9 @@ def test_a_missing_index_is_named(tmp_path):
 
 def test_a_url_of_another_kind_is_refused():
     with pytest.raises(
-        ValueError, match=r"'gs://b/i\.json' can't be read: give a path, or a URL that starts with s3://"
+        ValueError, match=r"'gopher://b/i\.json' can't be read: give a path, or a URL that starts with s3://"
     ):
-        read_index("gs://b/i.json")
+        read_index("gopher://b/i.json")
 
 
 def test_no_secret_of_a_url_is_said():

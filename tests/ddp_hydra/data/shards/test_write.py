@@ -107,7 +107,7 @@ def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
         (["make", "{pictures}", "{out}", "--shard-mb", "0"], "type --shard-mb 128"),
         (["make", "{pictures}", "{out}", "--name", "../x"], "type --name train"),
         (["make", "{pictures}", "https://host/x"], "'https://host/x' can't be written to: give a folder, or s3://"),
-        (["make", "gs://bucket/x", "{out}"], "'gs://bucket/x' can't be read"),
+        (["make", "gopher://bucket/x", "{out}"], "'gopher://bucket/x' can't be read"),
         (["index", "{pictures}/none.tar", "--out", "{out}/i.json"], "none.tar"),
         (["index", "{pictures}/cat/0.png", "--out", "{out}/i.json"], "is no tar file, or a damaged one"),
     ],

@@ -1,0 +1,315 @@
+"""Stores that fsspec reads: faults that pass, faults that don't, and what is said of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.storage import Access, Bucket, results_root
+from ddp_hydra.storage.base import TemporaryError
+from ddp_hydra.storage.fsspec_store import FsspecStore
+from ddp_hydra.storage.results_root import ResultsFolder
+from ddp_hydra.storage.s3fs_bucket import S3fsBucket
+from tests.support.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
+
+REGISTRY = importlib.import_module("fsspec.registry")._registry
+CONTENT = bytes(range(256)) * 1000
+KEYS = {f"many/{number:03}.png": number for number in range(25)}
+
+
+class FaultyFileSystem(MemoryFileSystem):
+    """A file system in memory whose calls may fail."""
+
+    protocol = "faulty"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    opened: ClassVar[int] = 0
+    fail: ClassVar[Callable[[str, str], None]] = staticmethod(lambda call, path: None)
+
+    def __init__(self, *, password: str = "") -> None:
+        super().__init__()
+        type(self).opened += 1
+
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
+        self.fail("cat", path)
+        return super().cat_file(path, *args, **kwargs)
+
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self.fail("ls", path)
+        return super().ls(path, *args, **kwargs)
+
+
+@pytest.fixture
+def faulty(monkeypatch) -> type[FaultyFileSystem]:
+    fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+    for name, value in {"store": {}, "pseudo_dirs": [""], "opened": 0}.items():
+        monkeypatch.setattr(FaultyFileSystem, name, value)
+    yield FaultyFileSystem
+    REGISTRY.pop("faulty")
+
+
+def failing(monkeypatch, error: Exception, times: int = 1000, call: str = "cat", path: str = "") -> list[str]:
+    calls: list[str] = []
+
+    def fail(made: str, of: str) -> None:
+        if made == call and of.endswith(path):
+            calls.append(of)
+            if len(calls) <= times:
+                raise error
+
+    monkeypatch.setattr(FaultyFileSystem, "fail", staticmethod(fail))
+    return calls
+
+
+class AuthenticationException(Exception):
+    """As paramiko's and Azure's: no OSError."""
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("cut"), TimeoutError(), EOFError(), Exception("dropped")])
+def test_a_broken_connection_is_made_anew(faulty, monkeypatch, error):
+    store = FsspecStore("faulty://a", retry_timeout_s=20)
+    store.put("x", b"1")
+    calls, opened = failing(monkeypatch, error, times=2), faulty.opened
+    assert store.get("x") == b"1"
+    assert (len(calls), store.traffic.retries, faulty.opened - opened) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (
+            PermissionError("not yours"),
+            PermissionError,
+            r"faulty://me@host/a/x was refused \(not yours\).*FSSPEC_FAULTY_",
+        ),
+        (AuthenticationException("no such user"), PermissionError, "no such user"),
+        (FileNotFoundError("x"), FileNotFoundError, "there is no file faulty://me@host/a/x"),
+    ],
+)
+def test_what_does_not_pass_is_asked_for_once_and_tells_no_password(faulty, monkeypatch, error, kind, said):
+    store = FsspecStore("faulty://me:secret@host/a", {"password": "secret"}, retry_timeout_s=20)
+    calls = failing(monkeypatch, error)
+    with pytest.raises(kind, match=said) as failure:
+        store.get("x")
+    assert "secret" not in str(failure.value)
+    assert len(calls) == 1
+
+
+def test_patience_ends_and_closing_ends_it_at_once(faulty, monkeypatch):
+    failing(monkeypatch, ConnectionResetError("cut"))
+    with pytest.raises(
+        TemporaryError, match=r"faulty://a/x can't be reached \(cut\): check the network and data\.bucket="
+    ):
+        FsspecStore("faulty://a", retry_timeout_s=0.2).get("x")
+    patient = FsspecStore("faulty://a", retry_timeout_s=600)
+    threading.Timer(0.3, patient.close).start()
+    with pytest.raises(TemporaryError):
+        patient.get("x")
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_not_left_out(faulty, monkeypatch):
+    store = FsspecStore("faulty://a", retry_timeout_s=0)
+    for key in ("open/1", "closed/2"):
+        store.put(key, b"x")
+    assert len(list(store.objects())) == 2
+    failing(monkeypatch, PermissionError("not yours"), call="ls", path="closed")
+    with pytest.raises(PermissionError, match="not yours"):
+        list(store.objects())
+
+
+def test_options_that_are_none_are_named(faulty):
+    with pytest.raises(ValueError, match=r"fsspec can't open faulty://a: .*user.*data\.storage_options"):
+        FsspecStore("faulty://a", {"user": "me"}).get("x")
+
+
+def test_it_goes_on_in_a_forked_process(faulty):
+    store = FsspecStore("faulty://a")
+    store.put("x", b"1")
+    parent, child = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: child.send(store.get("x")))
+    process.start()
+    assert parent.poll(20)
+    assert parent.recv() == b"1"
+    process.join()
+    parent.close()
+    child.close()
+
+
+def test_urls_of_fsspec_are_data(tmp_path, monkeypatch):
+    access = Access()
+    access.bucket("memory://photos/train").put("a/1.png", b"1")
+    store, key = access.open("memory://photos/train/a/1.png")
+    assert store.get(key) == b"1"
+    store, prefix = access.open_folder("memory://photos/train")
+    assert list(store.objects(prefix)) == [("train/a/1.png", 1)]
+    assert access.open("memory://photos/b")[0] is store
+    assert isinstance(access.open("gs://photos/a")[0], Bucket)
+    assert access.bucket("az://photos").url == "az://photos"
+    assert isinstance(Access(client="s3fs").open("s3://photos/a")[0], S3fsBucket)
+    with pytest.raises(ValueError, match=r"client is 'boto', and is obstore or s3fs: type data\.client=obstore"):
+        Access(client="boto")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"sftp:// needs another package, here and on the workers: .*paramiko"
+    ):
+        Access().open("sftp://host/a")
+    with pytest.raises(ConfigError, match="sftp:// needs another package"):
+        results_root.open_folder("sftp://host/runs")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(REGISTRY, "s3", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"s3:// needs another package.*s3fs"):
+        Access(client="s3fs")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ModuleNotFoundError, match=r"fsspec, here and on the workers: pip install 'ddp-hydra\[fs\]'"):
+        FsspecStore("hdfs://host/a")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("memory://runs", "memory of one process"),
+        ("local:///runs", "local:// is not known"),
+        ("ipfs2://runs", "ipfs2:// is not known"),
+        ("faulty://me:secret@host/runs", "without password"),
+        ("faulty://host/runs?key=secret", "without password"),
+        ("faulty://host/../runs", "empty parts"),
+    ],
+)
+def test_results_are_refused_where_they_cannot_be(faulty, url, said):
+    with pytest.raises(ConfigError, match=said) as failure:
+        results_root.open_folder(url)
+    assert "secret" not in str(failure.value)
+
+
+def test_without_conditional_writes_it_is_said_and_the_owner_is_looked_up(faulty, caplog):
+    first, second = (FencedStore(results_root.open_folder("faulty://me@host/runs/a")) for _ in range(2))
+    with caplog.at_level(logging.WARNING):
+        first.acquire(first.owner())
+    assert "takes no conditional writes" in caplog.text
+    first.put("status.json", b"1")
+    second.acquire(second.owner())
+    with pytest.raises(Exception, match="another driver has taken over"):
+        first.put("status.json", b"2")
+    second.put("status.json", b"3")
+    assert second.get("status.json") == b"3"
+
+
+def test_results_say_whether_trying_again_may_help(faulty, monkeypatch):
+    folder = results_root.open_folder("faulty://host/runs")
+    assert isinstance(folder, ResultsFolder)
+    assert (folder.size("none"), folder.etag("none")) == (None, None)
+    with pytest.raises(FileNotFoundError):
+        folder.get("none")
+    for error, kind in ((PermissionError("no"), ConfigError), (TimeoutError(), ConnectionError)):
+        failing(monkeypatch, error)
+        with pytest.raises(kind):
+            folder.get("none")
+
+
+# --- s3fs, on a server that misbehaves
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with serving({"photos/a.bin": CONTENT, **{f"photos/{key}": b"x" * size for key, size in KEYS.items()}}) as store:
+        yield store
+
+
+def bucket(server: Any, **arguments: Any) -> S3fsBucket:
+    given = {"timeout_s": 0.5, "retry_timeout_s": 20, "credentials": ("key", "secret"), **arguments}
+    return S3fsBucket("photos", server.url, **given)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fault", ["503", "500", "reset", "half", "stall"])
+def test_s3fs_reads_what_passes_in_the_end_and_counts_it(server, fault):
+    server.fault = lambda number, path: fault if number < 2 else None
+    data = bucket(server)
+    assert data.get("a.bin") == CONTENT
+    assert (data.traffic.requests, data.traffic.bytes) == (1, len(CONTENT))
+    assert data.traffic.retries == (1 if fault == "reset" else 2)  # aiohttp itself repeats a connection that was reset
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fault", ["short", *WRONG_ANSWERS])
+def test_s3fs_takes_no_wrong_body_for_the_object(server, fault):
+    server.fault = lambda number, path: fault if number == 0 else None
+    assert bucket(server).get("a.bin", len(CONTENT)) == CONTENT
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("fault", "kind"), [("404", FileNotFoundError), ("403", PermissionError)])
+def test_s3fs_asks_once_for_what_does_not_pass(server, fault, kind):
+    server.fault = lambda number, path: fault
+    with pytest.raises(kind, match="photos"):
+        bucket(server).get("a.bin")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fault", ["503", "reset", "stall", *WRONG_ANSWERS, *WRONG_PAGES])
+def test_a_listing_of_s3fs_is_whole_or_an_error(server, fault):
+    server.page = 10
+    server.fault = lambda number, path: fault if number == 1 else None
+    with contextlib.suppress(ConnectionError):
+        assert dict(bucket(server).objects("many")) == KEYS
+
+
+@pytest.mark.integration
+def test_expired_credentials_are_read_anew(server):
+    data = bucket(server)
+    assert data.get("a.bin") == CONTENT
+    expired_at = len(server.requests)
+    server.fault = lambda number, path: "expired" if number == expired_at else None
+    assert data.get("a.bin") == CONTENT
+
+
+@pytest.mark.integration
+def test_a_server_that_is_gone_is_said_to_be(server):
+    server.close()
+    begin = time.monotonic()
+    with pytest.raises(TemporaryError, match=r"is not reachable.*data\.endpoint_url"):
+        bucket(server, retry_timeout_s=0.5).get("a.bin")
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.integration
+def test_readers_who_pay_and_profiles_are_taken(server, monkeypatch, tmp_path):
+    headers: list[str | None] = []
+    answer = server.answer
+    monkeypatch.setattr(
+        server, "answer", lambda request: (headers.append(request.headers["x-amz-request-payer"]), answer(request))
+    )
+    assert bucket(server, options={"requester_pays": True}).get("a.bin") == CONTENT
+    assert headers == ["requester"]
+    (tmp_path / "credentials").write_text("[team]\naws_access_key_id = teams\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    server.access_keys = {"teams"}
+    assert bucket(server, credentials=None).get("a.bin") == CONTENT
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(PermissionError, match=r"other.*AWS_PROFILE"):
+        bucket(server, credentials=None).get("a.bin")
+
+
+@pytest.mark.integration
+def test_nobodys_credentials_are_asked_for(server, monkeypatch):
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(PermissionError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID"):
+        bucket(server, credentials=None).get("a.bin")
