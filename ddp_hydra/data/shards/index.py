@@ -75,8 +75,8 @@ def read_index(
     machine.
 
     Args:
-        index: the JSON file: s3://bucket/key, http(s)://host/path, file:///path, a path or a URL of fsspec; or open for reading; or a
-            list of shards, each a dict with url and nsamples, and possibly filesize and md5sum.
+        index: the JSON file: s3://bucket/key, http(s)://host/path, file:///path, a path or a URL of fsspec; or open for
+            reading; or a list of shards, each a dict with url and nsamples, and possibly filesize and md5sum.
         base: the folder or URL of the shards; None: as above.
         dataset: read only the sub-dataset of this name; None: read all.
         access: how URLs are read.
