@@ -56,9 +56,9 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         return FileNotFoundError(f"there is no object {bucket.url}/{key} {where}")
     if any(request in text for request in _ROLE_REQUESTS):  # the last place where the client looks
         if bucket.scheme != "s3":
-            kind = "GOOGLE_*" if bucket.scheme == "gs" else "AZURE_*"
+            variables = "GOOGLE_*" if bucket.scheme == "gs" else "AZURE_*"
             return PermissionError(
-                f"no credentials were found for {name}: set {kind} in the environment (of the workers, too)"
+                f"no credentials were found for {name}: set {variables} in the environment (of the workers, too)"
             )
         public = ", or type data.anon=true for a public bucket" if is_data else ""
         return PermissionError(
