@@ -111,6 +111,7 @@ def test_certificates_may_come_from_dasks_own_config(cli, secured):
     results_are_whole(cli.folder / "run")
 
 
+@pytest.mark.slow
 def test_a_sweep_over_tls(cli, secured):
     given = json.dumps(secured.certificates()).replace('"', "")
     where = (f"cluster.address={secured.address}", f"cluster.security={given}", "cluster.n_workers=2")

@@ -68,6 +68,7 @@ def test_several_workers_in_one_batch_job(cli, queue):
     assert len(queue.scripts()) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_on_batch_jobs(cli, queue):
     cli.done("-m", *TINY, "dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", **queue.variables)
     assert [summary_of(cli.folder / "sweep" / number)["status"] for number in "01"] == ["done"] * 2

@@ -72,6 +72,7 @@ def test_the_main_job_on_hosts_over_ssh(cli, server):
     assert (cli.folder / "run" / "checkpoints" / "last.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_on_hosts_over_ssh(cli, server):
     cli.done("-m", *TINY, *login(server, hosts=2), "seed=1,2", "hydra.sweep.dir=sweep")
     for number in "01":

@@ -129,7 +129,7 @@ def test_an_accelerate_script(client2, tmp_path):
 
 
 @needs("lightning")
-@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("group", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_trainer_inside_a_function_works_with_and_without_a_group(client2, gang, group):
     def fit() -> tuple[list[Any], int]:
         import lightning

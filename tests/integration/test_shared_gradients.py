@@ -52,8 +52,15 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0.01], ids=["one-bucket", "many-buckets"])
-@pytest.mark.parametrize("few", [4, 1], ids=["each-sums-all", "each-sums-a-part"])
+@pytest.mark.parametrize(
+    ("few", "bucket_cap_mb"),
+    [
+        pytest.param(4, 0.01, id="each-sums-all-many-buckets"),
+        pytest.param(1, 25, id="each-sums-a-part-one-bucket"),
+        pytest.param(4, 25, id="each-sums-all-one-bucket", marks=pytest.mark.slow),
+        pytest.param(1, 0.01, id="each-sums-a-part-many-buckets", marks=pytest.mark.slow),
+    ],
+)
 def test_every_sum_is_right(client4, gang, few, bucket_cap_mb):
     assert gang(client4, threads=1).run(wrong_sums, few, bucket_cap_mb) == [[]] * 4
 

@@ -49,38 +49,37 @@ def nothing_left(cli, wait_for):
 
 
 def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, nothing_left):
-    """Twelve jobs of two ranks on four workers; then those that failed are run again, without the fault."""
+    """Six jobs of two ranks on four workers; then the same command again."""
     kinds = "faults=[],['raise,rank=1,step=5'],['segv,rank=0,step=4'],['kill,rank=1,step=3'],['hang,rank=0,step=5'],"
     kinds += "['exit,rank=1,step=2']"
     settings = ("dispatch.max_restarts=0", "dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=20")
-    ended = cli.run(*SWEEP, kinds, "optimizer.lr=0.1,0.01", *settings, timeout_s=200)
+    ended = cli.run(*SWEEP, kinds, *settings, timeout_s=200)
     assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.splitlines()[-1] == "ddp_hydra: 12 jobs: 2 done, 10 failed  ->  sweep/sweep.md"
+    assert ended.stderr.splitlines()[-1] == "ddp_hydra: 6 jobs: 1 done, 5 failed  ->  sweep/sweep.md"
     folder = cli.folder / "sweep"
     found = rows(folder)
-    assert states(folder) == ["done"] * 2 + ["failed"] * 10
+    assert states(folder) == ["done"] + ["failed"] * 5
     for number, words in {
-        2: "RuntimeError: a fault on purpose",
-        4: "SIGSEGV",
-        6: "SIGKILL",
-        8: "no progress",
-        10: "3",
+        1: "RuntimeError: a fault on purpose",
+        2: "SIGSEGV",
+        3: "SIGKILL",
+        4: "no progress",
+        5: "3",
     }.items():
-        for row in (found[number], found[number + 1]):
-            assert words in row["message"], row
-            failure = json.loads((folder / str(row["number"]) / "summary.json").read_text())["failure"]
-            assert failure["kind"] in ("raised", "killed", "hung", "exited")
+        assert words in found[number]["message"]
+        failure = json.loads((folder / str(number) / "summary.json").read_text())["failure"]
+        assert failure["kind"] in ("raised", "killed", "hung", "exited")
     assert found[0]["objective"] == found[0]["metrics"]["val/accuracy"] > 0.5
     with (folder / "sweep.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert [row["state"] for row in table] == ["done"] * 2 + ["failed"] * 10
-    assert float(table[0]["val/accuracy"]) >= float(table[1]["val/accuracy"])
+    assert [row["state"] for row in table] == ["done"] + ["failed"] * 5
+    assert float(table[0]["val/accuracy"]) == pytest.approx(found[0]["objective"])
     nothing_left()
 
-    again = cli.run(*SWEEP, kinds, "optimizer.lr=0.1,0.01", *settings, timeout_s=60)
+    again = cli.run(*SWEEP, kinds, *settings, timeout_s=60)
     assert again.returncode == 1
     assert "running" not in again.stderr, "nothing is run again unless that is asked for"
-    assert again.stderr.splitlines()[-1] == "ddp_hydra: 12 jobs: 2 done, 10 failed  ->  sweep/sweep.md"
+    assert again.stderr.splitlines()[-1] == "ddp_hydra: 6 jobs: 1 done, 5 failed  ->  sweep/sweep.md"
 
 
 def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_left, wait_for):
@@ -143,7 +142,7 @@ def test_a_scaling_study_has_a_cluster_for_each_size(cli, nothing_left):
 def test_fail_fast_stops_the_others(cli, nothing_left):
     ended = cli.run(
         *SWEEP, "hydra.launcher.fail_fast=true", "dispatch.max_restarts=0", "data.delay_s=0.05",
-        "faults=[],['raise,rank=1,step=3'],[]", "optimizer.lr=0.1,0.01,0.001", "seed=1,2",
+        "faults=['raise,rank=1,step=3'],[]", "optimizer.lr=0.1,0.01,0.001",
     )  # fmt: skip
     assert ended.returncode == 1
     found = states(cli.folder / "sweep")
