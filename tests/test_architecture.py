@@ -25,7 +25,7 @@ def table() -> list[tuple[str, ...]]:
 
 
 LEVEL = {name: level for level, names in enumerate(reversed(table())) for name in names}
-MAY_IMPORT_DISTRIBUTED = ("api", "cli", "sweep", "job", "dispatch", "cluster", "rank")
+MAY_IMPORT_DISTRIBUTED = ("cli", "sweep", "job", "dispatch", "cluster", "rank")
 MAY_IMPORT_TORCH = ("training", "data")
 TORCH_MODULES = ("ddp_hydra.rank.process", "ddp_hydra.cli.evaluate", "ddp_hydra.cli.generate")
 """Modules that import torch in packages that otherwise do not."""

@@ -1,4 +1,4 @@
-"""The notebook of the documentation, and the stop button, in a real Jupyter kernel."""
+"""The stop button of a real Jupyter kernel. The notebook of the documentation is run in test_wheel.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
@@ -37,29 +36,6 @@ def kernel(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     return
-
-
-def outputs(notebook) -> str:
-    """All that the cells have printed or shown."""
-    said = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    return "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in said)
-
-
-def test_the_notebook_of_the_docs_runs(kernel, tmp_path):
-    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = outputs(notebook)
-    assert "<Run outputs/" in said
-    assert "val/accuracy" in said
-    assert "tensor([[" in said
-    assert "<Connection: 2 workers at tcp://127.0.0.1:" in said
-    assert "go on with resume=outputs/" in said
-    assert "'interrupted'" in said
-    # Lines are plain text; the bar is a widget, which is removed at the end.
-    texts = [output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "stream"]
-    assert any("epoch 1/4  train/loss" in output.text for output in texts)
-    assert "\x1b" not in said
 
 
 def test_the_stop_button_saves_a_checkpoint(kernel, tmp_path):

@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import ddp_hydra
@@ -123,7 +124,7 @@ class Installed:
         home = {"HOME": str(self.folder.parent / "home"), "COLUMNS": "200"}
         command = [str(self.python.parent / words[0]), *words[1:]]
         done = subprocess.run(
-            command, cwd=self.folder, env={**kept, **home, **variables}, capture_output=True, text=True, timeout=200
+            command, cwd=self.folder, env={**kept, **home, **variables}, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
         return done.stdout
@@ -191,6 +192,42 @@ def test_configs_come_from_where_the_command_says(installed):
     (own / "conf").mkdir(parents=True)
     (own / "conf" / "config.yaml").write_text("defaults:\n  - job\n  - _self_\nseed: 8\n")
     assert there("ddp-hydra", *seed, DDP_HYDRA_PROJECT="project").strip() == "8"
+
+
+EXECUTE = """
+import sys, nbformat
+from nbclient import NotebookClient
+
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=200).execute()
+for cell in notebook.cells:
+    for output in cell.get("outputs", ()):
+        print(output.get("text") or output.get("data", {}).get("text/plain", ""))
+"""
+
+
+def test_the_notebook_of_the_docs_runs_in_a_kernel(installed):
+    there = installed.at("notebook")
+    there.folder.mkdir()
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    shutil.copy(ROOT / "docs" / "notebook.ipynb", there.folder)
+    path = f"{there.python.parent}{os.pathsep}{os.environ['PATH']}"
+    temporary = there.folder / "temporary"
+    temporary.mkdir()
+    variables = {"PATH": path, "TMPDIR": str(temporary), "JUPYTER_PLATFORM_DIRS": "1"}
+    said = there("python", "-W", "ignore", "-c", EXECUTE, "notebook.ipynb", **variables)
+    for part in (
+        "<Run outputs/",
+        "val/accuracy",
+        "tensor([[",
+        "<Connection: 2 workers at tcp://127.0.0.1:",
+        "'interrupted'",
+    ):
+        assert part in said
+    assert "epoch 1/4  train/loss" in said  # a line of text: only the bar is a widget
+    assert "go on with resume=outputs/" in said
+    assert "\x1b" not in said
 
 
 @pytest.mark.parametrize(
