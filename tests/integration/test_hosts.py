@@ -251,6 +251,25 @@ def train(client, project, monkeypatch) -> Callable[..., None]:
     return run
 
 
+@pytest.fixture(scope="module")
+def wholes() -> dict[tuple[str, ...], Run]:
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(train, wholes, tmp_path_factory) -> Callable[..., Run]:
+    """Return a run to which nothing happens; it is trained when first asked for."""
+
+    def run(*overrides: str) -> Run:
+        if overrides not in wholes:
+            whole = Run(tmp_path_factory.mktemp("whole") / "run")
+            train(whole, *overrides)
+            wholes[overrides] = whole
+        return wholes[overrides]
+
+    return run
+
+
 def assert_same_weights(run: Run, other: Run) -> None:
     """Bit for bit."""
     weights, expected = run.weights(), other.weights()
@@ -265,9 +284,8 @@ def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]
         assert line == pytest.approx(other, rel=1e-4)
 
 
-def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, new_run, wait_for):
-    whole, run = new_run("whole"), new_run("run")
-    train(whole)
+def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, uninterrupted, new_run, wait_for):
+    whole, run = uninterrupted(), new_run("run")
 
     def cut_for_a_moment():
         wait_for(lambda: run.step() >= 6, 30, "six steps")
@@ -281,16 +299,22 @@ def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, new_run, wai
     assert run.summary()["restarts"] == 0
 
 
-def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, new_run, wait_for):
-    """It has rank 0, which writes the checkpoints and is where the others meet."""
-    whole, run = new_run("whole"), new_run("run")
-    train(whole)
+def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, uninterrupted, new_run, wait_for):
+    """It has rank 0, which writes the checkpoints and is where the others meet.
 
-    def cut():
+    When it comes back, too late, it does not disturb: its rank ends.
+    """
+    whole, run = uninterrupted(), new_run("run")
+
+    def cut_and_mend():
         wait_for(lambda: run.step() >= 6, 30, "six steps")
         hosts.cut(1)
+        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(2)), 40, "a new attempt on two hosts")
+        assert hosts.ranks(1)
+        hosts.mend(1)
 
-    train(run, SLOW, *ON_TWO, meanwhile=cut)
+    train(run, SLOW, *ON_TWO, meanwhile=cut_and_mend)
+    wait_for(lambda: not hosts.ranks(1), 20, "the end of the rank on the host that came back")
     assert_same_curve(run.lines(), whole.lines())
     summary = run.summary()
     assert (summary["status"], summary["restarts"], summary["world_size"]) == ("done", 1, 2)
@@ -300,10 +324,11 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, new_
     assert re.search(rf"nothing was heard from its worker tcp://{hosts.address(1)}:\d+ for .*=5", failure["message"])
 
 
-def test_a_host_that_comes_back_too_late_does_not_disturb(hosts, train, new_run, wait_for):
-    """It had the last rank; the others go on without it, and when it comes back, that rank ends."""
-    whole, run = new_run("whole"), new_run("run")
-    train(whole)
+@pytest.mark.slow
+def test_a_host_with_the_last_rank_that_comes_back_too_late_does_not_disturb(
+    hosts, train, uninterrupted, new_run, wait_for
+):
+    whole, run = uninterrupted(), new_run("run")
 
     def cut_and_mend():
         wait_for(lambda: run.step() >= 6, 30, "six steps")
@@ -318,9 +343,8 @@ def test_a_host_that_comes_back_too_late_does_not_disturb(hosts, train, new_run,
     assert run.summary()["restarts"] == 1
 
 
-def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, new_run, wait_for):
-    whole, run = new_run("whole"), new_run("run")
-    train(whole, "dispatch.ranks=2")
+def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, uninterrupted, new_run, wait_for):
+    whole, run = uninterrupted("dispatch.ranks=2"), new_run("run")
     killed = []
 
     def kill():
@@ -353,9 +377,8 @@ def test_ranks_that_no_longer_reach_each_other_are_named(hosts, train, new_run, 
     assert not hosts.ranks(1) + hosts.ranks(2) + hosts.ranks(3)
 
 
-def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, new_run, wait_for):
-    whole, run, rest = new_run("whole"), new_run("run"), new_run("rest")
-    train(whole)
+def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, uninterrupted, new_run, wait_for):
+    whole, run, rest = uninterrupted(), new_run("run"), new_run("rest")
 
     def preempt():
         wait_for(lambda: run.step() >= 6, 30, "six steps")
