@@ -73,10 +73,15 @@ DROPOUT = (
 )
 
 
+@pytest.fixture(scope="module")
+def whole(client2, project, tmp_path_factory) -> Trained:
+    """A run that is not interrupted."""
+    return training.train(client2, project, tmp_path_factory.mktemp("whole") / "run", *TINY, *DROPOUT)
+
+
 @pytest.mark.parametrize("step", [4, 6, 12], ids=["mid-epoch", "epoch's end", "mid-epoch of the third"])
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train, step):
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train, whole, step):
     """With dropout, momentum and a schedule; 6 steps an epoch."""
-    whole = train(client2, "whole", *DROPOUT)
     resumed = train(client2, "resumed", *DROPOUT, resume=whole.folder / "checkpoints" / f"step-{step:06d}.pt")
     rest = [line for line in whole.metrics() if line["step"] > step]
     assert {line["step"] for line in rest} == set(range(step + 1, 19))
@@ -89,8 +94,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train,
     ("ranks", "way"),
     [
         (3, ["parallel.comm_hook=none"]),
-        (4, ["parallel.comm_hook=none"]),
-        (3, ["parallel.comm_hook=shared"]),
+        pytest.param(4, ["parallel.comm_hook=none"], marks=pytest.mark.slow),
+        pytest.param(3, ["parallel.comm_hook=shared"], marks=pytest.mark.slow),
         (4, ["parallel.comm_hook=shared", "parallel.static_graph=true"]),
     ],
     ids=str,
@@ -123,7 +128,7 @@ def test_two_runs_with_the_same_seed_are_the_same_and_with_another_are_not(clien
     assert first.metrics() != other.metrics()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_validation_counts_every_sample_once_whatever_the_number_of_ranks(client4, train, ranks):
     """37 samples do not divide by 3."""
     run = train(client4, "run", "trainer.max_steps=2", "data.batch_size=4", ranks=ranks)
@@ -149,14 +154,22 @@ def evaluate_by_hand(run: Trained) -> dict[str, float]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_resumed_with_another_global_batch_keeps_to_its_schedule(client4, train):
-    """1 to 2, 2 to 1 and 4 to 2 ranks, and another batch size: learning rate, loss and end, against plain torch."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([(1, 2, 6), (2, 2, 4)], id="more"),
+        pytest.param([(2, 1, 6), (4, 2, 6), (2, 2, 12)], id="fewer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_resumed_with_another_global_batch_keeps_to_its_schedule(client4, train, changes):
+    """With more or fewer ranks, or another batch size: learning rate, loss and end, against plain torch."""
     settings = ("model.tell=true", "trainer.epochs=4", "scheduler=cosine", "scheduler.warmup_steps=5")
     settings += ("trainer.checkpoint_every_steps=6",)
-    starts = {ranks: train(client4, f"{ranks}", *settings, "data.batch_size=6", ranks=ranks) for ranks in (1, 2, 4)}
+    begin = {ranks for ranks, *_ in changes}
+    starts = {ranks: train(client4, f"{ranks}", *settings, "data.batch_size=6", ranks=ranks) for ranks in begin}
     for run in starts.values():
         follows(run, run.checkpoint("step-000006.pt"), 6, rates(run, len(run.samples()[0])))
-    for ranks, now, batch_size in ((1, 2, 6), (2, 1, 6), (4, 2, 6), (2, 2, 12), (2, 2, 4)):
+    for ranks, now, batch_size in changes:
         begun, first = starts[ranks], starts[ranks].folder / "checkpoints" / "step-000006.pt"
         name, batch = f"{ranks} to {now}, {batch_size}", f"data.batch_size={batch_size}"
         resumed = train(client4, name, *settings, batch, ranks=now, resume=first)

@@ -77,10 +77,14 @@ def test_a_rank_that_fails_ends_all_and_rank_0_names_it(cli):
     assert failure["traceback"] in ended.stderr
 
 
-def test_a_mistake_is_told_once_and_at_once(cli):
+@pytest.mark.slow
+def test_a_model_that_cannot_be_built_is_a_failed_run(cli):
     ended = torchrun(cli, "cluster=torchrun", *TINY, "model.num_classes=nine", timeout_s=60)
     assert ended.returncode != 0
     assert json.loads((run_directory(cli) / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_mistake_is_told_at_once(cli):
     ended = torchrun(cli, "cluster=torchrun", *TINY, "trainer.epochs=0", "hydra.run.dir=other", timeout_s=60)
     assert ended.returncode != 0
     assert "trainer.epochs=0: give a whole number of at least 1" in ended.stderr
@@ -88,7 +92,10 @@ def test_a_mistake_is_told_once_and_at_once(cli):
 
 @pytest.mark.parametrize(
     "end",
-    [lambda pid: os.kill(pid, signal.SIGTERM), lambda pid: os.killpg(pid, signal.SIGINT)],
+    [
+        pytest.param(lambda pid: os.kill(pid, signal.SIGTERM), marks=pytest.mark.slow),
+        lambda pid: os.killpg(pid, signal.SIGINT),
+    ],
     ids=["SIGTERM to torchrun", "Ctrl-C in its terminal"],
 )
 def test_a_job_that_is_told_to_end_saves_first(cli, wait_for, end):
