@@ -25,6 +25,9 @@ HIDDEN = "***"
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
 
+_LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
+"""Matches user and password in an address. A name alone may be a token of a web server, but not elsewhere."""
+
 
 def named_secret(name: str) -> bool:
     """Tell whether the name of a key, "cluster.auth.password", looks like that of a secret."""
@@ -103,7 +106,7 @@ def _override(text: str) -> str:
     name, given, value = text.partition("=")
     if given and re.fullmatch(r"[+~]*[\w./@]+", name) and named_secret(name.partition("@")[0]):
         return f"{name}={_hidden(value)}"
-    text = re.sub(r"(?<=://)[^/@\s]*@", f"{HIDDEN}@", text)
+    text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)
     return _WORD.sub(lambda part: _named(part[1], part[2]), text)
 

@@ -252,8 +252,10 @@ class FsspecStore(Retrying):
         return mine[1]
 
     def _open(self) -> Opened:
+        from fsspec import config
         from fsspec.core import url_to_fs
 
+        config.set_conf_env(config.conf)  # as it is now: a rank is the fork of a process that has imported fsspec
         try:
             fs, path = url_to_fs(f"{self.url}/x", skip_instance_cache=True, **self.options)
         except (TypeError, ValueError) as error:

@@ -137,6 +137,7 @@ class RemoteJobRunner:
     def run(self) -> None:
         """Run the job, upload its results, and report the end to the command."""
         self.redirect_output()
+        self.store.warn_if_unconditional()
         cfg = self.config()
         with contextlib.ExitStack() as stack:
             if self.spec.client:
@@ -227,6 +228,7 @@ class RemoteJobRunner:
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
         logging.root.setLevel(logging.INFO)
         logging.root.addHandler(handler)
+        logging.getLogger("paramiko").setLevel(logging.WARNING)  # it tells of each connection
         if self.channel:
             logging.root.addHandler(self.channel)
 

@@ -61,11 +61,15 @@ class FencedStore:
         except NotImplementedError:
             self.store.put(OWNER, content)
         self._conditional = False
-        log.warning(
-            "%s takes no conditional writes (If-None-Match): that only one driver writes there is looked up before "
-            "each write, but not enforced by the store",
-            self.url,
-        )
+
+    def warn_if_unconditional(self) -> None:
+        """Log that the store does not enforce that only its owner writes, if it doesn't."""
+        if not self._conditional:
+            log.warning(
+                "%s takes no conditional writes (If-None-Match): that only one driver writes there is looked up before "
+                "each write, but not enforced by the store",
+                self.url,
+            )
 
     def check(self) -> None:
         """Make sure that this process is still the owner.

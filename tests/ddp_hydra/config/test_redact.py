@@ -38,6 +38,7 @@ def test_the_files_of_hydra_go_without_secrets(tmp_path):
     }
     overrides = [
         "optimizer.lr=0.1", "+tracker.password=top-secret", "+url=https://me:top-secret@host",
+        "+urls=[https://top-secret@host, ftp://me:top-secret@host]", "results.root=sftp://me@host:22/runs",
         "data.source=https://host/x.json?v=1&X-Amz-Signature=top-secret", "store.key='${oc.env:STORE_KEY}'",
     ]  # fmt: skip
     hydra = {"hydra": {"job": {"override_dirname": "optimizer.lr=0.1,+tracker.password=top-secret"}}}
@@ -53,6 +54,7 @@ def test_the_files_of_hydra_go_without_secrets(tmp_path):
     assert list(redact.hidden(kept)) == ["tracker.password", "tracker.url"]
     assert OmegaConf.create(files["overrides.yaml"].decode()) == [
         "optimizer.lr=0.1", "+tracker.password=***", "+url=https://***@host",
+        "+urls=[https://***@host, ftp://***@host]", "results.root=sftp://me@host:22/runs",
         "data.source=https://host/x.json?v=1&X-Amz-Signature=***", "store.key='${oc.env:STORE_KEY}'",
     ]  # fmt: skip
     (tmp_path / "same.yaml").write_text("a: 1   # as it was\n")

@@ -164,7 +164,9 @@ def test_urls_of_fsspec_are_data(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
     monkeypatch.setitem(sys.modules, "paramiko", None)
+    monkeypatch.delitem(REGISTRY, "sftp", raising=False)
     with pytest.raises(
         ModuleNotFoundError, match=r"sftp:// needs another package, here and on the workers: .*paramiko"
     ):
@@ -201,6 +203,7 @@ def test_without_conditional_writes_it_is_said_and_the_owner_is_looked_up(faulty
     first, second = (FencedStore(results_root.open_folder("faulty://me@host/runs/a")) for _ in range(2))
     with caplog.at_level(logging.WARNING):
         first.acquire(first.owner())
+        first.warn_if_unconditional()
     assert "takes no conditional writes" in caplog.text
     first.put("status.json", b"1")
     second.acquire(second.owner())

@@ -105,6 +105,7 @@ def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
     there = results_root.ResultsFolder(str(tmp_path), Plain(tmp_path))
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
+    one.warn_if_unconditional()
     assert "takes no conditional writes" in caplog.text
     one.put("x", b"1")
     other.acquire(other.owner())
