@@ -51,6 +51,8 @@ def check_arguments(call: Call) -> None:
     Raises:
         ConfigError: it does not; says so of settings of the gang, too.
     """
+    if not callable(call.fn) and not isinstance(call.fn, str):
+        raise ConfigError(f"{call.fn!r:.100} can't be called: give a function, 'module:name' or dispatch.script(path)")
     try:
         signature = inspect.signature(call.fn) if callable(call.fn) else None
     except (TypeError, ValueError):

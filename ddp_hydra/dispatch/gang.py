@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from distributed import Client
 
 from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.dispatch import placement, run_dir
+from ddp_hydra.dispatch import pickled, placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, check_arguments, parameters, show
@@ -226,7 +225,7 @@ class Gang(Settings):
             if call.files:
                 kwargs["files"] = attempt.send_files(call.files)
             with self.interrupts.deferred():
-                return attempt.run(cloudpickle.dumps((call.fn, call.args, kwargs)))
+                return attempt.run(pickled.dumps((call.fn, call.args, kwargs)))
         finally:
             attempt.clean_up()
 

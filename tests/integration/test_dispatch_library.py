@@ -148,6 +148,17 @@ def test_arguments_that_the_function_does_not_take_are_refused_before_it_starts(
         dispatch.start(client2, train, ranks=1, backend="gloo")
 
 
+def test_what_is_no_function_is_refused(client2):
+    with pytest.raises(ConfigError, match=r"^3 can't be called: give a function"):
+        dispatch.run(client2, 3)
+
+
+def test_what_cannot_be_pickled_ends_the_gang_at_once(client2):
+    with pytest.raises(TypeError, match="pickle"):
+        dispatch.run(client2, print, threading.Lock())
+    assert dispatch.run(client2, dist_rank) == [0, 1]
+
+
 def test_the_functions_own_parameters_are_its_own(client2, tmp_path):
     assert dispatch.run(client2, takes_its_own, 1, backend="b") == [(1, None, "b")] * 2
     with pytest.raises(ConfigError, match=r"has a parameter run_dir itself.*Gang\(client, run_dir=<folder>\)"):

@@ -1,0 +1,120 @@
+"""Keeps what ranks submit until somebody says in which folder it belongs."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.console.text import plain
+from ddp_hydra.dispatch.background import Running
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.results import Record, check_path
+from ddp_hydra.storage.files import place, writing
+from ddp_hydra.writers.base import Fetch
+from ddp_hydra.writers.receive_file import FileReceiver
+from ddp_hydra.writers.validate import check_record
+
+log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
+KEPT_BYTES = 2**30
+"""Files of at most so many bytes are kept until `process_results` is called; further ones are dropped."""
+
+_inboxes: MutableMapping[Running, Inbox] = weakref.WeakKeyDictionary()
+
+
+def folder_of(key: str) -> str:
+    """Return the folder in which a handler's files travel; any text may be a key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+class Inbox:
+    """Files that the ranks of one gang have submitted.
+
+    Args:
+        fetch: copies a file from its rank's host.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._receiver = FileReceiver(fetch)
+        self._lock = threading.Lock()
+        self._folders: dict[str, Path] = {}
+        self._kept: Path | None = None
+        self._kept_bytes = 0
+
+    def receive(self, record: Record) -> None:
+        """Take a record; what ranks print is logged.
+
+        Raises:
+            RecordError: a file is malformed or cannot be written.
+        """
+        check_record(record)
+        if record.kind == "log":
+            log.info("rank %d: %s", record.rank, plain(record.data["text"]).rstrip("\n"))
+        if record.kind != "file":
+            return
+        folder, *parts = check_path(record.data["path"]).parts
+        with self._lock:
+            target = self._folders.get(folder)
+            if target is None:
+                self._kept_bytes += record.data["size"]
+                if self._kept_bytes > KEPT_BYTES and "source" in record.data:
+                    return  # the gang counts it as dropped
+                target = self._keep() / folder
+            with writing(target):
+                target.mkdir(parents=True, exist_ok=True)
+            self._receiver.receive(record, place(target, "/".join(parts)))
+
+    def deliver(self, folder: str, target: Path) -> None:
+        """Move the files of a handler to a folder, and write further ones there.
+
+        Args:
+            folder: in which the handler's files travel.
+            target: made if it is missing.
+        """
+        with self._lock:
+            with writing(target):
+                target.mkdir(parents=True, exist_ok=True)
+                if self._kept is not None:
+                    self._move(self._kept / folder, target)
+            self._folders[folder] = target
+
+    def _move(self, kept: Path, target: Path) -> None:
+        """Move the files of a handler, and remove the temporary folder if it had no other ones."""
+        for file in sorted(path for path in kept.rglob("*") if path.is_file()):
+            path = place(target, file.relative_to(kept).as_posix())
+            self._kept_bytes -= file.stat().st_size
+            shutil.move(file, path)
+        shutil.rmtree(kept, ignore_errors=True)
+        if not any(kept.parent.iterdir()):
+            kept.parent.rmdir()
+            self._kept = None
+
+    def _keep(self) -> Path:
+        """Return a temporary folder, which goes with this object."""
+        if self._kept is None:
+            self._kept = Path(tempfile.mkdtemp(prefix="ddp_hydra-"))
+            weakref.finalize(self, shutil.rmtree, self._kept, ignore_errors=True)
+        return self._kept
+
+
+def add(running: Running, inbox: Inbox) -> None:
+    """Remember the inbox of a running gang."""
+    _inboxes[running] = inbox
+
+
+def inboxes(futures: Iterable[Any]) -> list[Inbox]:
+    """Return the inboxes of the gangs that the futures belong to.
+
+    Raises:
+        ConfigError: some are not those of `dispatch.run`.
+    """
+    gangs = {getattr(future, "gang", None): None for future in futures}
+    if not gangs.keys() <= set(_inboxes):
+        raise ConfigError("process_results takes the futures that dispatch.run has returned, and got others")
+    return [_inboxes[gang] for gang in gangs if gang is not None]

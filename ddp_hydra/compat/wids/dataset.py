@@ -1,0 +1,150 @@
+"""Samples of tar shards, decoded."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from ddp_hydra.compat.wids.cleanup import bound_of
+from ddp_hydra.data.shards.cached_shards import GIB
+from ddp_hydra.data.shards.decode import decode_field
+from ddp_hydra.data.shards.index import Index
+from ddp_hydra.data.wids import WidsShards
+
+IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm")
+LEFT_OPEN = 1e6
+"""A smaller cache_size is a number of shards, as in early versions of wids, and says nothing of bytes."""
+
+
+class ShardListDataset(Dataset):
+    """The samples of tar shards as dicts: `sample[".jpg"]` is a PIL image, `sample[".cls"]` a number.
+
+    Args:
+        shards: URL or path of an index; an index that is open for reading; or a list of {"url", "nsamples"} dicts.
+        cache_size: most bytes of the cache folder; None: 50 GiB, or what `create_cleanup_background_process` was given.
+        cache_dir: folder for shards from elsewhere; None: WIDS_CACHE, or one in the user's cache folder.
+        lru_size: not needed: open shards cost no memory.
+        dataset_name: of a list of shards.
+        transformations: "PIL", "numpy", a function of the sample, or a list of them. Before "PIL" or "numpy", fields
+            are open files.
+        keep: shards stay in the cache folder in any case, as far as there is room.
+        base: folder or URL of the shards.
+        more: arguments of `ddp_hydra.data.WidsShards`: dataset, access, prefetch_shards.
+
+    Attributes:
+        shards: list of {"url", "nsamples"} dicts.
+        lengths: how many samples each shard has; cum_lengths: their sums; total_length: of all.
+
+    Raises:
+        ValueError: there is no such transformation, or as `WidsShards`.
+        TypeError: `localname` is given.
+    """
+
+    def __init__(
+        self,
+        shards: Index,
+        cache_size: float | None = None,
+        cache_dir: str | Path | None = None,
+        lru_size: int = 10,
+        dataset_name: str | None = None,
+        localname: Any = None,
+        transformations: Any = "PIL",
+        keep: bool = False,
+        base: str | None = None,
+        options: Any = None,
+        **more: Any,
+    ) -> None:
+        if localname is not None:
+            raise TypeError(
+                "localname is not taken, because files of the cache have names of their own, by which data sets share "
+                "them: give cache_dir=<folder>"
+            )
+        cache_dir = cache_dir or os.environ.get("WIDS_CACHE")
+        if cache_size is None or cache_size < LEFT_OPEN:
+            cache_size = bound_of(cache_dir)
+        bound: dict[str, Any] = {} if cache_size is None else {"cache_gb": cache_size / GIB}
+        self.data = WidsShards(shards, base=base, cache_dir=cache_dir, **bound, **more)
+        self.dataset_name = dataset_name or self.data.name
+        self.shards = [{"url": shard.url, "nsamples": shard.n_samples} for shard in self.data.shards]
+        self.lengths = self.data.shard_lengths
+        self.cum_lengths = np.array(list(accumulate(self.lengths)))
+        self.total_length = len(self.data)
+        given = transformations if isinstance(transformations, (list, tuple)) else [transformations]
+        self.transformations = [_transformation(one) for one in given]
+        self._accesses = 0
+
+    def add_transform(self, transform: Callable[[dict[str, Any]], Any]) -> ShardListDataset:
+        """Apply a function to each sample, after those before it; return the data set."""
+        self.transformations.append(transform)
+        return self
+
+    def __len__(self) -> int:
+        return self.total_length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample; raises as `WidsShards`."""
+        self._accesses += 1
+        sample: Any = {
+            name: io.BytesIO(value) if isinstance(value, bytes) else value for name, value in self.data[index].items()
+        }
+        for transform in self.transformations:
+            sample = transform(sample)
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of a batch."""
+        return [self[index] for index in indices]
+
+    def get_stats(self) -> tuple[int, int]:
+        """Return how many samples were read, and how many shards had to be downloaded, by this process."""
+        return self._accesses, int(self.data.stats()["downloads"])
+
+    def check_cache_misses(self) -> None:
+        """Do nothing: the samplers read each shard once, and what the cache holds is not downloaded again."""
+
+    def close(self) -> None:
+        """Stop the downloads and close the shards."""
+        self.data.close()
+
+
+def _transformation(given: Any) -> Callable[[dict[str, Any]], Any]:
+    if given == "PIL":
+        return as_pil
+    if given == "numpy":
+        return as_numpy
+    if not callable(given):
+        raise ValueError(f"a transformation is {given!r}, and must be 'PIL', 'numpy' or a function of a sample")
+    return given
+
+
+def as_pil(sample: dict[str, Any]) -> dict[str, Any]:
+    """Decode the fields of a sample; images become PIL images."""
+    return {name: _decoded(name, value, numpy=False) for name, value in sample.items()}
+
+
+def as_numpy(sample: dict[str, Any]) -> dict[str, Any]:
+    """Decode the fields of a sample; images become arrays, (height, width, channels) or (height, width)."""
+    return {name: _decoded(name, value, numpy=True) for name, value in sample.items()}
+
+
+def _decoded(name: str, value: Any, numpy: bool) -> Any:
+    if not isinstance(value, io.BytesIO):
+        return value
+    parts = name.lower().split(".")
+    is_packed = parts[-1] == "gz"
+    if parts[-2 if is_packed else -1] in IMAGES:
+        from PIL import Image
+
+        content = gzip.decompress(value.getbuffer()) if is_packed else value.getvalue()
+        image = Image.open(io.BytesIO(content))
+        return np.asarray(image) if numpy else image
+    found = decode_field(name, value.getbuffer())
+    return io.BytesIO(found) if isinstance(found, bytes) else found
