@@ -249,7 +249,7 @@ def returned(monkeypatch) -> dict[str, Any]:
     """What `run` gets from rank 0, without a cluster."""
     value = dict(VALUE)
 
-    def run_on_dask(self, packed):
+    def run_on_dask(self, packed, stop):
         self.summarise(SimpleNamespace(step=7, samples=56, metrics={}))
         return value
 
