@@ -99,6 +99,18 @@ def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(mon
 
 
 @pytest.mark.integration
+def test_s3fs_reads_the_same_images_as_obstore():
+    found = {}
+    for client in ("obstore", "s3fs"):
+        data = S3ImageFolder(prefix="val", classes_from="train", client=client)
+        try:
+            found[client] = (data.samples, [(image.tolist(), label) for image, label in data.__getitems__([0, 7, 350])])
+        finally:
+            data.close()
+    assert found["s3fs"] == found["obstore"]
+
+
+@pytest.mark.integration
 def test_the_store_listens_on_loopback_only():
     endpoint = demo_server.acquire()
     try:
