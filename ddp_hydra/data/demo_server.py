@@ -22,6 +22,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ BUCKET = "digits"
 IMAGE_SIZE = 32
 _NEEDED = {"obstore": "obstore", "sklearn": "scikit-learn", "PIL": "Pillow"}
 _START_TIMEOUT_S = 60
+_END_TIMEOUT_S = 5
 _OR_A_BUCKET = "or give a bucket or folder with data.bucket=..."
 _PUTS = 16  # beside each other
 
@@ -114,8 +116,7 @@ class _Server:
         if line.startswith(b"["):
             url, credentials = json.loads(line)
             return Endpoint(url, tuple(credentials))
-        self._process.kill()
-        self._process.wait()
+        self._end()
         self._errors.seek(0)
         last_lines = self._errors.read().decode(errors="replace").split("\n")[-5:]
         output = " ".join(last_lines).strip() or f"it printed nothing in {_START_TIMEOUT_S} s"
@@ -131,14 +132,19 @@ class _Server:
         if self._parent != os.getpid():
             return
         atexit.unregister(self.stop)
+        self._end()
+        self._errors.close()
+
+    def _end(self) -> None:
+        """End the child; while it starts the store, it does not look at its stdin."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
+        for ask in (self._process.terminate, self._process.kill):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_END_TIMEOUT_S)
+                return
+            ask()
+        self._process.wait()
 
 
 def digits() -> Iterator[tuple[str, bytes]]:

@@ -16,6 +16,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -288,6 +289,28 @@ def test_a_store_that_does_not_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(seaweed, "find_weed", lambda: str(program))
     with seaweed.Seaweed("digits") as store, pytest.raises(ConnectionError, match="the disk is full"):
         store.wait_until_ready(20)
+
+
+@pytest.mark.integration
+def test_a_start_that_takes_too_long_ends_and_leaves_nothing(tmp_path, monkeypatch):
+    program = tmp_path / "weed"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    code = (
+        "import sys; from ddp_hydra.data import demo_server, seaweed; "
+        f"seaweed.find_weed = lambda: {str(program)!r}; demo_server._serve()"
+    )
+    popen = subprocess.Popen
+
+    def start(command: list[str], **arguments: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, "-c", code, "ddp_hydra.data.demo_server"], **arguments)
+
+    monkeypatch.setattr(demo_server.subprocess, "Popen", start)
+    monkeypatch.setattr(demo_server, "_START_TIMEOUT_S", 6)
+    monkeypatch.setattr(demo_server, "_END_TIMEOUT_S", 3)
+    with pytest.raises(ConnectionError, match=r"printed nothing in 6 s.*data\.bucket="):
+        demo_server.acquire()
+    assert children() == []
 
 
 @pytest.mark.integration
