@@ -430,17 +430,20 @@ def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
     assert json.loads((shared / "a" / "c" / "summary.json").read_text())["steps"] == 18
 
 
-@pytest.mark.parametrize("security", [(), ("+cluster.protocol=tls", SECURITY)], ids=["plain", "tls"])
+@pytest.mark.parametrize(
+    "security",
+    [pytest.param((), marks=pytest.mark.slow), ("+cluster.protocol=tls", SECURITY)],
+    ids=["plain", "tls"],
+)
 def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
     """Its workers start drivers, too; but it ends with the command."""
     elsewhere = (*SHORT, "results.handler=cluster", f"results.root={tmp_path}/shared", *security)
     done = cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
     assert "Scheduler at" not in done.stderr
     assert json.loads((tmp_path / "shared/a/b/summary.json").read_text())["steps"] == 12
-    if not security:
-        refused = cli.run(*elsewhere, "detach=true")
-        assert refused.returncode == 1
-        assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
+    refused = cli.run(*elsewhere, "detach=true")
+    assert refused.returncode == 1
+    assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
 
 
 def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
