@@ -215,9 +215,13 @@ def test_a_job_may_run_inside_its_run_directory(cli):
     assert summary_of(cli.folder / "second")["steps"] == 2
 
 
-def test_two_runs_of_the_same_second_get_two_run_directories_and_leave_no_folder(cli):
+def test_two_runs_of_the_same_second_get_two_run_directories_and_leave_nothing(cli, wait_for):
     def import_folders() -> set[Path]:
         return set(Path(tempfile.gettempdir()).glob("ddp_hydra-import-*"))
+
+    def processes() -> list[psutil.Process]:
+        with_folder = psutil.process_iter(["cwd"])
+        return [process for process in with_folder if process.info["cwd"] == str(cli.folder)]
 
     before = import_folders()
     with ThreadPoolExecutor(2) as pool:
@@ -227,6 +231,7 @@ def test_two_runs_of_the_same_second_get_two_run_directories_and_leave_no_folder
     assert len(folders) == 2
     assert [summary_of(folder)["status"] for folder in folders] == ["done", "done"]
     assert import_folders() == before
+    wait_for(lambda: not processes(), 10, "no process of theirs left")
 
 
 def test_what_was_packed_is_what_runs_also_after_an_edit(client2, gang, tmp_path):

@@ -154,6 +154,9 @@ def fork_workers() -> None:
             return spawn(path, arguments, fds)
         if pid := os.fork():
             return pid
+        for number in {int(path.name) for path in Path("/proc/self/fd").iterdir()} - {0, 1, 2, *fds}:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(number)  # above all the end of the pipe whose closing tells it to end
         try:
             exec(arguments[-1], {})
         finally:
