@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import glob
 import importlib.metadata
 import os
 import platform
@@ -30,7 +31,7 @@ _PORTS = (
 _OFF = ("admin.ui=false", "webdav=false", "disableHttp", "s3.port.iceberg=0", "s3.port.lance=0")
 _JWT_KEYS = ("JWT_SIGNING_KEY", "JWT_SIGNING_READ_KEY", "JWT_FILER_SIGNING_KEY", "JWT_FILER_SIGNING_READ_KEY")
 _SOCKETS = "/tmp/seaweedfs-"  # noqa: S108 (weed has no setting for it)
-_FOLDER, _LOG, _SOCKETS_NOTED = "ddp_hydra-store-", "log", "sockets"
+_FOLDER, _LOG, _PORTS_NOTED = "ddp_hydra-store-", "log", "ports"
 _KILLED_AFTER_S = 60  # since then, its log is as old; a store that is starting has a newer one
 
 
@@ -98,6 +99,7 @@ class Seaweed:
         self._log = self._folder / _LOG
         ports = _free_ports(len(_PORTS))
         self.endpoint_url = f"http://127.0.0.1:{ports[-1]}"
+        (self._folder / _PORTS_NOTED).write_text("".join(f"{port}\n" for port in ports))
         flags = [
             *(f"dir={self._folder}", "ip=127.0.0.1", "ip.bind=127.0.0.1", "master.telemetry=false"),
             *(f"bucket={self._bucket}", *_OFF),
@@ -171,12 +173,11 @@ class Seaweed:
         _remove(self._folder)
 
     def _note_sockets(self) -> None:
-        """Write down the sockets that it has made outside its folder."""
-        with suppress(psutil.Error, FileNotFoundError):
-            found = psutil.Process(self._process.pid).net_connections("unix")
-            paths = {str(one.laddr) for one in found if str(one.laddr).startswith(_SOCKETS)}
-            if paths:
-                (self._folder / _SOCKETS_NOTED).write_text("\n".join(paths))
+        """Write down the ports of its sockets outside its folder: for one that was taken, it takes another."""
+        with suppress(psutil.Error, FileNotFoundError), (self._folder / _PORTS_NOTED).open("a") as noted:
+            for one in psutil.Process(self._process.pid).net_connections("unix"):
+                if str(one.laddr).startswith(_SOCKETS):
+                    noted.write(f"{_port_of(str(one.laddr))}\n")
 
 
 def _remove_killed() -> None:
@@ -190,9 +191,15 @@ def _remove_killed() -> None:
 
 def _remove(folder: Path) -> None:
     with suppress(OSError):
-        for path in (folder / _SOCKETS_NOTED).read_text().split("\n"):
-            Path(path).unlink(missing_ok=True)
+        ports = set((folder / _PORTS_NOTED).read_text().split())
+        for path in glob.glob(f"{_SOCKETS}*.sock"):  # noqa: PTH207 (the beginning is no folder)
+            if _port_of(path) in ports:
+                Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _port_of(path: str) -> str:
+    return path.rpartition("-")[2].removesuffix(".sock")
 
 
 def _free_ports(count: int) -> list[int]:
