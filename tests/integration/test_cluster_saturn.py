@@ -69,16 +69,11 @@ def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, satur
     assert not saturn.is_running
 
 
-def test_a_sweep_on_one_cluster(cli, saturn, login):
-    cli.done("-m", *TINY, "dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", **login)
+def test_a_sweep_has_one_cluster_and_may_leave_it_running(cli, saturn, login):
+    sweep = ("dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", "cluster.keep=true")
+    ended = cli.done("-m", *TINY, *sweep, **login)
     assert [status_of(cli.folder / "sweep" / number) for number in "01"] == ["done"] * 2
     assert [what for what, _ in saturn.asked].count("POST") == 1
-    assert not saturn.is_running
-
-
-def test_a_sweep_may_leave_its_cluster_running(cli, saturn, login):
-    one_job = ("cluster.n_workers=1", "seed=1", "hydra.sweep.dir=sweep")
-    ended = cli.done("-m", *TINY, "cluster.keep=true", *one_job, **login)
     assert "left running: the next job uses it with cluster=saturn" in ended.stderr + ended.stdout
     assert saturn.is_running
 
