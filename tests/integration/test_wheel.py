@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -228,6 +229,18 @@ def test_the_notebook_of_the_docs_runs_in_a_kernel(installed):
     assert "epoch 1/4  train/loss" in said  # a line of text: only the bar is a widget
     assert "go on with resume=outputs/" in said
     assert "\x1b" not in said
+
+
+def test_a_script_of_dask_pytorch_ddp_learns_names_and_makes_new_ones(installed):
+    """Its results are in the user's own folder logs/, and the model is sent again after each epoch."""
+    there = installed.at("script")
+    there.folder.mkdir()
+    shutil.copy(ROOT / "tests" / "integration" / "compat" / "pet_names.py", there.folder)
+    assert there("python", "pet_names.py", "results").split()[:2] == ["names", "50"]
+    for rank in (0, 1):
+        files = [there.folder / "results" / "logs" / f"data_{rank}_{epoch}.json" for epoch in range(10)]
+        losses = [json.loads(file.read_text())["loss"] for file in files]
+        assert losses[-1] < 0.6 * losses[0]
 
 
 @pytest.mark.parametrize(
