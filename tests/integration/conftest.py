@@ -245,7 +245,8 @@ class CommandLine:
         if own_cluster:
             variables = FORKED | variables
         if not any(name.startswith("PYTHON") for name in variables):
-            fork_workers = own_cluster and "-m" not in arguments  # a sweep forks its clusters' processes itself
+            sweeps = any(word == "-m" or word.startswith("hparams_search=") for word in arguments)
+            fork_workers = own_cluster and not sweeps  # a sweep forks its clusters' processes itself
             environment = self.environment(**variables)
             return self.warm.run(module, arguments, self.folder, environment, timeout_s, fork_workers)
         process = self.start(*arguments, module=module, **variables)

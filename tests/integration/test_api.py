@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,12 +20,21 @@ TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "dispatch.max_restarts=0
 
 
 @pytest.fixture
-def folder(project, tmp_path, monkeypatch):
+def folder(project, tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
     monkeypatch.setattr("ddp_hydra.config.project.starter", lambda: project)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    for name in imported():  # of the checkout, by other tests of this process
+        monkeypatch.delitem(sys.modules, name)
+    yield tmp_path
+    for name in imported():
+        del sys.modules[name]
+
+
+def imported() -> list[str]:
+    """The modules of a project space that this process has imported."""
+    return [name for name in sys.modules if name.partition(".")[0] in ("models", "data")]
 
 
 @pytest.fixture
