@@ -239,12 +239,12 @@ class CommandLine:
     ) -> subprocess.CompletedProcess[str]:
         """Run it to its end. Workers of a local cluster are forked, which takes less time than spawning them.
 
-        So is the command itself, unless a variable is for Python's start.
+        So is the command itself, unless it is another program's or a variable is for Python's start.
         """
         own_cluster = not any(word.startswith("cluster=") for word in arguments)
         if own_cluster:
             variables = FORKED | variables
-        if not any(name.startswith("PYTHON") for name in variables):
+        if module == "ddp_hydra" and not any(name.startswith("PYTHON") for name in variables):
             sweeps = any(word == "-m" or word.startswith("hparams_search=") for word in arguments)
             fork_workers = own_cluster and not sweeps  # a sweep forks its clusters' processes itself
             environment = self.environment(**variables)

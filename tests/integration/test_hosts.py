@@ -288,7 +288,7 @@ def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, uninterrupte
     whole, run = uninterrupted(), new_run("run")
 
     def cut_for_a_moment():
-        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        wait_for(lambda: run.step() >= 6, 75, "six steps")
         hosts.cut(2)
         time.sleep(1.5)
         hosts.mend(2)
@@ -307,7 +307,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, unin
     whole, run = uninterrupted(), new_run("run")
 
     def cut_and_mend():
-        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        wait_for(lambda: run.step() >= 6, 75, "six steps")
         hosts.cut(1)
         wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(2)), 40, "a new attempt on two hosts")
         assert hosts.ranks(1)
@@ -331,7 +331,7 @@ def test_a_host_with_the_last_rank_that_comes_back_too_late_does_not_disturb(
     whole, run = uninterrupted(), new_run("run")
 
     def cut_and_mend():
-        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        wait_for(lambda: run.step() >= 6, 75, "six steps")
         hosts.cut(3)
         wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(1)), 40, "a new attempt on two hosts")
         assert hosts.ranks(3)
@@ -348,7 +348,7 @@ def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, uninterrupt
     killed = []
 
     def kill():
-        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        wait_for(lambda: run.step() >= 6, 75, "six steps")
         killed.extend(number for number in (1, 2, 3) if any("rank 0/" in title for title in hosts.ranks(number)))
         hosts.kill(*killed)
 
@@ -365,7 +365,7 @@ def test_ranks_that_no_longer_reach_each_other_are_named(hosts, train, new_run, 
     run = new_run("run")
 
     def part():
-        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        wait_for(lambda: run.step() >= 6, 75, "six steps")
         hosts.part(2, 3)
 
     with pytest.raises(RankFailed, match=r"rank \d on 10\.77\.\S+: hangs: no progress for \d+ s in .* of step \d"):
@@ -381,7 +381,7 @@ def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, uninterrupted,
     whole, run, rest = uninterrupted(), new_run("run"), new_run("rest")
 
     def preempt():
-        wait_for(lambda: run.step() >= 6, 30, "six steps")
+        wait_for(lambda: run.step() >= 6, 75, "six steps")
         hosts.terminate(2)
 
     with pytest.raises(Interrupted, match=r"a worker is being shut down \(SIGTERM\); saved at step \d+"):
