@@ -140,6 +140,8 @@ class StartedRun(Run):
             Interrupted: it was stopped.
             DdpHydraError: it failed.
         """
+        if self._thread.ident is None:  # `perform` has run it
+            return self
         try:
             self._thread.join(timeout_s)
         except KeyboardInterrupt:

@@ -7,20 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "template"
-MAIN_CONFIG = """# What `ddp-hydra` trains in this folder. `ddp-hydra --help` lists all groups and keys.
-defaults:
-  - job                     # all groups and keys, with their defaults
-  - _self_                  # what is written below
-  - experiment: null        # a set of values that has a name: a file of conf/experiment
-  - hparams_search: null    # a search by a sweeper
-  - debug: null             # settings for looking for mistakes
-
-trainer:
-  epochs: 3
-"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +45,7 @@ def write(folder: Path, minimal: bool = False) -> None:
     Raises:
         ConfigError: a file is there already, or the folder can't be written.
     """
-    files = {"conf/config.yaml": MAIN_CONFIG} if minimal else _template(folder.resolve().name)
+    files = _main_config() if minimal else _template(folder.resolve().name)
     if there := [name for name in files if (folder / name).exists()]:
         raise ConfigError(
             f"{folder} has {', '.join(there[:3])}{' …' if there[3:] else ''} already, and nothing is overwritten: name "
@@ -69,6 +59,12 @@ def write(folder: Path, minimal: bool = False) -> None:
                 file.write(text)
     except OSError as error:
         raise ConfigError(f"{folder} can't be written ({error.strerror}: {error.filename}): name another") from None
+
+
+def _main_config() -> dict[str, str]:
+    """Return the starter's main config, by its path in the project."""
+    name = "conf/config.yaml"
+    return {name: (project.starter() / name).read_text(encoding="utf-8")}
 
 
 def _template(name: str) -> dict[str, str]:

@@ -95,13 +95,9 @@ def is_project(folder: Path) -> bool:
     )
 
 
-def layers(root: Path | None = None) -> tuple[Path, ...]:
-    """Return the folders that a project space is made of; a file of an earlier one wins.
-
-    Args:
-        root: the project's folder; None: as `find` finds it.
-    """
-    root = find() if root is None else root
+def layers() -> tuple[Path, ...]:
+    """Return the folders that the project space is made of; a file of an earlier one wins."""
+    root = find()
     return (root,) if root.samefile(starter()) else (root, starter())
 
 

@@ -70,7 +70,7 @@ class ForkSafeStore:
     def __getattr__(self, name: str) -> Any:
         if name == "store":  # while it is unpickled
             raise AttributeError(name)
-        if not remote._forked or name not in READS + ITERATES:
+        if not remote.is_forked() or name not in READS + ITERATES:
             return getattr(self.store, name)
         call = Reader.of_this_process().iterate if name in ITERATES else Reader.of_this_process().call
 

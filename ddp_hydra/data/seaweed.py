@@ -33,8 +33,6 @@ _JWT_KEYS = ("JWT_SIGNING_KEY", "JWT_SIGNING_READ_KEY", "JWT_FILER_SIGNING_KEY",
 _SOCKETS = "/tmp/seaweedfs-"  # noqa: S108 (weed has no setting for it)
 _FOLDER, _LOG, _PORTS_NOTED = "ddp_hydra-store-", "log", "ports"
 _KILLED_AFTER_S = 60  # since then, its log is as old; a store that is starting has a newer one
-
-
 _WHEELS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 
 

@@ -143,11 +143,16 @@ class FaultInjector:
             "hang": lambda: _sleep(1e9),
             "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
             "slow": lambda: _sleep(fault.seconds),
-            "worker": lambda: self._signal("worker", signal.SIGKILL),
+            "worker": self._kill_worker,
             "nanny": lambda: self._signal("nanny", signal.SIGKILL),
             "term": lambda: self._signal("nanny", signal.SIGTERM),
         }
         actions[fault.kind]()
+
+    def _kill_worker(self) -> None:
+        self._signal("worker", signal.SIGKILL)
+        # This rank is stopped when that is noticed; on a loaded machine, it would meanwhile pass the next fault's step.
+        _sleep(10)
 
     def _signal(self, who: str, number: int) -> None:
         pid = self.pids.get(who, 0)

@@ -189,7 +189,9 @@ class FsspecStore(Retrying):
         return sorted(path.rpartition("/")[2] for path in paths if path != top.strip("/"))
 
     def put(self, key: str, content: Any, size: int = 0) -> None:
-        """Write a file. It replaces an older one at the moment when it is complete.
+        """Write a file. It replaces an older one when it is complete.
+
+        On a store that can't rename onto a file, as some SFTP servers, the file is missing for a moment.
 
         Args:
             key: its path below the URL.

@@ -212,6 +212,11 @@ class Remote(Retrying):
         return {"client_options": client, "retry_config": {"max_retries": 0}}
 
 
+def is_forked() -> bool:
+    """Return whether this process was forked by one that had read a store: the client would hang here."""
+    return _forked
+
+
 def _note_fork() -> None:
     global _forked
     _forked = _used

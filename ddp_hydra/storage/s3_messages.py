@@ -16,7 +16,7 @@ _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "
 
 
 class Bucket(Protocol):
-    """What the messages tell about a bucket; see `s3.Bucket`."""
+    """Describe a bucket for a message; see `s3.Bucket`."""
 
     name: str
     url: str
