@@ -41,7 +41,8 @@ def main(words: Sequence[str]) -> None:
         raise ConfigError("this run has no validation data (data.val is null): name a data set with data.val…=")
     val_set = builders.dataset(node)
     channels_last = builders.channels_last(run.cfg, run.model)
-    metrics = builders.evaluation(run.cfg, val_set, run.device, channels_last).run(run.model)
+    task = builders.task(run.cfg, run.train_set, run.device)
+    metrics = builders.evaluation(run.cfg, val_set, task, run.device, channels_last).run(run.model)
     print(f"{run.path} (step {run.step}), {len(val_set):,} samples")  # noqa: T201
     for name, value in metrics.items():
         print(f"{name} {value:.6f}")  # noqa: T201

@@ -22,7 +22,7 @@ _OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
 """Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster."""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
-_NEEDED = ("data", "model", "loss", "metrics")
+_NEEDED = ("data", "model", "task", "loss", "metrics")
 """Keys that are needed to load a trained model."""
 
 

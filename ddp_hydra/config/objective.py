@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
 
+OF_A_TASK = ("metric", "direction")
+"""Keys of a task's config that say what best.pt goes by if `objective` does not; the task itself doesn't take them."""
 _CLASS_LOSS = re.compile(r"^(?!.*(binary|gaussian|poisson)).*(cross_?entropy|nll_?loss)", re.IGNORECASE)
 _LESS_IS_BETTER = re.compile(r"loss|perplexity|error|(^|[/_])(r?mse|mae)", re.IGNORECASE)
 _MORE_IS_BETTER = re.compile(r"acc|top\d|f1|precision|recall|auc|auroc|iou|dice|r2", re.IGNORECASE)
@@ -41,13 +43,23 @@ def of(cfg: Any) -> tuple[str, str]:
     direction = getattr(direction, "name", direction)
     validates = "data" not in cfg or OmegaConf.select(cfg, "data.val") is not None
     if metric is None:
-        metric = "train/loss" if not validates else "val/loss" if class_axis(cfg) is None else "val/accuracy"
+        metric, of_task = _of_task(cfg, validates)
+        direction = direction or of_task
     elif metric.startswith("val/") and not validates:
         raise ConfigError(
             f"objective.metric={metric}: there is no validation set (data.val is null): give a set, or "
             "objective.metric=train/loss"
         )
     return metric, direction or direction_of(metric)
+
+
+def _of_task(cfg: Any, validates: bool) -> tuple[str, str | None]:
+    """Return the metric that the task's config names, or the loss, and the direction if the config has one."""
+    name, of = str(OmegaConf.select(cfg, "task.metric") or "loss"), "val" if validates else "train"
+    is_of_training = validates or "/" in name  # where an update has a name, its loss has it, too
+    if not is_of_training or (name == "accuracy" and class_axis(cfg) is None):
+        name = "loss"
+    return f"{of}/{name}", "minimize" if name == "loss" else OmegaConf.select(cfg, "task.direction")
 
 
 def direction_of(metric: str) -> str:

@@ -152,7 +152,8 @@ class Config:
     data: Any = MISSING
     model: Any = MISSING
     sampler: Any = MISSING
-    loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.losses.CrossEntropy"})
+    task: Any = MISSING
+    loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.tasks.losses.CrossEntropy"})
     mix: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp"})

@@ -17,20 +17,22 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from ddp_hydra.data.batch import laid_out, n_bytes, pin, to_device
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The samples that a rank computes at once: a step's batch, or a part of it.
 
     Args:
-        x: the input, (batch, ...).
-        y: the target, (batch, ...).
+        batch: as the data set makes it: a tensor, a tuple, a dict …, on the device.
+        size: number of samples.
         share: of the step's samples on this rank, 0..1.
         last: it is the step's last micro-batch.
     """
 
-    x: torch.Tensor
-    y: torch.Tensor
+    batch: Any
+    size: int
     share: float
     last: bool
 
@@ -41,7 +43,7 @@ class Loader:
     Args:
         dataset: a map-style data set; `training/builders.py` lists its optional methods.
         device: where batches go.
-        channels_last: memory layout of 4-d inputs.
+        channels_last: memory layout of 4-d tensors.
         prefetch: number of batches made while the model trains; 0 makes each when it is asked for.
         memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
         progress: called after each sample and each batch, from any thread.
@@ -69,16 +71,13 @@ class Loader:
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
 
-    def load(self, batches: Iterable[list[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (x, y) for each batch of indices, in order."""
+    def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+        """Yield the batch of each list of indices, in order, on the device."""
         if hasattr(self.dataset, "expect"):
             batches = list(batches)
             self.dataset.expect(list(chain.from_iterable(batches)))
         for batch in self.ahead(batches) if self.prefetch else self.on_demand(batches):
-            x, y = self.prepare(self.to_device(batch))
-            if x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
-            yield x, y
+            yield laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
 
     def steps(self, batches: Iterable[list[int]], micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step; they are loaded while the step is computed.
@@ -92,7 +91,7 @@ class Loader:
         for pieces in ahead:
             total = sum(map(len, pieces))
             yield (
-                MicroBatch(*next(loaded), share=len(piece) / total, last=number == len(pieces))
+                MicroBatch(next(loaded), len(piece), share=len(piece) / total, last=number == len(pieces))
                 for number, piece in enumerate(pieces, start=1)
             )
         next(loaded, None)  # at its end it closes the threads
@@ -145,36 +144,9 @@ class Loader:
         self.progress()
         return self.dataset[index]
 
-    def to_device(self, batch: Any) -> Any:
-        """Copy to the device, tensors inside lists, tuples and dicts too."""
-        if isinstance(batch, torch.Tensor):
-            return batch.to(self.device, non_blocking=True)
-        if isinstance(batch, (list, tuple)):
-            parts = [self.to_device(part) for part in batch]
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a named tuple
-        if isinstance(batch, dict):
-            return {name: self.to_device(part) for name, part in batch.items()}
-        return batch
-
 
 def split(batch: list[int], parts: int) -> list[list[int]]:
     """Cut a batch into parts of nearly equal size; none is empty."""
     parts = min(parts, len(batch))
     ends = [len(batch) * number // parts for number in range(parts + 1)]
     return [batch[begin:end] for begin, end in pairwise(ends)]
-
-
-def n_bytes(batch: Any) -> int:
-    """Return the bytes of the tensors in a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.nbytes
-    if isinstance(batch, dict):
-        return n_bytes(list(batch.values()))
-    return sum(map(n_bytes, batch)) if isinstance(batch, (list, tuple)) else 0
-
-
-def pin(batch: Any) -> Any:
-    """Copy a batch to pinned memory, so that its copy to the GPU runs beside the computation."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(batch)

@@ -1,11 +1,12 @@
 """Builds the objects that the config names, on a rank: data sets, loader, model, optimizer, schedule.
 
-The framework knows no model and no data set. A data set has these methods and attributes:
+The framework knows no model and no data set. A batch is what the task takes: (x, y), a dict, any structure of tensors.
+A data set has these methods and attributes:
 
     __len__, __getitem__              as every map-style data set
     __getitems__(indices)             optional: a whole batch at once
     collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
-    prepare(batch) -> (x, y)          optional: works on the device; normalises, encodes
+    prepare(batch) -> batch           optional: works on the device; normalises, encodes
     classes or num_classes            optional: fills model.num_classes
     set_epoch(epoch)                  optional: for augmentation
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -48,10 +49,12 @@ from ddp_hydra.config import objective, targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups, precision
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.train_step import TrainStep
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -158,23 +161,40 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     return OmegaConf.merge(node, {"num_classes": num_classes})  # type: ignore[return-value]
 
 
-def parallel(cfg: DictConfig, model: nn.Module) -> Parallel:
-    """Wrap a model for its ranks, and compile it if trainer.compile is set."""
-    wrapped: Parallel = make(cfg.parallel, model)
+def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
+    """Wrap a training step for its ranks, and compile its model if trainer.compile is set."""
+    wrapped: Parallel = make(cfg.parallel, step)
     if cfg.trainer.compile is not None:
-        wrapped.compile(cfg.trainer.compile.replace("_", "-"))
+        step.compile_model(cfg.trainer.compile.replace("_", "-"))
     return wrapped
 
 
-def loss(cfg: DictConfig) -> Any:
-    """Build the loss of the training."""
-    return make(cfg.loss)
+def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
+    """Build the task; pass what it takes of the loss, the mix and the classes. Its own models go to the device."""
+    taken = parameters(str(cfg.task["_target_"]))
+    classes = getattr(data, "classes", None)
+    known: dict[str, Callable[[], Any]] = {
+        "criterion": lambda: make(cfg.loss),
+        "mix": lambda: mix(cfg, data),
+        "class_axis": lambda: objective.class_axis(cfg),
+        "names": lambda: tuple(map(str, classes)) if classes is not None else (),
+    }
+    node = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in objective.OF_A_TASK])
+    built = make(node, **{name: value() for name, value in known.items() if name in taken and name not in node})
+    if not isinstance(built, Task):
+        raise ConfigError(
+            f"task._target_={node['_target_']} is no subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
+        )
+    for part in vars(built).values():
+        if isinstance(part, nn.Module):
+            part.to(device)
+    return built
 
 
 def mix(cfg: DictConfig, data: Any) -> Any:
-    """Build the function that mixes the samples of a batch: (x, y) -> (x, shares of the classes)."""
+    """Build the function that mixes the samples of a batch: (x, y) -> (x, shares of the classes); None for none."""
     if cfg.mix.get("_target_") is None:
-        return lambda x, y: (x, y)
+        return None
     return make(fill_num_classes(cfg.mix, data, "mix"))
 
 
@@ -195,35 +215,58 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
     return EvalMetrics(metrics, getattr(data, "classes", ()))
 
 
-def evaluation(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Evaluation:
+def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool) -> Evaluation:
     """Build the evaluation of the model on the validation set."""
-    criterion = make(cfg.loss)
     return Evaluation(
         loader(cfg, data, device, channels_last),
         len(data),
         cfg.data.batch_size,
         precision.autocast(cfg.trainer.precision, device),
-        getattr(criterion, "for_validation", criterion),
-        objective.class_axis(cfg),
+        task,
         eval_metrics(cfg, data, device),
     )
 
 
-def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0) -> torch.optim.Optimizer:
-    """Build the optimizer over a model's parameters.
+def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "") -> torch.optim.Optimizer:
+    """Build the optimizer over the parameters of a model, or of a part of it.
 
     Args:
         cfg: the config.
-        model: the model; its frozen parameters are left out.
+        model: the model, or its part; frozen parameters are left out.
         global_batch: samples in a step; with trainer.base_batch_size, lr grows with it.
+        update: name of the part; "" for the whole model.
     """
-    node = cfg.optimizer
+    node = of_update(cfg.optimizer, update, "optimizer")
     if cfg.trainer.base_batch_size is not None and global_batch:
-        node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})
+        node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
     return make(node, parameter_groups.parameters(model, decay_all=cfg.trainer.decay_all))
 
 
-def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1) -> Any:
+def of_update(node: DictConfig, update: str, key: str) -> DictConfig:
+    """Return the node of an update: its own, where the config has one for each name, else the one for all.
+
+    Args:
+        node: of the config.
+        update: name of the update; "" for the only one.
+        key: of the node, for the error message.
+
+    Raises:
+        ConfigError: there is no node of that name.
+    """
+    if "_target_" in node:
+        return node
+    if update not in node:
+        there = ", ".join(map(str, node))
+        what = f"has no {update}" if update else "has no _target_, and this task has one update of the whole model"
+        raise ConfigError(
+            f"{key} {what}: give {key}={{_target_: …}}, or one for each update of the task; it has {there}"
+        )
+    return node[update]
+
+
+def schedule(
+    cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1, update: str = ""
+) -> Any:
     """Build the learning-rate schedule: one of ours or one of torch's.
 
     Args:
@@ -231,11 +274,13 @@ def schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int
         optimizer: its learning rate is scheduled.
         total_steps: steps of the run.
         epoch_steps: steps of an epoch.
+        update: name of the update whose optimizer it is.
     """
+    node = of_update(cfg.scheduler, update, "scheduler")
     known = {"total_steps": total_steps, "epoch_steps": epoch_steps}
-    taken = parameters(cfg.scheduler["_target_"])
+    taken = parameters(node["_target_"])
     arguments = {name: value for name, value in known.items() if name in taken}
-    return make(cfg.scheduler, optimizer, **(arguments if taken else {"total_steps": total_steps}))
+    return make(node, optimizer, **(arguments if taken else {"total_steps": total_steps}))
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:

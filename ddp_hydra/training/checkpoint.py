@@ -19,6 +19,7 @@ from torch import nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.training.by_name import each
 from ddp_hydra.training.finite import not_finite
 
 FORMAT = 2
@@ -62,8 +63,8 @@ class State:
 
     Args:
         model: the model, not wrapped in DDP.
-        optimizer: its optimizer.
-        scheduler: its learning-rate schedule.
+        optimizer: its optimizer, or several by name; see `update.together`.
+        scheduler: its learning-rate schedule, or several by name.
         position: the place that the run has reached.
         config: the part of the config that is saved, see `checkpoint_config.of`.
         extras: name -> another object with a state_dict, or None.
@@ -72,7 +73,7 @@ class State:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     scheduler: Any
     position: Position
     config: dict[str, Any]
@@ -116,9 +117,10 @@ class State:
                 if part is not None and content.get(name):
                     part.load_state_dict(content[name])
             vars(self.position).update(asdict(Position(**content["position"])))
-            for group in self.optimizer.param_groups:
-                if missing := self.optimizer.defaults.keys() - group.keys():
-                    raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            for _, optimizer in each(self.optimizer):
+                for group in optimizer.param_groups:
+                    if missing := optimizer.defaults.keys() - group.keys():
+                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was "

@@ -110,6 +110,14 @@ class StepConsensus:
         split = [torch.split(row, [len(part) for part in parts]) for row in rows]
         return [[part.tolist() for part in of_ranks] for of_ranks in zip(*split, strict=True)]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Gather a value that can be pickled from all ranks. A collective."""
+        values = [value]
+        if not self.alone:
+            values = [None] * self.world_size
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 def has_gloo() -> bool:
     """Return whether the default process group takes tensors on the CPU."""

@@ -1,21 +1,25 @@
-"""Builds everything a job needs and takes one step, for `dry_run=true`: without a cluster."""
+"""Builds everything a job needs, takes a step, validates and predicts, for `dry_run=true`: without a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import objective
 from ddp_hydra.console.plural import counted
+from ddp_hydra.data.batch import described
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, precision, setup
-from ddp_hydra.training.classification import Classification
-from ddp_hydra.training.metrics import Meter
+from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.train_step import TrainStep
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
@@ -36,34 +40,46 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     sampler = builders.sampler(cfg, train_set, 0, world_size)
     precision.set_float32(cfg.trainer.precision)
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
-    optimizer = builders.optimizer(cfg, model, sampler.global_batch)
-    scheduler = builders.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)))
-    scaler = precision.scaler(cfg.trainer.precision, device)
-    optimizer_step = OptimizerStep(Parallel(model, model), optimizer, scaler, cfg.trainer.clip_norm)
-
-    task, meter = Classification.from_config(cfg, train_set), Meter(device)
-    optimizer_step.begin()
+    task, meter = builders.task(cfg, train_set, device), Meter(device)
     model.train()
     loader = Loader(train_set, device, channels_last, prefetch=0)
-    for batch in next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)):
-        with precision.autocast(cfg.trainer.precision, device):
-            output = task.forward(model, batch)
-        optimizer_step.backward(output.loss * batch.share)
-        meter.add(task.count(output))
-    optimizer_step.apply()
-    scheduler.step()
-    metrics = meter.result("train")
-    loss = metrics["train/loss"]
+    batches = list(next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)))
+    autocast = precision.autocast(cfg.trainer.precision, device)
+    for update in setup.updates_of(task):
+        step = TrainStep(task, model, update)
+        optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update)
+        scheduler = builders.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)), update)
+        scaler = precision.scaler(cfg.trainer.precision, device)
+        optimizer_step = OptimizerStep(Parallel(step, step), optimizer, scaler, cfg.trainer.clip_norm, update)
+        optimizer_step.begin()
+        for batch in batches:
+            with autocast:
+                result = step(batch.batch)
+            optimizer_step.backward(result.loss * batch.share)
+            meter.add(count(result, batch.size, update))
+        optimizer_step.apply()
+        scheduler.step()
+    metrics = named("train", task.metrics(meter.result()))
+    losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
+    predicted = predict(task, model.eval(), batches[0].batch, autocast)
     if val_set is not None:
-        metrics |= builders.evaluation(cfg, val_set, device, channels_last).run(model, stop=lambda: True)
+        metrics |= builders.evaluation(cfg, val_set, task, device, channels_last).run(model, stop=lambda: True)
     if objective.is_unknown(cfg.objective.metric, metrics):
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)
     return [
         f"data      {counted(len(train_set), 'sample')}" + (f", {len(val_set):,} for validation" if val_set else ""),
-        f"batch     x {tuple(batch.x.shape)} {batch.x.dtype}, y {tuple(output.target.shape)} {output.target.dtype}",
+        f"batch     {described(batches[0].batch)}",
         f"model     {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         f"steps     {len(sampler):,} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
-        f"loss      {loss:.4f} before training",
+        f"loss      {losses} before training",
+        f"predicts  {predicted}",
         f"metrics   {', '.join(metrics)}; best.pt goes by {cfg.objective.metric}",
         "dry run: all of it works",
     ]
+
+
+@torch.no_grad()
+def predict(task: Task, model: nn.Module, batch: Any, autocast: torch.autocast) -> str:
+    """Predict one batch; return a description of the predictions."""
+    with autocast:
+        return described(task.predict(model, batch))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_hydra import results
+from ddp_hydra.tasks import Step, Task
 
 MAX_LABELS = 20
 """A picture shows names and numbers of up to so many classes."""
@@ -20,7 +21,7 @@ class EvalMetrics:
     """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
     Args:
-        metrics: name -> a `torchmetrics.Metric` of class scores and class numbers.
+        metrics: name -> a `torchmetrics.Metric` of what the task predicts.
         classes: names of the classes, for the pictures.
     """
 
@@ -29,18 +30,10 @@ class EvalMetrics:
         self.matrices: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, logits: Tensor, target: Tensor) -> None:
-        """Count one batch.
-
-        Args:
-            logits: (batch, [time,] classes).
-            target: (batch, [time]) class numbers.
-        """
+    def add(self, task: Task, step: Step) -> None:
+        """Count one batch."""
         for metric in self.metrics.values():
-            if type(metric).__name__ == "Perplexity":  # it needs the time axis
-                metric.update(logits.float(), target)
-            else:
-                metric.update(logits.float().flatten(0, -2), target.flatten())
+            task.update_metric(metric, step)
 
     def result(self, prefix: str) -> dict[str, float]:
         """Return the metrics that are numbers, over all ranks since the last call. A collective."""

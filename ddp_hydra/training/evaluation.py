@@ -13,8 +13,9 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Partition
+from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.eval_metrics import EvalMetrics
-from ddp_hydra.training.metrics import Meter, count
+from ddp_hydra.training.metrics import Meter, count, named
 
 
 @dataclass
@@ -26,8 +27,7 @@ class Evaluation:
         n_samples: its length.
         batch_size: per rank.
         autocast: the context of the forward pass.
-        criterion: the loss, a mean over a batch.
-        class_axis: of the model's output; see `metrics.count`.
+        task: computes the loss and counts.
         metrics: additional metrics; None for none.
         prefix: of the metrics' names.
     """
@@ -36,14 +36,13 @@ class Evaluation:
     n_samples: int
     batch_size: int
     autocast: Any
-    criterion: Callable[..., torch.Tensor]
-    class_axis: int | None = -1
+    task: Task
     metrics: EvalMetrics | None = None
     prefix: str = "val"
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any] = lambda: False) -> dict[str, float]:
-        """Return the mean loss, the accuracy if there are classes, and the additional metrics. A collective.
+        """Return the metrics of the task, and the additional ones. A collective.
 
         The ranks' shares of the samples may differ in size.
 
@@ -58,17 +57,20 @@ class Evaluation:
                 dist.broadcast(buffer, src=0)
         model.eval()
         meter = Meter(self.loader.device)
-        for x, y in self.loader.load(Partition(self.n_samples, self.batch_size, rank, world_size).batches()):
+        batches = list(Partition(self.n_samples, self.batch_size, rank, world_size).batches())
+        for batch, indices in zip(self.loader.load(batches), batches, strict=True):
             with self.autocast:
-                logits = model(x)
-                loss = self.criterion(logits, y)
-            meter.add(count(loss, logits, y, self.class_axis))
+                step = self.task.validation_step(model, batch)
+            step = step if isinstance(step, Step) else Step(step)
+            meter.add(count(step, len(indices)))
             if self.metrics is not None:
-                self.metrics.add(logits, y)
+                self.metrics.add(self.task, step)
             heartbeat.progress()
             if stop():
                 break
-        return meter.result(self.prefix) | (self.metrics.result(self.prefix) if self.metrics is not None else {})
+        sums = meter.result()
+        own = named(self.prefix, self.task.metrics(sums)) if sums else {}
+        return own | (self.metrics.result(self.prefix) if self.metrics is not None else {})
 
     def show(self, step: int) -> None:
         """Send pictures of the matrices among the last metrics; called on rank 0."""

@@ -106,10 +106,12 @@ def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[
 def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Tensor]]:
     for prefix, part in (("", content), ("ema: ", content.get("ema") or {"model": {}})):
         yield from ((prefix + name, tensor) for name, tensor in part["model"].items() if name not in unchecked)
-    for number, slots in content["optimizer"]["state"].items():
-        for slot, value in slots.items():
-            if isinstance(value, Tensor):
-                yield f"{slot} of parameter {number} in the optimizer", value
+    optimizer = content["optimizer"]
+    for name, state in [("the optimizer", optimizer)] if "state" in optimizer else optimizer.items():
+        for number, slots in state["state"].items():
+            for slot, value in slots.items():
+                if isinstance(value, Tensor):
+                    yield f"{slot} of parameter {number} in {name}", value
 
 
 def _is_finite(tensor: Tensor) -> bool:

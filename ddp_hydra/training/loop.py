@@ -16,10 +16,11 @@ from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import builders, setup
 from ddp_hydra.training.consensus import Decision, StopSignal
-from ddp_hydra.training.metrics import Count
+from ddp_hydra.training.metrics import Count, count
 from ddp_hydra.training.monitoring import memory
 from ddp_hydra.training.monitoring.data_stats import bad_of_all_ranks, count_bad
 from ddp_hydra.training.run import Run, seed_numpy_and_python
+from ddp_hydra.training.update import Update
 
 
 def train(
@@ -57,20 +58,23 @@ def fit(run: Run) -> None:
         run.begin_epoch()
         for micro_batches in run.steps():
             run.begin_step()
-            decision, losses, counts = forward_backward(run, micro_batches)
-            run.stop = decision.stop
-            due = run.cadence.after_step(run.step, run.step_ends_epoch, stop=bool(run.stop))
+            nonfinite = None
+            for update, batches in run.begin_updates(micro_batches):  # most tasks have one
+                decision, losses, counts = forward_backward(run, update, batches)
+                run.stop = run.stop or decision.stop
+                due = run.cadence.after_step(run.step, run.step_ends_epoch, stop=bool(run.stop))
 
-            heartbeat.at("update", run.step)
-            # What is logged or saved can't be taken back, so there the gradients are checked at once.
-            at_once = due.log or run.step in run.nonfinite.steps
-            nonfinite = run.step_check.find_nonfinite(decision, losses, at_once)
-            if nonfinite is None:
-                run.optimizer_step.apply()
+                heartbeat.at("update", run.step)
+                # What is logged or saved can't be taken back, so there the gradients are checked at once.
+                at_once = due.log or run.step in run.nonfinite.steps
+                nonfinite = update.check.find_nonfinite(decision, losses, at_once)
+                if nonfinite is not None:
+                    break
+                update.optimizer_step.apply()
                 run.monitor.count(counts)
-            elif run.rolls_back(nonfinite):
+            if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches
-            run.advance()
+            run.advance(updated=nonfinite is None)
 
             if due.log:
                 run.log_interval()
@@ -84,8 +88,10 @@ def fit(run: Run) -> None:
     run.checkpoints.wait()
 
 
-def forward_backward(run: Run, micro_batches: Iterable[MicroBatch]) -> tuple[Decision, list[Tensor], list[Count]]:
-    """Add up the gradients of a step's micro-batches, and agree with all ranks on their losses. A collective.
+def forward_backward(
+    run: Run, update: Update, micro_batches: Iterable[MicroBatch]
+) -> tuple[Decision, list[Tensor], list[Count]]:
+    """Add up the gradients of an update's micro-batches, and agree with all ranks on their losses. A collective.
 
     Returns:
         The decision of all ranks; the loss of each micro-batch, times its share of the step; its counts.
@@ -94,20 +100,20 @@ def forward_backward(run: Run, micro_batches: Iterable[MicroBatch]) -> tuple[Dec
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.before_forward(batch.x)
-        with run.model.sync_gradients(batch.last):
+        run.monitor.before_forward(batch, update.parallel.step)
+        with update.parallel.sync_gradients(batch.last):
             with run.autocast:
-                output = run.task.forward(run.model, batch)
-            loss = output.loss if batch.share == 1 else output.loss * batch.share
+                result = update.parallel(batch.batch)
+            loss = result.loss if batch.share == 1 else result.loss * batch.share
             if run.fault.corrupts(run.step):
                 loss = loss * float("nan")
             losses.append(loss.detach())
             if batch.last:
                 # The vote travels while the gradients do; from a GPU, after them.
-                vote = run.step_check.vote(losses, stop=run.stop_signal.reason())
+                vote = update.check.vote(losses, stop=run.stop_signal.reason())
             heartbeat.at("backward", run.step)
-            run.optimizer_step.backward(loss)
-        counts.append(run.task.count(output))
+            update.optimizer_step.backward(loss)
+        counts.append(count(result, batch.size, update.name))
     return vote.result(), losses, counts
 
 
@@ -119,7 +125,7 @@ def end_epoch(run: Run) -> None:
     """
     run.end_epoch()
     due = run.cadence.after_epoch(run.position.step, run.position.epoch)
-    run.optimizer_step.synchronise()
+    run.synchronise()
     validated = run.validation is None or (due.validate and validate(run))
     is_unknown = validated and objective.is_unknown(run.metric, run.metrics)
     ends_early = validated and run.early_stopping.update(run.metrics)
@@ -136,9 +142,8 @@ def validate(run: Run) -> bool:
     """Evaluate the model, or its moving average; return whether the run was not asked to stop meanwhile."""
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
-    ema = run.optimizer_step.ema
     with run.monitor.paused():
-        metrics = run.validation.run(ema.model if ema else run.model.model, stop=run.stop_signal.reason)
+        metrics = run.validation.run(run.ema.model if run.ema else run.model, stop=run.stop_signal.reason)
     run.stop = run.consensus.vote(stop=run.stop_signal.reason()).result().stop
     if run.stop:
         return False

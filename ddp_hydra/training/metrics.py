@@ -1,110 +1,168 @@
-"""Counts loss and accuracy over many steps and all ranks, without waiting for the device at each step.
-
-There is an accuracy if there are classes: the target holds their numbers, or the loss takes shares of them.
-"""
+"""Adds up what a task counts, over many batches and all ranks, without waiting for the device at each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_hydra.tasks import Step
+
+Shapes = tuple[tuple[str, torch.Size], ...]
+"""Names and shapes of sums that lie one after the other."""
+
 
 class Count(NamedTuple):
     """The sums of one batch.
 
     Args:
-        sums: (2,) float64 on the device: the sum of the loss and the number of correct answers.
-        n: number of targets.
-        n_classified: number of targets that are classes.
+        shapes: of the sums on the device.
+        sums: (elements of all shapes,) float64, on the device.
+        numbers: name -> sum, of those that are known without the device.
     """
 
+    shapes: Shapes
     sums: Tensor
-    n: int
-    n_classified: int
+    numbers: dict[str, float]
 
 
 @torch.no_grad()
-def count(loss: Tensor, output: Tensor, target: Tensor, class_axis: int | None = -1) -> Count:
+def count(step: Step | Tensor, size: int, update: str = "") -> Count:
     """Return the sums of one batch.
 
     Args:
-        loss: mean over the batch, a scalar.
-        output: the model's output.
-        target: class numbers, in the shape of `output` without its class axis; or shares of classes, in the shape of
-            `output`, of which the largest counts; or anything else, which has no accuracy.
-        class_axis: the axis of `output` that holds classes; None if the loss knows no classes: then a target in the
-            shape of `output` does not hold shares.
+        step: what the task returned.
+        size: samples in the batch.
+        update: name of the update; the names of its sums begin with it.
     """
-    pair = classes(output, target, class_axis)
-    if pair is None:
-        return Count(torch.stack([loss.double() * target.numel(), torch.zeros_like(loss).double()]), target.numel(), 0)
-    guess, truth = pair
-    n = truth.numel()
-    return Count(torch.stack([loss.double() * n, (guess == truth).sum().double()]), n, n)
-
-
-def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return the predicted and the true classes; None if the target holds no classes. See `count`."""
-    if output.ndim < 2:
-        return None
-    if target.is_floating_point():
-        is_shares = class_axis is not None and target.shape == output.shape and output.shape[class_axis] > 1
-        return (output.argmax(class_axis), target.argmax(class_axis)) if is_shares else None
-    for axis in dict.fromkeys((-1 if class_axis is None else class_axis, -1, 1)):
-        without = list(output.shape)
-        if without.pop(axis) > 1 and list(target.shape) == without:
-            return output.argmax(axis), target
-    return None
+    if not isinstance(step, Step):
+        step = Step(step)
+    prefix = f"{update}/" if update else ""
+    n = size if step.n is None else step.n
+    sums = {"loss": step.loss.double() * n, **step.sums, "n": n}
+    on_device = {name: part.detach() for name, part in sums.items() if isinstance(part, Tensor)}
+    numbers = {prefix + name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
+    shapes = tuple((prefix + name, part.shape) for name, part in on_device.items())
+    parts = [part.double() for part in on_device.values()]
+    if any(part.ndim for part in parts):
+        return Count(shapes, torch.cat([part.reshape(-1) for part in parts]), numbers)
+    return Count(shapes, torch.stack(parts), numbers)
 
 
 class Meter:
-    """Adds up loss and correct answers. The sums stay on the device until they are asked for.
+    """Adds up the sums of batches. They stay on the device until they are asked for.
 
     Args:
         device: of the model's output.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self.n = self.n_classified = 0
+        self.device = device
+        self.on_device: dict[Shapes, Tensor] = {}
+        self.numbers: dict[str, float] = {}
 
     def add(self, *counts: Count) -> None:
         """Add the sums of batches; see `count`."""
-        for one in counts:
-            self.sums += one.sums
-            self.n += one.n
-            self.n_classified += one.n_classified
+        for shapes, sums, numbers in counts:
+            if shapes in self.on_device:
+                self.on_device[shapes] += sums
+            else:
+                self.on_device[shapes] = sums
+            for name, number in numbers.items():
+                self.numbers[name] = self.numbers.get(name, 0.0) + number
 
-    def take(self) -> list[float]:
-        """Return this rank's sums since the last call, and start from zero. Wait for the device."""
-        sums = [*self.sums.tolist(), float(self.n), float(self.n_classified)]
+    def take(self) -> dict[str, Tensor]:
+        """Return this rank's sums since the last call, on the CPU, and start from zero. Wait for the device."""
+        found: dict[str, Tensor] = {}
+        for shapes, flat in self.on_device.items():
+            for name, part in split(flat.cpu(), shapes).items():
+                found[name] = found[name] + part if name in found else part
+        for name, number in self.numbers.items():
+            found[name] = found.get(name, torch.zeros((), dtype=torch.float64)) + number
         self.clear()
-        return sums
+        return found
 
-    def result(self, prefix: str) -> dict[str, float]:
-        """Return mean loss and top-1 accuracy over all ranks since the last call. A collective."""
-        sums = torch.tensor(self.take(), dtype=torch.float64, device=self.sums.device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-        return means(prefix, [sums.tolist()])
+    def result(self) -> dict[str, Tensor]:
+        """Return the sums over all ranks since the last call, on the CPU. A collective."""
+        sums = self.take()
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return sums
+        of_ranks: list[Shapes] = [()] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, shapes_of(sums))
+        shapes = union(of_ranks)
+        flat = packed(sums, shapes).to(self.device)
+        dist.all_reduce(flat)
+        return split(flat.cpu(), shapes)
 
     def clear(self) -> None:
         """Start from zero."""
-        self.sums.zero_()
-        self.n = self.n_classified = 0
+        self.on_device.clear()
+        self.numbers.clear()
 
 
-def means(prefix: str, sums: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Return mean loss and accuracy. Without targets there is no loss, without classes no accuracy.
+class SumsOfRanks:
+    """Keeps the shapes of the sums that all ranks exchange, so that they need not be sent each time."""
 
-    Args:
-        prefix: of the metrics' names.
-        sums: (loss, correct answers, targets, targets that are classes) of each rank.
+    def __init__(self) -> None:
+        self.shapes: Shapes = ()
+
+    def packed(self, sums: Mapping[str, Tensor]) -> list[float]:
+        """Return a rank's sums as numbers, in the order of the shapes; first, how many of them have no known shape."""
+        unknown = len(set(shapes_of(sums)) - set(self.shapes))
+        known = {name: part for name, part in sums.items() if (name, part.shape) in self.shapes}
+        return [float(unknown), *packed(known, self.shapes).tolist()]
+
+    def are_known(self, rows: Sequence[Sequence[float]]) -> bool:
+        """Return whether the packed sums of all ranks are complete."""
+        return not any(row[0] for row in rows)
+
+    def learn(self, of_ranks: Iterable[Shapes]) -> None:
+        """Take up the shapes of the sums of all ranks, in the same order on each."""
+        self.shapes = union([self.shapes, *of_ranks])
+
+    def total(self, rows: Sequence[Sequence[float]]) -> dict[str, Tensor]:
+        """Return the sums over all ranks of what was packed; nothing of what no rank has counted."""
+        flat = torch.zeros(len(rows[0]) - 1, dtype=torch.float64)
+        for row in rows:
+            flat += torch.tensor(row[1:], dtype=torch.float64)
+        return split(flat, self.shapes)
+
+
+def shapes_of(sums: Mapping[str, Tensor]) -> Shapes:
+    """Return names and shapes of sums."""
+    return tuple((name, part.shape) for name, part in sums.items())
+
+
+def union(of_ranks: Iterable[Shapes]) -> Shapes:
+    """Return all shapes, each once.
+
+    Raises:
+        ValueError: a name has several shapes.
     """
-    loss, correct, n, n_classified = (sum(column) for column in zip(*sums, strict=True))
-    accuracy = {f"{prefix}/accuracy": correct / n_classified} if n_classified else {}
-    return {f"{prefix}/loss": loss / n, **accuracy} if n else {}
+    found = dict.fromkeys(pair for shapes in of_ranks for pair in shapes)
+    names = [name for name, _ in found]
+    for name in names:
+        if names.count(name) > 1:
+            shapes = " and ".join(str(tuple(shape)) for one, shape in found if one == name)
+            raise ValueError(f"the task's sums {name!r} have the shapes {shapes}: give each sum one shape")
+    return tuple(found)
+
+
+def packed(sums: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
+    """Return sums one after the other, with 0 for those that are missing."""
+    parts = [sums[name].reshape(-1) if name in sums else torch.zeros(shape.numel()).double() for name, shape in shapes]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def split(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Return the sums that lie one after the other."""
+    parts = flat.split([shape.numel() for _, shape in shapes])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+
+
+def named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under a prefix, "val/loss"."""
+    return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-
+from ddp_hydra.data.loader import MicroBatch
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.metrics import Count, Meter, means
+from ddp_hydra.training.metrics import Count, Meter, SumsOfRanks, named, shapes_of
 from ddp_hydra.training.monitoring.data_stats import DataStats
 from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.monitoring.stragglers import Stragglers
@@ -21,7 +21,8 @@ class Monitor:
 
     Args:
         consensus: gathers what each rank measured.
-        meter: counts loss and correct answers.
+        task: makes metrics of what was counted.
+        meter: adds up what the task counts.
         throughput: measures the speed.
         data_stats: adds up what reading the data costs.
         stragglers: compares the ranks' own work.
@@ -31,18 +32,25 @@ class Monitor:
     def __init__(
         self,
         consensus: StepConsensus,
+        task: Task,
         meter: Meter,
         throughput: Throughput,
         data_stats: DataStats,
         stragglers: Stragglers,
         profiler: Profiler,
     ) -> None:
-        self.consensus, self.meter, self.throughput = consensus, meter, throughput
+        self.consensus, self.task, self.meter, self.throughput = consensus, task, meter, throughput
+        self.sums_of_ranks = SumsOfRanks()
         self.data_stats, self.stragglers, self.profiler = data_stats, stragglers, profiler
 
-    def before_forward(self, x: Tensor) -> None:
-        """Show the profiler a micro-batch's input, (batch, ...)."""
-        self.profiler.count_batch(x)
+    def before_forward(self, batch: MicroBatch, forward: Callable[[Any], Any]) -> None:
+        """Show the profiler a micro-batch.
+
+        Args:
+            batch: the micro-batch.
+            forward: computes the loss of its `batch`.
+        """
+        self.profiler.count_batch(batch.size, lambda: forward(batch.batch))
 
     def count(self, counts: Iterable[Count]) -> None:
         """Count the micro-batches of a step whose update was applied."""
@@ -62,9 +70,13 @@ class Monitor:
         sums = self.meter.take()  # waits for the device, whose work belongs to this interval
         seconds, samples_per_s = self.throughput.interval(samples)
         all_sums, all_counts, all_seconds = self.consensus.gather(
-            sums, self.data_stats.local_counts(seconds), self.stragglers.local_seconds()
+            self.sums_of_ranks.packed(sums), self.data_stats.local_counts(seconds), self.stragglers.local_seconds()
         )
-        metrics = {**means("train", all_sums), **step_metrics, "samples_per_s": samples_per_s}
+        if not self.sums_of_ranks.are_known(all_sums):
+            self.sums_of_ranks.learn(self.consensus.gather_objects(shapes_of(sums)))
+            (all_sums,) = self.consensus.gather(self.sums_of_ranks.packed(sums))
+        counted = self.task.metrics(self.sums_of_ranks.total(all_sums))
+        metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
 
     def restart_interval(self, samples: int) -> None:

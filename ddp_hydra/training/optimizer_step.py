@@ -8,20 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.finite import GradientNorms
 from ddp_hydra.training.parallel import Parallel
 
 
 class OptimizerStep:
-    """Takes optimizer steps: scales the loss, clips gradients, updates the weights and their average.
+    """Takes optimizer steps: scales the loss, clips gradients, and updates the weights of the model or of a part of it.
 
     Args:
-        model: the model among its ranks.
-        optimizer: its optimizer.
+        parallel: the training step among its ranks.
+        optimizer: of what the step trains.
         scaler: scales the loss of fp16; disabled for other precisions.
         clip_norm: the largest norm of all gradients together; None for no limit.
-        ema: the moving average of the weights; None for none.
+        update: name of the update that this is for; "" for the only one.
 
     Attributes:
         gradients: norms of the last step's gradients; None if they are scaled.
@@ -31,15 +30,15 @@ class OptimizerStep:
 
     def __init__(
         self,
-        model: Parallel,
+        parallel: Parallel,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         clip_norm: float | None = None,
-        ema: Ema | None = None,
+        update: str = "",
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.scaler, self.clip_norm, self.ema = scaler, clip_norm, ema
-        names = {parameter: name for name, parameter in model.model.named_parameters()}
+        self.parallel, self.optimizer = parallel, optimizer
+        self.scaler, self.clip_norm, self.update = scaler, clip_norm, update
+        names = {parameter: name for name, parameter in parallel.part.named_parameters(prefix=update)}
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.trained = [(names[parameter], parameter) for parameter in trained]
         self.gradients: GradientNorms | None = None
@@ -74,7 +73,7 @@ class OptimizerStep:
         return self.gradients
 
     def apply(self) -> None:
-        """Clip the gradients, and update the weights and their average."""
+        """Clip the gradients, and update the weights."""
         if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
             self.grad_norm = self.gradients.total_norm
             self.gradients.clip(self.clip_norm)
@@ -83,23 +82,18 @@ class OptimizerStep:
             self.grad_norm = nn.utils.clip_grad_norm_([parameter for _, parameter in self.trained], self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.model.after_step()
-        if self.ema is not None:
-            self.ema.update(self.model.model)
+        self.parallel.after_step()
 
     def discard(self) -> None:
         """Drop the gradients of a step that is left out."""
-        self.model.discard_gradients()
-
-    def synchronise(self) -> None:
-        """Make the weights and their average the same on all ranks, before validation or a save. A collective."""
-        self.model.synchronise(*([self.ema.model] if self.ema is not None else []))
+        self.parallel.discard_gradients()
 
     def metrics(self) -> dict[str, float]:
         """Return the learning rate and, where they exist, the gradient norm and the loss scale."""
-        found = {"lr": self.lr}
+        prefix = f"{self.update}/" if self.update else ""
+        found = {f"{prefix}lr": self.lr}
         if self.grad_norm is not None:
-            found["grad_norm"] = float(self.grad_norm)
+            found[f"{prefix}grad_norm"] = float(self.grad_norm)
         if self.scaler.is_enabled():
-            found["loss_scale"] = float(self.scaler.get_scale())
+            found[f"{prefix}loss_scale"] = float(self.scaler.get_scale())
         return found

@@ -1,4 +1,4 @@
-"""Wraps a model for its ranks: averages gradients, weights and BatchNorm statistics over them.
+"""Wraps a training step for its ranks: averages gradients, weights and BatchNorm statistics over them.
 
 The config chooses `parallel=ddp`, `dp` or `none`.
 """
@@ -19,41 +19,32 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.gradient_buckets import has_sparse, prebuild_buckets
 from ddp_hydra.training.shared_memory import SharedGradients
+from ddp_hydra.training.train_step import TrainStep
 
 HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 
 
 class Parallel:
-    """A wrapped model, called like the model itself.
+    """A training step among its ranks: called with a micro-batch, it returns what the task makes of it.
 
     Args:
-        model: the model.
+        step: the training step.
         wrapped: the module that is called instead of it.
 
     Attributes:
-        call: `wrapped`, or its compiled form.
+        part: what the step trains: the model, or a part of it.
         same_gradients: all ranks have the same gradients after the backward pass.
     """
 
     same_gradients = True
 
-    def __init__(self, model: nn.Module, wrapped: nn.Module) -> None:
-        self.model, self.wrapped = model, wrapped
-        self.call: Callable[..., Any] = wrapped
+    def __init__(self, step: TrainStep, wrapped: nn.Module) -> None:
+        self.step, self.wrapped = step, wrapped
+        self.part = step.part
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Compute the forward pass."""
-        return self.call(*inputs)
-
-    def compile(self, mode: str) -> None:
-        """Compile the wrapped model. torch.compile sees DDP, so it can cut the graph at DDP's buckets."""
-        self.call = torch.compile(self.wrapped, mode=mode)
-
-    def train(self, frozen: Iterable[nn.Module] = ()) -> None:
-        """Set training mode, except for frozen layers."""
-        self.wrapped.train()
-        for layer in frozen:
-            layer.eval()
+    def __call__(self, batch: Any) -> Any:
+        """Compute the loss of a micro-batch."""
+        return self.wrapped(batch)
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return the context of a forward and backward pass.
@@ -74,10 +65,10 @@ class Parallel:
 
 
 class DDP(Parallel):
-    """A model in DistributedDataParallel; see `ddp` for the arguments."""
+    """A step in DistributedDataParallel; see `ddp` for the arguments."""
 
-    def __init__(self, model: nn.Module, wrapped: DistributedDataParallel, batchnorm: str) -> None:
-        super().__init__(model, wrapped)
+    def __init__(self, step: TrainStep, wrapped: DistributedDataParallel, batchnorm: str) -> None:
+        super().__init__(step, wrapped)
         self.averager: Any = None
         self.compression: Any = None
         self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
@@ -89,7 +80,7 @@ class DDP(Parallel):
     def after_step(self) -> None:
         """Average the weights if the gradients are not averaged over all ranks."""
         if self.averager is not None:
-            self.averager.average_parameters(self.model.parameters())
+            self.averager.average_parameters(self.part.parameters())
 
     def discard_gradients(self) -> None:
         """Clear the errors and factors that gradient compression keeps from former steps."""
@@ -100,7 +91,7 @@ class DDP(Parallel):
     @torch.no_grad()
     def synchronise(self, *averages: nn.Module) -> None:
         """Average the weights and statistics that differ between ranks."""
-        for model in (self.model, *averages):
+        for model in (self.part, *averages):
             if self.averager is not None:
                 average(model.parameters())
             if self.own_statistics:
@@ -122,7 +113,7 @@ def average(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def ddp(
-    model: nn.Module,
+    step: TrainStep,
     *,
     bucket_cap_mb: float = 25.0,
     static_graph: bool = False,
@@ -135,10 +126,10 @@ def ddp(
     sync_batchnorm: bool = False,
     batchnorm: str = "broadcast",
 ) -> Parallel:
-    """Wrap a model in DistributedDataParallel.
+    """Wrap a training step in DistributedDataParallel.
 
     Args:
-        model: on its device.
+        step: of a model that is on its device.
         bucket_cap_mb: MiB of gradients that travel together.
         static_graph: the model uses the same parameters in each step, in the same order.
         gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
@@ -161,14 +152,14 @@ def ddp(
         if value not in allowed:
             raise ConfigError(f"parallel.{name}={value}: give one of {', '.join(allowed)}")
     if sync_batchnorm:
-        if next(model.parameters()).device.type == "cpu":
+        if next(step.parameters()).device.type == "cpu":
             raise ConfigError(
                 "parallel.sync_batchnorm=true needs GPUs, but this rank computes on the CPU: leave it out, or "
                 "give parallel.batchnorm=average"
             )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        nn.SyncBatchNorm.convert_sync_batchnorm(step)
     wrapped = DistributedDataParallel(
-        model,
+        step,
         bucket_cap_mb=bucket_cap_mb,
         static_graph=static_graph,
         gradient_as_bucket_view=gradient_as_bucket_view,
@@ -178,7 +169,7 @@ def ddp(
         wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
     if not static_graph and not find_unused_parameters:
         prebuild_buckets(wrapped)
-    parallel = DDP(model, wrapped, batchnorm)
+    parallel = DDP(step, wrapped, batchnorm)
     if dist.get_world_size() > 1:
         _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)
     return parallel
@@ -260,24 +251,25 @@ def _ranks_on_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def dp(model: nn.Module) -> Parallel:
-    """Wrap a model in DataParallel: one rank splits each batch among all GPUs that it sees.
+def dp(step: TrainStep) -> Parallel:
+    """Wrap the model of a step in DataParallel: one rank splits each batch among all GPUs that it sees.
 
     Raises:
         ConfigError: there are several ranks.
     """
     _refuse_several_ranks("dp")
-    return Parallel(model, DataParallel(model))
+    step.call = DataParallel(step.part)
+    return Parallel(step, step)
 
 
-def none(model: nn.Module) -> Parallel:
-    """Use a model as it is, on one rank.
+def none(step: TrainStep) -> Parallel:
+    """Train on one rank, without a wrapper.
 
     Raises:
         ConfigError: there are several ranks.
     """
     _refuse_several_ranks("none")
-    return Parallel(model, model)
+    return Parallel(step, step)
 
 
 def _refuse_several_ranks(name: str) -> None:

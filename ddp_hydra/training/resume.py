@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
+from torch.optim import Optimizer
 
 from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.by_name import each
 from ddp_hydra.training.checkpoint import State
 
 SHOWN = 8
@@ -28,26 +30,17 @@ def restore(state: State, content: dict[str, Any]) -> str:
         CheckpointError: the checkpoint is of another model or optimizer.
     """
     before, now = content["config"], state.config
-    optimizer, scheduler = state.optimizer, state.scheduler
-    new_groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    schedule = {key: vars(scheduler)[key] for key in _changed_keys(before, now, "scheduler") if key in vars(scheduler)}
-    is_other_schedule = "_target_" in _changed_keys(before, now, "scheduler")
-    if is_other_schedule:  # the new schedule starts at 0, and is moved to the run's position later
+    schedulers = dict(each(state.scheduler))
+    settings = [_Settings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)]
+    if any(one.is_other_schedule for one in settings):
+        for one in settings:
+            one.is_other_schedule = True
+        # The new schedule starts at 0, and is moved to the run's position later.
         progress = {**(content.get("progress") or {}), "taken": 0}
-        content = {**content, "scheduler": scheduler.state_dict(), "progress": progress}
+        content = {**content, "scheduler": state.scheduler.state_dict(), "progress": progress}
     state.restore(content)
-
-    changed = _changed_keys(before, now, "optimizer")
-    for group, new in zip(optimizer.param_groups, new_groups, strict=True):
-        group.update({key: new[key] for key in changed if key in new and key != "lr"})
-        if schedule:  # torch's schedulers keep some of their settings there
-            group.update({key: value for key, value in new.items() if key not in optimizer.defaults})
-    if is_other_schedule:
-        for group, new in zip(optimizer.param_groups, new_groups, strict=True):
-            group.update({key: new[key] for key in ("lr", "initial_lr") if key in new})
-    elif "lr" in changed or any(_base_batch_size(config) for config in (before, now)):
-        _set_rates(state, new_groups)
-    vars(scheduler).update(schedule)
+    for one in settings:
+        one.put_back()
     if (ema := state.extras.get("ema")) is not None and not content.get(
         "ema"
     ):  # the checkpoint has no average: start from its weights
@@ -61,9 +54,65 @@ def restore(state: State, content: dict[str, Any]) -> str:
     return ", ".join(changes[:SHOWN]) + more
 
 
-def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str) -> set[str]:
-    """Return the keys of a section whose values changed. A value that interpolates another key may have changed."""
-    old, new = before.get(section) or {}, now.get(section) or {}
+class _Settings:
+    """The settings that the new config gives an optimizer and its schedule.
+
+    Args:
+        name: of the update; "" for the only one.
+        optimizer: as the new config builds it.
+        scheduler: as the new config builds it.
+        before: the checkpoint's config.
+        now: the new config.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, scheduler: Any, before: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        changed = _changed_keys(before, now, "scheduler", name)
+        self.schedule = {key: vars(scheduler)[key] for key in changed if key in vars(scheduler)}
+        self.is_other_schedule = "_target_" in changed
+        self.changed = _changed_keys(before, now, "optimizer", name)
+        self.has_other_rates = "lr" in self.changed or any(_base_batch_size(config) for config in (before, now))
+
+    def put_back(self) -> None:
+        """Replace the checkpoint's settings by those that changed."""
+        for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update({key: new[key] for key in self.changed if key in new and key != "lr"})
+            if self.schedule:  # torch's schedulers keep some of their settings there
+                group.update({key: value for key, value in new.items() if key not in self.optimizer.defaults})
+            if self.is_other_schedule:
+                group.update({key: new[key] for key in ("lr", "initial_lr") if key in new})
+        if self.has_other_rates and not self.is_other_schedule:
+            self._set_rates()
+        vars(self.scheduler).update(self.schedule)
+
+    def _set_rates(self) -> None:
+        """Scale the learning rates to what they would be if the run had begun with the new config."""
+        for number, (group, new) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
+            old_lr, new_lr = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
+            if new_lr == old_lr:
+                continue
+            group["lr"] = group["lr"] * new_lr / old_lr if old_lr else new_lr
+            group["initial_lr"] = new_lr
+            if hasattr(self.scheduler, "base_lrs"):
+                self.scheduler.base_lrs[number] = new_lr
+
+
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
+    """Return the keys of a section whose values changed. A value that interpolates another key may have changed.
+
+    Args:
+        before: the checkpoint's config.
+        now: the new config.
+        section: of the config.
+        name: of an update that may have a node of its own in the section.
+    """
+    old, new = (config.get(section) or {} for config in (before, now))
+    old, new = (node.get(name) or {} if name and "_target_" not in node else node for node in (old, new))
     absent = object()
     return {
         key
@@ -75,18 +124,6 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: st
 def _base_batch_size(config: Mapping[str, Any]) -> Any:
     """Return trainer.base_batch_size: if it is set, the learning rate depends on the global batch."""
     return (config.get("trainer") or {}).get("base_batch_size")
-
-
-def _set_rates(state: State, new_groups: list[dict[str, Any]]) -> None:
-    """Scale the learning rates to what they would be if the run had begun with the new config."""
-    for number, (group, new) in enumerate(zip(state.optimizer.param_groups, new_groups, strict=True)):
-        old_lr, new_lr = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
-        if new_lr == old_lr:
-            continue
-        group["lr"] = group["lr"] * new_lr / old_lr if old_lr else new_lr
-        group["initial_lr"] = new_lr
-        if hasattr(state.scheduler, "base_lrs"):
-            state.scheduler.base_lrs[number] = new_lr
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,17 @@ import torch
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.cadence import Cadence
 from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State
-from ddp_hydra.training.classification import Classification
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
+from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
-from ddp_hydra.training.optimizer_step import OptimizerStep
-from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.schedule_progress import ScheduleProgress
-from ddp_hydra.training.step_check import StepCheck
+from ddp_hydra.training.update import Update
 
 
 @dataclass
@@ -40,19 +39,18 @@ class Run:
         train_set: the training data.
         sampler: orders the training data.
         loader: of the training data.
-        model: the model among its ranks.
+        model: the model, not wrapped.
         frozen_norms: layers that stay in evaluation mode.
         autocast: the context of the forward pass.
         task: computes the loss and counts the metrics.
-        optimizer_step: applies gradients.
-        scheduler: the learning-rate schedule.
-        schedule_progress: tells the schedule how far the run is.
+        updates: the updates of a step, by name.
+        ema: the moving average of the weights; None for none.
+        schedule_progress: tells the schedules how far the run is.
         state: what a checkpoint holds.
         early_stopping: ends the run when validations get no better.
         validation: evaluates the model; None without a validation set.
         cadence: decides when to log, validate and save.
         consensus: reduces votes over the ranks.
-        step_check: decides with all ranks whether a step is finite.
         nonfinite: handles steps that are not.
         checkpoints: writes checkpoints.
         monitor: measures the run.
@@ -70,19 +68,18 @@ class Run:
     train_set: Any
     sampler: Any
     loader: Loader
-    model: Parallel
+    model: torch.nn.Module
     frozen_norms: list[torch.nn.Module]
     autocast: torch.autocast
-    task: Classification
-    optimizer_step: OptimizerStep
-    scheduler: Any
+    task: Task
+    updates: dict[str, Update]
+    ema: Ema | None
     schedule_progress: ScheduleProgress
     state: State
     early_stopping: EarlyStopping
     validation: Evaluation | None
     cadence: Cadence
     consensus: StepConsensus
-    step_check: StepCheck
     nonfinite: NonFinite
     checkpoints: CheckpointWriter
     monitor: Monitor
@@ -122,7 +119,9 @@ class Run:
         """Prepare data and model for the epoch at the position."""
         if hasattr(self.train_set, "set_epoch"):
             self.train_set.set_epoch(self.position.epoch)
-        self.model.train(self.frozen_norms)
+        self.model.train()
+        for layer in self.frozen_norms:
+            layer.eval()
 
     def steps(self) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step that is left in the epoch; none where only its validation is due."""
@@ -134,10 +133,18 @@ class Run:
                 heartbeat.at("load", self.step)
 
     def begin_step(self) -> None:
-        """Seed the step, and clear the last one's gradients."""
+        """Seed the step."""
         seed_step(self.seed, self.step, self.rank)
         self.nonfinite.before_step()
-        self.optimizer_step.begin()
+
+    def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
+        """Yield each update of the step with its micro-batches, and clear its gradients before."""
+        names = self.task.updates(self.step)
+        if len(names) > 1:
+            micro_batches = list(micro_batches)
+        for name in names:
+            self.updates[name].begin()
+            yield self.updates[name], micro_batches
 
     @property
     def step_ends_epoch(self) -> bool:
@@ -150,7 +157,8 @@ class Run:
         Raises:
             NonFiniteLoss: such a step is not allowed, or there were too many.
         """
-        self.optimizer_step.discard()
+        for update in self.updates.values():
+            update.optimizer_step.discard()
         offset = self.position.offset - found.steps_ago * self.sampler.global_batch
         samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
         if not self.nonfinite.handle(found, self.rank, samples):
@@ -159,23 +167,38 @@ class Run:
         self.monitor.restart_interval(self.position.samples)
         return True
 
-    def advance(self) -> None:
-        """Move the position and the schedule on, also where the step's update was left out."""
+    def advance(self, updated: bool) -> None:
+        """Move the position and the schedules on, and the average of the weights.
+
+        Args:
+            updated: the step has changed the weights; otherwise its update was left out.
+        """
+        if updated and self.ema is not None:
+            self.ema.update(self.model)
         self.position.advance(self.sampler.global_batch)
-        self.schedule_progress.move(self.scheduler)
+        self.schedule_progress.move(self.state.scheduler)
 
     def end_epoch(self) -> None:
         """Move the position to the next epoch, unless the run ends in the middle of this one."""
         if self._samples_are_used_up():
             self.position.end_epoch()
-            self.schedule_progress.move(self.scheduler)
+            self.schedule_progress.move(self.state.scheduler)
+
+    def synchronise(self) -> None:
+        """Make the weights and their average the same on all ranks, before validation or a save. A collective."""
+        for name, update in self.updates.items():
+            averages = [self.task.part(self.ema.model, name) if name else self.ema.model] if self.ema else []
+            update.parallel.synchronise(*averages)
 
     # -- results -----------------------------------------------------------------------------------------------
 
     def log_interval(self) -> None:
         """Log the training metrics since the last time. A collective."""
         heartbeat.at("log", self.position.step)
-        self.log(self.monitor.interval(self.position.samples, self.optimizer_step.metrics()))
+        of_step = {
+            name: value for update in self.updates.values() for name, value in update.optimizer_step.metrics().items()
+        }
+        self.log(self.monitor.interval(self.position.samples, of_step))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Remember metrics, and send them from rank 0 with their epoch, counted from 1."""
@@ -188,7 +211,7 @@ class Run:
         """Write a checkpoint between two validations. A collective."""
         heartbeat.at("save", self.position.step)
         self.state.validation_due = self.epoch_is_over
-        self.optimizer_step.synchronise()
+        self.synchronise()
         self._save(best=False)
 
     def save_after_epoch(self, may_be_best: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddp_hydra.training.by_name import each
 from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.lr_schedules import FactorLR
 
@@ -59,13 +60,19 @@ class ScheduleProgress:
             yield self.position.step, self.max_steps
 
     def move(self, scheduler: Any) -> None:
-        """Move a scheduler to the run's position. torch's own schedulers take whole steps only, so they round down."""
-        if isinstance(scheduler, FactorLR):
-            scheduler.go_to(self.done)
-            return
-        while self.taken < int(self.done):
+        """Move a scheduler to the run's position. torch's own schedulers take whole steps only, so they round down.
+
+        Args:
+            scheduler: one, or several by name.
+        """
+        parts = [part for _, part in each(scheduler)]
+        for part in parts:
+            if isinstance(part, FactorLR):
+                part.go_to(self.done)
+        while self.taken < int(self.done) and not isinstance(parts[0], FactorLR):
             self.taken += 1
-            scheduler.step()
+            for part in parts:
+                part.step()
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts for a checkpoint."""

@@ -15,11 +15,13 @@ from ddp_hydra import results
 from ddp_hydra.config import checkpoint_config
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.samplers import Repeated
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
+from ddp_hydra.training.by_name import together
 from ddp_hydra.training.cadence import Cadence
 from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State, read_on_all_ranks
-from ddp_hydra.training.classification import Classification
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
@@ -36,6 +38,11 @@ from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.step_check import StepCheck
+from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.update import Update
+
+UPDATES_REPEAT = 1000
+"""The updates of so many first steps hold every name that a task updates."""
 
 
 def build(
@@ -69,18 +76,18 @@ def build(
     precision.set_float32(cfg.trainer.precision)
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
     bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
-    model = builders.parallel(cfg, bare)
-    frozen_norms = parameter_groups.frozen_norms(model.model)  # after sync_batchnorm has replaced layers
-    task = Classification.from_config(cfg, train_set)
+    task = builders.task(cfg, train_set, device)
+    steps = {name: builders.parallel(cfg, TrainStep(task, bare, name)) for name in updates_of(task)}
+    frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
 
-    state, optimizer_step, changed = build_state(cfg, model, sampler, device, files.get("resume"), kept)
+    state, optimizer_steps, changed = build_state(cfg, bare, steps, sampler, device, files.get("resume"), kept)
     position, progress = state.position, state.extras["progress"]
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = builders.loader(cfg, train_set, device, channels_last)
-    validation = builders.evaluation(cfg, val_set, device, channels_last) if val_set is not None else None
+    validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
     consensus = StepConsensus()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
-    check_late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and model.same_gradients
+    updates = build_updates(cfg, steps, optimizer_steps, consensus, device)
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
@@ -90,10 +97,10 @@ def build(
             header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
         results.emit("start", header, position.step)
 
-    profiler = Profiler(cfg.trainer.profile_steps, rank, model.model, device, cfg.trainer.precision)
-    stragglers = Stragglers(model.model, loader, device, hooks=cfg.trainer.compile is None)
+    profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision)
+    stragglers = Stragglers([parallel.step for parallel in steps.values()], loader, device)
     throughput = Throughput(position.samples)
-    monitor = Monitor(consensus, Meter(device), throughput, DataStats(loader), stragglers, profiler)
+    monitor = Monitor(consensus, task, Meter(device), throughput, DataStats(loader), stragglers, profiler)
     profiler.check_length(total_steps)
     return Run(
         rank=rank,
@@ -104,19 +111,18 @@ def build(
         train_set=train_set,
         sampler=sampler,
         loader=loader,
-        model=model,
+        model=bare,
         frozen_norms=frozen_norms,
         autocast=precision.autocast(cfg.trainer.precision, device),
         task=task,
-        optimizer_step=optimizer_step,
-        scheduler=state.scheduler,
+        updates=updates,
+        ema=state.extras["ema"],
         schedule_progress=progress,
         state=state,
         early_stopping=state.extras["early_stopping"],
         validation=validation,
         cadence=Cadence.from_config(cfg.trainer, total_steps),
         consensus=consensus,
-        step_check=StepCheck(optimizer_step, consensus, check_late),
         nonfinite=nonfinite,
         checkpoints=CheckpointWriter(),
         monitor=monitor,
@@ -150,43 +156,92 @@ def build_model(
     return model, channels_last, untouched
 
 
+def updates_of(task: Task) -> list[str]:
+    """Return the names of all updates that a task makes, in the order of the first steps."""
+    names = list(dict.fromkeys(name for step in range(1, UPDATES_REPEAT + 1) for name in task.updates(step)))
+    if not names or ("" in names and len(names) > 1):
+        raise ConfigError(
+            f"{type(task).__name__}.updates(step) returned {names}: it must return the names of parts of the model, or "
+            "('',) for the whole model, and at least one of them in each step"
+        )
+    return names
+
+
+def build_updates(
+    cfg: DictConfig,
+    steps: Mapping[str, Parallel],
+    optimizer_steps: Mapping[str, OptimizerStep],
+    consensus: StepConsensus,
+    device: torch.device,
+) -> dict[str, Update]:
+    """Put together what each update of a step needs, by its name.
+
+    Args:
+        cfg: the resolved config.
+        steps: the training steps among their ranks.
+        optimizer_steps: their optimizers.
+        consensus: votes of the ranks.
+        device: of the model.
+    """
+    updates = {}
+    for name, parallel in steps.items():
+        own = {parameter for _, parameter in optimizer_steps[name].trained}
+        of_others = [parameter for other in optimizer_steps.values() for _, parameter in other.trained]
+        late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and parallel.same_gradients
+        check = StepCheck(optimizer_steps[name], consensus, late and len(steps) == 1)
+        others = [parameter for parameter in of_others if parameter not in own]
+        updates[name] = Update(name, parallel, optimizer_steps[name], check, others)
+    return updates
+
+
 def build_state(
     cfg: DictConfig,
-    model: Parallel,
+    model: nn.Module,
+    steps: Mapping[str, Parallel],
     sampler: Any,
     device: torch.device,
     checkpoint: Path | None,
     kept: Mapping[str, Any] | None,
-) -> tuple[State, OptimizerStep, str]:
-    """Build optimizer, schedule and average, and restore them from a checkpoint. A collective.
+) -> tuple[State, dict[str, OptimizerStep], str]:
+    """Build optimizers, schedules and average, and restore them from a checkpoint. A collective.
 
     Args:
         cfg: the resolved config.
-        model: the model among its ranks.
+        model: the model.
+        steps: the training steps among their ranks, by the names of their updates.
         sampler: the training sampler.
         device: of the model.
         checkpoint: the file to resume, read on rank 0; None for none.
         kept: the part of the config that checkpoints keep; None: all but the cluster.
 
     Returns:
-        The state; the optimizer step; the settings that differ from the checkpoint's, "" for none.
+        The state; the optimizer step of each update; the settings that differ from the checkpoint's, "" for none.
     """
     position = Position()
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
     saved = read_on_all_ranks(checkpoint) if checkpoint is not None else {}
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
-    optimizer = builders.optimizer(cfg, model.model, sampler.global_batch)
-    scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps)
-    scaler = precision.scaler(cfg.trainer.precision, device)
-    ema = Ema(model.model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
-    optimizer_step = OptimizerStep(model, optimizer, scaler, cfg.trainer.clip_norm, ema)
-    extras = {"scaler": scaler, "ema": ema, "early_stopping": EarlyStopping.from_config(cfg), "progress": progress}
-    state = State(model.model, optimizer, scheduler, position, dict(kept or checkpoint_config.of(cfg)), extras)
+    optimizer_steps, schedulers = {}, {}
+    for name, parallel in steps.items():
+        optimizer = builders.optimizer(cfg, parallel.part, sampler.global_batch, name)
+        schedulers[name] = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps, name)
+        scaler = precision.scaler(cfg.trainer.precision, device)
+        optimizer_steps[name] = OptimizerStep(parallel, optimizer, scaler, cfg.trainer.clip_norm, name)
+    ema = Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
+    extras = {
+        "scaler": together({name: one.scaler for name, one in optimizer_steps.items()}),
+        "ema": ema,
+        "early_stopping": EarlyStopping.from_config(cfg),
+        "progress": progress,
+    }
+    optimizer = together({name: one.optimizer for name, one in optimizer_steps.items()})
+    config = dict(kept or checkpoint_config.of(cfg))
+    state = State(model, optimizer, together(schedulers), position, config, extras)
     changed = ""
     if saved:
         changed = resume.restore(state, saved)
-        progress.move(scheduler)
-    return state, optimizer_step, changed
+        progress.move(state.scheduler)
+    return state, optimizer_steps, changed
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:

@@ -60,6 +60,6 @@ class StepCheck:
             return None
         names = gradients.nonfinite_names()
         bad_rank = 0 if names else None
-        if not self.optimizer_step.model.same_gradients:
+        if not self.optimizer_step.parallel.same_gradients:
             bad_rank = self.consensus.vote(good=not names).result().bad_rank
         return None if bad_rank is None else NonFiniteStep(bad_rank, gradients.loss, names)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,22 +44,23 @@ class Cost:
 
 
 @torch.no_grad()
-def count(model: nn.Module, sample: torch.Tensor) -> Cost:
+def count(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cost:
     """Count the operations of a forward pass: convolutions, matrix products and attention; the rest is small.
 
     Args:
         model: not wrapped in DDP; it is left as it was.
-        sample: a batch of one.
+        forward: computes the forward pass of the model.
+        samples: in that forward pass.
     """
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with FlopCounterMode(display=False) as counter:
-            model(sample)
+        with FlopCounterMode(display=False) as counter, torch.random.fork_rng(_gpus(model)):
+            forward()
     finally:
         for module in in_training:  # some may be frozen
             module.training = True
-    by_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    by_module = {name: sum(counts.values()) // samples for name, counts in counter.get_flop_counts().items()}
     root = type(model).__name__
     parts = {
         name: (
@@ -68,7 +70,11 @@ def count(model: nn.Module, sample: torch.Tensor) -> Cost:
         )
         for name, child in model.named_children()
     }
-    return Cost(counter.get_total_flops(), parts)
+    return Cost(counter.get_total_flops() // samples, parts)
+
+
+def _gpus(model: nn.Module) -> list[torch.device]:
+    return list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
 
 
 def peak_tflops(device: str, precision: str) -> float | None:

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,16 @@ class Profiler:
                 f"has {steps}: give trainer.max_steps={needed} or more, or a smaller trainer.profile_steps"
             )
 
-    def count_batch(self, x: torch.Tensor) -> None:
+    def count_batch(self, samples: int, forward: Callable[[], Any]) -> None:
         """Count the samples of a micro-batch; with the first one, count the operations of a sample.
 
         Args:
-            x: the model's input, (batch, ...).
+            samples: in the micro-batch.
+            forward: computes its forward pass.
         """
         if self.steps and self.cost is None:
-            self.cost = flops.count(self.model, x[:1])
-        self.samples += len(x) if self.trace is not None else 0
+            self.cost = flops.count(self.model, forward, samples)
+        self.samples += samples if self.trace is not None else 0
 
     def after_step(self) -> None:
         """Begin or end the trace when it is time; called after each step."""

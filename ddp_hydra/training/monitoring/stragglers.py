@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,26 @@ class Stragglers:
     """Measures how long this rank works alone in each step.
 
     Args:
-        model: the model inside DDP: DDP waits for other ranks before it calls the model.
+        steps: the training steps inside DDP: DDP waits for other ranks before it calls a step.
         loader: of the training data.
         device: of the model.
-        hooks: measure the forward pass; False for a compiled model, whose graph the hooks would break.
     """
 
-    def __init__(self, model: nn.Module, loader: Loader, device: torch.device, hooks: bool = True) -> None:
+    def __init__(self, steps: Iterable[nn.Module], loader: Loader, device: torch.device) -> None:
         self.loader, self.device = loader, device
         self.forward_s = 0.0
         self.events: list[tuple[Any, Any]] = []
         self.forward_began: Any = None
         self.waited_s = loader.waited_s
         self.sums: list[float] = []
-        if hooks:
-            model.register_forward_pre_hook(self._begin)
-            model.register_forward_hook(self._end)
+        for step in steps:
+            step.register_forward_pre_hook(self._begin)
+            step.register_forward_hook(self._end)
 
-    def _begin(self, model: nn.Module, inputs: Any) -> None:
-        self.forward_began = self._now() if model.training else None
+    def _begin(self, step: nn.Module, inputs: Any) -> None:
+        self.forward_began = self._now()
 
-    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self.forward_began is None:
-            return
+    def _end(self, step: nn.Module, inputs: Any, output: Any) -> None:
         if self.device.type == "cuda":
             self.events.append((self.forward_began, self._now()))
         else:

@@ -7,11 +7,12 @@ from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 
 
-def config(metric=None, direction=None, loss="ddp_hydra.training.losses.CrossEntropy", val=True, mix=None):
+def config(metric=None, direction=None, loss="ddp_hydra.tasks.losses.CrossEntropy", val=True, mix=None, task=None):
     return OmegaConf.create(
         {
             "objective": {"metric": metric, "direction": direction},
             "data": {"val": {"_target_": "x"} if val else None},
+            "task": task or {"_target_": "ddp_hydra.tasks.Classification", "metric": "accuracy"},
             "loss": {"_target_": loss},
             "mix": {"_target_": mix} if mix else {},
         }
@@ -32,6 +33,11 @@ def config(metric=None, direction=None, loss="ddp_hydra.training.losses.CrossEnt
         ({"metric": "val/loss", "direction": "maximize"}, ("val/loss", "maximize")),
         ({"metric": "val/colour", "direction": "minimize"}, ("val/colour", "minimize")),
         ({"metric": "train/accuracy", "val": False}, ("train/accuracy", "maximize")),
+        ({"task": {"_target_": "models.mine.Task"}}, ("val/loss", "minimize")),
+        ({"task": {"metric": "iou"}}, ("val/iou", "maximize")),
+        ({"task": {"metric": "iou"}, "val": False}, ("train/loss", "minimize")),
+        ({"task": {"metric": "distance", "direction": "minimize"}}, ("val/distance", "minimize")),
+        ({"task": {"metric": "generator/loss"}, "val": False}, ("train/generator/loss", "minimize")),
     ],
     ids=str,
 )
@@ -55,7 +61,7 @@ def test_what_cannot_be_an_objective_is_refused_with_what_to_give(given, said):
 @pytest.mark.parametrize(
     ("loss", "axis"),
     [
-        ("ddp_hydra.training.losses.CrossEntropy", -1),
+        ("ddp_hydra.tasks.losses.CrossEntropy", -1),
         ("torch.nn.CrossEntropyLoss", 1),
         ("torch.nn.functional.cross_entropy", 1),
         ("torch.nn.NLLLoss", 1),

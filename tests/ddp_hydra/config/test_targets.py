@@ -45,7 +45,7 @@ def check(target: str, root: Path, installed_here: bool = True) -> None:
     [
         "models.good.Net", "models.good.Small", "models.optional.Net", "models.stars.Net", "models.lazy.Anything",
         "models.blocks.Deep", "models.blocks.deep.Deep.make", "torch.nn.Linear",
-        "ddp_hydra.training.losses.CrossEntropy",
+        "ddp_hydra.tasks.losses.CrossEntropy",
     ],
 )  # fmt: skip
 def test_what_is_there_is_found(root, target):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import Position, State
 from ddp_hydra.training.consensus import Decision, StepConsensus
@@ -14,6 +15,7 @@ from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
 from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.step_check import StepCheck
+from ddp_hydra.training.train_step import TrainStep
 
 NAN, INF = math.nan, math.inf
 PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
@@ -75,7 +77,8 @@ def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
 def step_check(late=False, precision=None, same_gradients=True):
     """Of a model with a weight and a bias."""
     model = nn.Linear(1, 1)
-    wrapped = Parallel(model, model)
+    step = TrainStep(Task(), model)
+    wrapped = Parallel(step, step)
     wrapped.same_gradients = same_gradients
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     made = StepCheck(OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), StepConsensus(), late)

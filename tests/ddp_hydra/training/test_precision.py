@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import precision
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.losses import CrossEntropy
 from tests.ddp_hydra.training.test_loop import group as group
 from tests.ddp_hydra.training.test_loop import train as train
 from tests.ddp_hydra.training.test_loop import weights

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.training.losses import CrossEntropy
+from ddp_hydra.tasks.losses import CrossEntropy
 
 
 def test_shares_of_one_class_are_that_class():

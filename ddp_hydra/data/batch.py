@@ -1,0 +1,120 @@
+"""Handle batches of any structure: tensors in tuples, lists, dicts, dataclasses, and objects of other libraries."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hydra.errors import ConfigError
+
+
+def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Return a batch whose tensors are changed. All else in it stays as it is, the types of its containers, too."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, (list, tuple)):
+        parts = [mapped(change, part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a named tuple
+    if type(batch) is dict:
+        return {name: mapped(change, part) for name, part in batch.items()}
+    if isinstance(batch, MutableMapping):
+        container = copy.copy(batch)
+        for name, part in batch.items():
+            container[name] = mapped(change, part)
+        return container
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        copied = copy.copy(batch)
+        for field in dataclasses.fields(batch):  # also of a frozen one
+            object.__setattr__(copied, field.name, mapped(change, getattr(batch, field.name)))
+        return copied
+    return batch
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to a device; from pinned memory, the copy runs beside the computation.
+
+    An object that has its own `to`, as batches of some libraries, is asked to do it.
+    """
+    if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
+        return move(device, **({"non_blocking": True} if "non_blocking" in inspect.signature(move).parameters else {}))
+    return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def laid_out(batch: Any, channels_last: bool) -> Any:
+    """Return a batch whose 4-d tensors have the memory layout that the model wants.
+
+    Tensors of a subclass are left alone.
+
+    Args:
+        batch: on the device.
+        channels_last: that layout; otherwise the usual one.
+    """
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    def change(tensor: Tensor) -> Tensor:
+        is_image = type(tensor) is Tensor and tensor.dim() == 4 and tensor.layout == torch.strided
+        return tensor.contiguous(memory_format=layout) if is_image else tensor
+
+    return mapped(change, batch)
+
+
+def n_bytes(batch: Any) -> int:
+    """Return the bytes of the tensors in a batch."""
+    return sum(tensor.nbytes for tensor in tensors(batch))
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors in a batch."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = vars(batch)
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return [tensor for part in batch for tensor in tensors(part)] if isinstance(batch, (list, tuple)) else []
+
+
+def size(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of its first tensor that has one, or of its first list.
+
+    Raises:
+        ConfigError: it holds nothing that has a length.
+    """
+    if found := next((len(tensor) for tensor in tensors(batch) if tensor.dim()), None):
+        return found
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
+    if found := next((len(part) for part in parts if isinstance(part, (list, tuple))), len(parts)):
+        return found
+    raise ConfigError(
+        f"the number of samples in a batch of type {type(batch).__name__} is not known, as it holds no tensor or list: "
+        "have collate return tensors"
+    )
+
+
+def described(batch: Any) -> str:
+    """Describe a batch for a person: "x (32, 3, 16, 16) float32, y (32,) int64"."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = vars(batch)
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{name} {described(part)}" for name, part in batch.items())
+    if isinstance(batch, tuple) and len(batch) == 2 and not hasattr(batch, "_fields"):
+        return f"x {described(batch[0])}, y {described(batch[1])}"
+    if isinstance(batch, (list, tuple)):
+        shown = ", ".join(described(part) for part in batch[:4])
+        return f"[{shown}{', …' if len(batch) > 4 else ''}]"
+    return type(batch).__name__
+
+
+def pin(batch: Any) -> Any:
+    """Copy a batch to pinned memory, so that its copy to the GPU runs beside the computation."""
+    if not isinstance(batch, Tensor) and callable(own := getattr(batch, "pin_memory", None)):
+        return own()
+    return mapped(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)

@@ -1,0 +1,107 @@
+"""Define the base class of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Step(NamedTuple):
+    """The result of a micro-batch.
+
+    Args:
+        loss: a mean over the micro-batch, a scalar.
+        n: the number of things that it is a mean of: samples, pixels, tokens; a scalar on the device where that
+            depends on the data. None: the samples of the micro-batch.
+        sums: name -> a sum over the micro-batch: a number, a scalar, or a tensor of any shape. The sums of all
+            micro-batches and ranks are added up in 64 bits, so each sample counts once, whatever the batches.
+        prediction: for the metrics that the config names (`metrics=`); None if they can't be used.
+        target: what the prediction should be.
+    """
+
+    loss: Tensor
+    n: int | Tensor | None = None
+    sums: Mapping[str, Tensor | float] = {}
+    prediction: Any = None
+    target: Any = None
+
+
+class Task:
+    """Says what a training step means.
+
+    A subclass defines `step`. It knows nothing of ranks, micro-batches or precision: the loop handles these.
+    """
+
+    def step(self, model: Any, batch: Any) -> Step | Tensor:
+        """Compute the loss of a micro-batch in training.
+
+        Args:
+            model: the model of the config. Call it, parts of it, or its methods, as often as needed.
+            batch: as the data set makes it: a tensor, a tuple, a dict …, on the device of the model.
+
+        Returns:
+            The loss with the sums for the metrics, or the loss alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no step(model, batch)")
+
+    def validation_step(self, model: Any, batch: Any) -> Step | Tensor:
+        """Compute the loss of a batch in validation; by default, as in training. It is called without gradients."""
+        return self.step(model, batch)
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Compute metrics from sums over many batches and all ranks.
+
+        By default, each is divided by `n`.
+
+        Args:
+            sums: name -> sum, float64 on the CPU: those of `Step.sums`, `n`, and `loss` times `n`. With updates that
+                have a name, each name begins with that of its update: "generator/loss", "generator/n".
+        """
+        return {name: float(total / n) for name, total, n in with_counts(sums) if n and total.ndim == 0}
+
+    def update_metric(self, metric: Any, step: Step) -> None:
+        """Give a metric of the config, as of torchmetrics, prediction and target of a batch."""
+        metric.update(step.prediction, step.target)
+
+    def predict(self, model: Any, batch: Any) -> Tensor | Mapping[str, Any]:
+        """Compute predictions; by default, the output of the model. It is called without gradients.
+
+        Args:
+            model: in evaluation mode.
+            batch: as in training, or without targets.
+
+        Returns:
+            A row for each sample: a tensor (batch, ...), or name -> tensor or list of that length.
+        """
+        return model(inputs(batch))
+
+    def updates(self, step: int) -> Sequence[str]:
+        """Return the updates of a step, in order: "" alone updates the whole model.
+
+        A name is that of a part of the model, which has an optimizer of its own. `step` is called as
+        `step(model, batch, update=name)` for each, after the one before has changed the weights.
+
+        Args:
+            step: its number, from 1.
+        """
+        return ("",)
+
+    def part(self, model: nn.Module, update: str) -> nn.Module:
+        """Return the part of the model that an update trains; by default, the attribute of that name."""
+        return model.get_submodule(update)
+
+
+def with_counts(sums: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor, Tensor]]:
+    """Yield each sum with its `n`, which stands under the same prefix."""
+    for name, total in sums.items():
+        prefix, slash, last = name.rpartition("/")
+        if last != "n":
+            yield name, total, sums.get(f"{prefix}{slash}n", torch.tensor(0.0))
+
+
+def inputs(batch: Any) -> Any:
+    """Return the input of a batch: the first part of a tuple or list, else the batch itself."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch

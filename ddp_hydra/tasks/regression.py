@@ -1,0 +1,72 @@
+"""Predict numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hydra.tasks.base import Step, Task, inputs
+
+
+class Regression(Task):
+    """Computes the loss, the mean absolute error, and the share of the variance that is explained (R²).
+
+    A batch is (x, y), with y float (batch,) or (batch, outputs).
+
+    Args:
+        criterion: (prediction, target) -> mean loss.
+    """
+
+    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.criterion = criterion
+
+    def step(self, model: Any, batch: Any) -> Step:
+        """Compute the loss, and the sums of errors and squares for each output."""
+        x, y = batch
+        prediction = flat_if_single(model(x), y)
+        y = y.to(prediction.dtype)
+        loss = self.criterion(prediction, y)
+        with torch.no_grad():
+            error, truth = (part.reshape(len(y), -1).double() for part in (prediction - y, y))
+            sums = {
+                "absolute_error": error.abs().sum(0),
+                "squared_error": error.square().sum(0),
+                "target": truth.sum(0),
+                "squared_target": truth.square().sum(0),
+            }
+        return Step(loss, len(y), sums, prediction, y)
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return loss, mae and r2, means over the outputs; no r2 where the targets are all equal."""
+        n = sums["n"]
+        if not n:
+            return {}
+        variance = sums["squared_target"] - sums["target"].square() / n
+        found = {"loss": float(sums["loss"] / n), "mae": float((sums["absolute_error"] / n).mean())}
+        if bool((variance > 1e-12 * sums["squared_target"]).all()):
+            found["r2"] = float((1 - sums["squared_error"] / variance).mean())
+        return found
+
+    def predict(self, model: Any, batch: Any) -> Tensor:
+        """Return the predicted numbers, (batch,) or (batch, outputs)."""
+        output: Tensor = model(inputs(batch))
+        return output.squeeze(-1) if output.ndim == 2 and output.shape[-1] == 1 else output
+
+
+def flat_if_single(prediction: Tensor, target: Tensor) -> Tensor:
+    """Return a prediction of (batch, 1) as (batch,) where the target is (batch,).
+
+    Raises:
+        ValueError: their shapes differ otherwise; a loss would broadcast them to a wrong number.
+    """
+    if prediction.ndim == target.ndim + 1 and prediction.shape[-1] == 1:
+        prediction = prediction.squeeze(-1)
+    if prediction.shape != target.shape:
+        raise ValueError(
+            f"the model's output is {tuple(prediction.shape)}, but the target is {tuple(target.shape)}: they must have "
+            "the same shape"
+        )
+    return prediction
