@@ -17,7 +17,7 @@ def config(**parts):
             "bucket": "photos", "batch_size": 8, "train": {"bucket": "${data.bucket}", "seed": "${seed}"},
             "val": {"bucket": "${..bucket}", "names": ["${data.bucket}", "b"]},
         },
-        **{name: {} for name in ("model", "sampler", "optimizer", "scheduler")},
+        **{name: {} for name in ("model", "sampler", "task", "optimizer", "scheduler")},
     }  # fmt: skip
     return OmegaConf.merge(OmegaConf.structured(Config), base, parts)
 

@@ -58,7 +58,7 @@ VALUE = {
 
 def config(**changes: Any) -> DictConfig:
     cfg = OmegaConf.structured(Config)
-    groups = {name: {} for name in ("model", "sampler", "optimizer", "scheduler")}
+    groups = {name: {} for name in ("model", "sampler", "task", "optimizer", "scheduler")}
     cfg = OmegaConf.merge(cfg, groups, {"cluster": {"_target_": "a.Cluster"}, "data": {"batch_size": 8, "train": {}}})
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value)
