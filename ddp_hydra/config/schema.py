@@ -127,13 +127,20 @@ class DispatchConfig:
 
 @dataclass
 class ResultsConfig:
-    """Write results: see conf/results/default.yaml."""
+    """Write results: see conf/results/default.yaml, and conf/results/loggers for each logger."""
 
     handler: Handler = Handler.client
     root: str | None = None
     keep_checkpoints: int | None = 3
     retry_s: float = 60.0
     mirror: str | None = None
+    loggers: list[Any] = field(default_factory=list)
+    loggers_timeout_s: float = 30.0
+    new_logger_runs: bool = False
+    mlflow: Any = field(default_factory=dict)
+    wandb: Any = field(default_factory=dict)
+    aim: Any = field(default_factory=dict)
+    clearml: Any = field(default_factory=dict)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import project, targets, unknown_keys, validate
+from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.rank import fault_injection
 
 
@@ -31,4 +31,5 @@ def check(cfg: DictConfig) -> None:
     """
     unknown_keys.check(cfg)
     validate.check(cfg)
+    loggers.check(cfg)
     fault_injection.parse(cfg.faults)

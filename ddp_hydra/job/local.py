@@ -104,6 +104,7 @@ class Job:
         summary: filled in while the job runs.
         remote: the driver's part, if a driver runs the job.
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
+        loggers: further writers, which get each record last.
     """
 
     def __init__(
@@ -115,9 +116,10 @@ class Job:
         summary: dict[str, Any],
         remote: RemoteContext | None = None,
         saved_config: dict[str, Any] | None = None,
+        loggers: Sequence[Writer] = (),
     ) -> None:
         self.run_dir, self.cfg, self.config, self.files, self.summary = run_dir, cfg, config, files, summary
-        self.remote, self.saved_config = remote, saved_config
+        self.remote, self.saved_config, self.loggers = remote, saved_config, loggers
         self.shown_dir = remote.spec.url if remote else shown_path(run_dir)
         self.give_up = threading.Event()
         self.begun = time.monotonic()
@@ -146,6 +148,7 @@ class Job:
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
         writers += self.remote.writers if self.remote else ()
+        writers += self.loggers
         if faults := fault_injection.parse(self.cfg.faults):
             writers.insert(0, FaultWriter(faults, self.run_dir, lambda: end_scheduler(client)))
         with ResultsHandler(writers, **settings) as handler:

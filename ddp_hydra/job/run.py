@@ -15,6 +15,7 @@ from ddp_hydra.config import checkpoint_config, schema
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import Interrupted
+from ddp_hydra.job import loggers
 from ddp_hydra.job.checks import check, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
@@ -89,7 +90,9 @@ def train(
         summary["project"] = packed.sha256
         if cfg.trainer.profile_steps:
             summary["profile"] = "profile/table.md"
-        job = Job(run_dir, cfg, config, files, summary, remote, saved_config)
+        logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
+        senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
+        job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
         spec = torchrun.place(cfg.cluster)
         is_here = spec is not None or connect.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if is_here else job.run_on_dask(packed, stop))

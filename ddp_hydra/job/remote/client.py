@@ -23,7 +23,7 @@ from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
-from ddp_hydra.job import checks
+from ddp_hydra.job import checks, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.remote.messages import LivenessWatch, stop_topic
@@ -136,6 +136,7 @@ def started_driver(
             cwd=os.getcwd(),  # noqa: PTH109
             client=None if messages is None else client.id,
             sweep=connect.sweep(),
+            logged=loggers.describe(cfg, run_dir, url),
             resume=_send_checkpoint(client, worker, name, cfg.resume),
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_hydra.config.project import Project
+from ddp_hydra.job.loggers import LoggedJob
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class JobSpec:
         cwd: the folder where the command was typed.
         client: the id of the command's client at the scheduler; None: the run goes on without the command.
         sweep: the sweep that workers are reserved for.
+        logged: the job as loggers see it.
         resume: the checkpoint to resume from, as the worker finds it; "" for none.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
@@ -38,6 +40,7 @@ class JobSpec:
     cwd: str
     client: str | None
     sweep: str
+    logged: LoggedJob
     resume: str = ""
     max_restarts: int = 0
     is_restart: bool = False

@@ -13,6 +13,7 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ClusterError, SchedulerLost
 from ddp_hydra.job.local import Job
+from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.driver import RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.job_spec import JobSpec
@@ -36,7 +37,9 @@ def owned(url: str) -> FencedStore:
 @pytest.fixture
 def spec(tmp_path) -> JobSpec:
     url = f"{tmp_path}/store/a"
-    return JobSpec("driver-abc", url, PLAIN, {}, (), Project("abc", b""), {}, "/", None, "", resume="")
+    return JobSpec(
+        "driver-abc", url, PLAIN, {}, (), Project("abc", b""), {}, "/", None, "", LoggedJob("run"), resume=""
+    )
 
 
 @pytest.fixture

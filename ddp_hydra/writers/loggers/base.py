@@ -1,0 +1,108 @@
+"""Define what a logger does with the records of a job."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.results import Record
+from ddp_hydra.writers.validate import metric_values
+
+FINISHED, FAILED, KILLED = "finished", "failed", "killed"
+"""How a run ends; killed: it was interrupted, or its command was killed."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Describe a job to a logger.
+
+    Args:
+        name: of the run, after its run directory: "2026-08-01/12-00-00-123456".
+        run_dir: the run directory, where a logger may keep files in a folder of its own.
+        tags: the config's `tags`.
+        sweep: name of the sweep that the job belongs to; "" for none.
+        params: the config without the cluster and without secrets, flattened: {"optimizer.lr": 0.1}.
+        earlier: id at the service of the run that this job continues; "" for a new run.
+    """
+
+    name: str
+    run_dir: Path
+    tags: list[str] = field(default_factory=list)
+    sweep: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    earlier: str = ""
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """Identify a run at its service.
+
+    Args:
+        id: by which a resumed job continues it.
+        url: where to look at it, without credentials; "" if there is no page.
+        note: a sentence for the user.
+    """
+
+    id: str
+    url: str = ""
+    note: str = ""
+
+
+class Refused(Exception):
+    """The service, or the logger's settings, refuse what was sent: to repeat it is no use."""
+
+
+class Logger:
+    """Send records to one service. An error of a method is repeated until it succeeds, unless it is `Refused`.
+
+    Args:
+        checkpoints: which checkpoints are uploaded: None, "best" or "all".
+    """
+
+    advice = "look at its log"
+    """What to type if the service does not answer."""
+
+    def __init__(self, checkpoints: str | None = None) -> None:
+        self.checkpoints = checkpoints
+        self.run_dir = Path()
+
+    def begin(self, job: RunInfo) -> StartedRun:
+        """Open the run at the service, or continue the earlier one."""
+        raise NotImplementedError
+
+    def metrics(self, values: Mapping[str, float], record: Record) -> None:
+        """Take the metrics of a step; without requests, which belong to `flush`. Values may be NaN or infinite."""
+
+    def flush(self) -> None:
+        """Send what `metrics` has collected. It is called about once a second."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Show a text."""
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """Show an image."""
+
+    def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
+        """Upload a checkpoint file."""
+
+    def end(self, status: str) -> None:
+        """Close the run; `status` is `FINISHED`, `FAILED` or `KILLED`."""
+
+    def write(self, record: Record) -> None:
+        """Give a record to the method for its kind."""
+        data, step = record.data, record.step or 0
+        if record.kind == "metrics" and record.rank == 0:
+            context = {name: float(data[name]) for name in ("epoch", "samples") if data.get(name) is not None}
+            self.metrics(metric_values(record) | context, record)
+        elif record.kind == "text":
+            self.text(data["name"], data["text"], step)
+        elif record.kind == "image":
+            self.image(data["name"], base64.b64decode(data["png"]), step)
+        elif record.kind == "file" and (described := data.get("checkpoint")) is not None:
+            is_best, path = bool(described.get("best")), self.run_dir / data["path"]
+            # The run directory keeps only the newest: one that is gone had its turn too late.
+            if (self.checkpoints == "all" or (self.checkpoints == "best" and is_best)) and path.is_file():
+                self.checkpoint(path, step or int(described.get("step") or 0), is_best)

@@ -1,0 +1,97 @@
+"""Log a job as a task of ClearML."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.results import Record
+from ddp_hydra.writers.loggers.base import FAILED, FINISHED, Logger, Refused, RunInfo, StartedRun
+
+PROJECT = "ddp_hydra"
+
+
+class ClearmlLogger(Logger):
+    """Log to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>".
+
+    Args:
+        project: None: CLEARML_PROJECT, else "ddp_hydra".
+        run_name: None: CLEARML_TASK, else the name of the run directory.
+        tags: further tags of the task.
+        checkpoints: see `Logger`.
+    """
+
+    advice = "Type `clearml-init`, or set CLEARML_OFFLINE_MODE=1, or leave it out with results.loggers=[]"
+
+    def __init__(
+        self,
+        project: str | None = None,
+        run_name: str | None = None,
+        tags: Sequence[str] = (),
+        checkpoints: str | None = None,
+    ) -> None:
+        super().__init__(checkpoints)
+        self.project, self.run_name, self.tags = project, run_name, list(tags)
+        self.task: Any = None
+
+    def begin(self, job: RunInfo) -> StartedRun:
+        """Open a task, or the earlier one. ClearML adds neither output nor hardware by itself."""
+        from clearml import Task
+        from clearml.backend_api.session.defs import MissingConfigError
+
+        try:
+            self.task = Task.init(
+                project_name=self.project or os.environ.get("CLEARML_PROJECT") or PROJECT,
+                task_name=self.run_name or os.environ.get("CLEARML_TASK") or job.name,
+                tags=[*self.tags, *job.tags, *([f"sweep {job.sweep}"] if job.sweep else [])],
+                reuse_last_task_id=False,
+                continue_last_task=job.earlier if job.earlier and not Task.is_offline() else False,
+                auto_connect_arg_parser=False,
+                auto_connect_frameworks=False,
+                auto_connect_streams=False,
+                auto_resource_monitoring=False,
+            )
+        except (MissingConfigError, ValueError) as error:
+            raise Refused(str(error)) from error
+        self.task.set_initial_iteration(0)  # our steps go on by themselves
+        self.task.connect(dict(job.params), name="config")
+        return StartedRun(str(self.task.id), "" if Task.is_offline() else self.task.get_output_log_web_page() or "")
+
+    def metrics(self, values: Mapping[str, float], record: Record) -> None:
+        """Report the metrics of a step; ClearML would draw a value that is not finite as 0, so a text names it."""
+        logger, step = self.task.get_logger(), record.step or 0
+        for name, value in values.items():
+            title, _, series = name.rpartition("/")
+            if math.isfinite(value):
+                logger.report_scalar(title or name, series, value, iteration=step)
+            else:
+                logger.report_text(f"step {step}: {name} is {value}", print_console=False)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Report a text in the console of the task."""
+        self.task.get_logger().report_text(f"{name}, step {step}:\n{text}", print_console=False)
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """Report an image as a debug sample."""
+        from PIL import Image
+
+        title, _, series = name.rpartition("/")
+        picture = Image.open(io.BytesIO(png))
+        self.task.get_logger().report_image(title or name, series, iteration=step, image=picture)
+
+    def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
+        """Upload a checkpoint as an artifact of the task."""
+        self.task.upload_artifact(f"{path.stem}{'-best' if is_best else ''}", artifact_object=str(path))
+
+    def end(self, status: str) -> None:
+        """Close the task; ClearML calls a killed one stopped."""
+        if status == FAILED:
+            self.task.mark_failed(force=True, status_message=status)
+        elif status != FINISHED:
+            self.task.mark_stopped(force=True, status_message=status)
+        self.task.flush(wait_for_uploads=True)
+        self.task.close()

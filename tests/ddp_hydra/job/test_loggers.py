@@ -1,0 +1,99 @@
+"""The loggers of a job: the names of its runs, the file for a resume, and how the session ends."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from ddp_hydra.job import loggers
+
+
+@pytest.mark.parametrize(
+    ("path", "parts", "name"),
+    [
+        ("/home/me/outputs/2026-08-01/12-00-00-1", 2, "2026-08-01/12-00-00-1"),
+        ("/home/me/outputs/mine", 2, "mine"),
+        ("/home/me/runs/mine", 2, "runs/mine"),
+        ("/home/me/multirun/2026-08-01/12-00-00-1/3", 3, "2026-08-01/12-00-00-1/3"),
+        ("s3://bucket/runs/2026-08-01/12-00-00-1", 2, "2026-08-01/12-00-00-1"),
+        ("/x", 2, "x"),
+    ],
+)
+def test_a_run_is_called_by_the_end_of_its_folder(path, parts, name):
+    assert loggers.short_name(path, parts) == name
+
+
+RUNS = {"mlflow": {"id": "abc", "url": ""}}
+
+
+@pytest.mark.parametrize("resume", [".", "checkpoints", "checkpoints/last.pt"])
+def test_the_runs_of_a_job_are_found_by_what_it_resumes_from(resume, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.pt").touch()
+    loggers.RunsFile(tmp_path, {}).add("mlflow", RUNS["mlflow"])
+    assert loggers.read_runs(str(tmp_path / resume)) == RUNS
+
+
+def test_a_run_without_loggers_has_no_runs(tmp_path):
+    assert loggers.read_runs(str(tmp_path)) == loggers.read_runs(str(tmp_path / "no" / "where")) == {}
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"mlflow": 1}', "\x80"])
+def test_a_broken_file_begins_new_runs_with_a_warning(content, tmp_path, caplog):
+    (tmp_path / loggers.RUNS).write_text(content, encoding="latin1")
+    assert loggers.read_runs(str(tmp_path)) == {}
+    assert "the loggers begin new runs" in caplog.text
+
+
+def test_the_runs_stay_known_while_the_services_are_away(tmp_path):
+    loggers.RunsFile(tmp_path, RUNS)
+    assert json.loads((tmp_path / loggers.RUNS).read_text()) == RUNS
+
+
+class Sender:
+    """Stands for a logger's process."""
+
+    def __init__(self, missing: str = "", is_away: bool = False, error: BaseException | None = None):
+        self.name, self.missing, self.is_away, self.error = "mine", missing, is_away, error
+        self.status, self.limit_s, self.is_killed = "", 0.0, False
+
+    def finish(self, status: str) -> None:
+        self.status = status
+
+    def has_ended(self, until: float) -> bool:
+        return True
+
+    def wait(self, until: float) -> str:
+        self.limit_s = until - time.monotonic()
+        if self.error:
+            raise self.error
+        return self.missing
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+@pytest.mark.parametrize(
+    ("status", "is_away", "limit_s"),
+    [("finished", False, 30), ("failed", False, 30), ("finished", True, 3), ("killed", False, 3)],
+)
+def test_the_end_waits_less_where_waiting_is_no_use(status, is_away, limit_s):
+    sender = Sender(is_away=is_away)
+    loggers.end([sender], status, 30)
+    assert sender.status == status
+    assert limit_s - 2 < sender.limit_s <= limit_s
+    assert sender.is_killed
+
+
+def test_what_is_missing_is_said(caplog):
+    loggers.end([Sender("it was slow")], "finished", 1)
+    assert "mine has not all records of this job: it was slow. The run directory has them;" in caplog.text
+
+
+def test_ctrl_c_ends_the_wait_and_all_loggers():
+    senders = [Sender(error=KeyboardInterrupt()), Sender()]
+    with pytest.raises(KeyboardInterrupt):
+        loggers.end(senders, "finished", 30)
+    assert all(sender.is_killed for sender in senders)

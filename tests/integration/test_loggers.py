@@ -1,0 +1,114 @@
+"""Jobs with loggers: one of the project's own here, those of services in `test_logger_services.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+
+TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "trainer.epochs=1")
+HERE = (*TINY, "cluster=inline", "results.loggers_timeout_s=60")
+
+
+def tracker(folder: Path, does: str = "") -> str:
+    return f"results.loggers=[{{_target_:models.tracker.Tracker,folder:{folder},does:'{does}'}}]"
+
+
+def lines_of(file: Path) -> list[list]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_run_and_its_resume_are_one_run_at_the_service(cli, tmp_path):
+    runs = tmp_path / "runs"
+    ended = cli.done(*HERE, tracker(runs), "tags=[mine]", "hydra.run.dir=outputs/first")
+    assert ended.stderr.count("Tracker: http://tracker/run-first") == 1
+    resumed = (*HERE, tracker(runs), "trainer.epochs=2")
+    cli.done(*resumed, "resume=outputs/first", "hydra.run.dir=outputs/second")
+    cli.done(*resumed, "resume=outputs/first", "hydra.run.dir=outputs/third", "results.new_logger_runs=true")
+    assert sorted(path.name for path in runs.iterdir()) == ["run-first.jsonl", "run-third.jsonl"]
+    lines = lines_of(runs / "run-first.jsonl")
+    (_, name, sweep, tags, params, earlier), again = (line for line in lines if line[0] == "begin")
+    assert (name, sweep, tags, earlier) == ("first", "", ["mine"], "")
+    assert (again[1], again[5]) == ("second", "run-first")
+    assert params["optimizer.lr"] == 0.1
+    assert not [key for key in params if key.startswith("cluster")]
+    steps = [line[1] for line in lines if line[0] == "metrics" and "train/loss" in line[2]]
+    assert steps == list(range(1, 25))  # 12 of each epoch
+    assert lines[-1] == ["end", "finished"]
+    assert [line[1] for line in lines if line[0] == "checkpoint"] == ["step-000012.pt", "step-000024.pt"]
+    metrics = [json.loads(line) for line in (tmp_path / "outputs/first/metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in metrics if "train/loss" in line]
+    assert [line[2]["train/loss"] for line in lines if line[0] == "metrics" and "train/loss" in line[2]][:12] == losses
+
+
+def test_the_jobs_of_a_sweep_are_grouped(cli, tmp_path):
+    runs = tmp_path / "runs"
+    cli.done("-m", *HERE, tracker(runs), "optimizer.lr=0.1,0.2", "hydra.sweep.dir=multirun/mine")
+    begins = [lines_of(file)[0] for file in sorted(runs.iterdir())]
+    assert [(line[1], line[2], line[4]["optimizer.lr"]) for line in begins] == [
+        ("mine/0", "mine", 0.1), ("mine/1", "mine", 0.2),
+    ]  # fmt: skip
+
+
+def test_a_failed_job_is_a_failed_run(cli, tmp_path):
+    runs = tmp_path / "runs"
+    ended = cli.run(*HERE, tracker(runs), "trainer.on_nonfinite=abort", "optimizer.lr=1e38", "hydra.run.dir=outputs/x")
+    assert ended.returncode == 1
+    assert lines_of(runs / "run-x.jsonl")[-1] == ["end", "failed"]
+
+
+def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
+    file = tmp_path / "runs" / "run-x.jsonl"
+    process = cli.start(
+        *HERE, tracker(file.parent), "trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=outputs/x"
+    )
+    try:
+        wait_for(lambda: file.exists() and '"metrics"' in file.read_text(), 60, "metrics at the service")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, err
+    assert lines_of(file)[-1] == ["end", "killed"]
+
+
+@pytest.mark.parametrize(
+    ("does", "sentence"),
+    [
+        ("blocks", "Tracker has not all records of this job: it had not taken everything when the job ended."),
+        ("fails", r"Tracker does not answer \(ConnectionError: nobody there\): the job goes on, and its records wait"),
+    ],
+)
+def test_a_logger_that_does_not_work_fails_no_job(does, sentence, cli, tmp_path):
+    ended = cli.done(*TINY, "cluster=inline", "results.loggers_timeout_s=15", tracker(tmp_path / "runs", does))
+    assert re.search(sentence, ended.stderr)
+    assert "done: 12 steps" in ended.stdout
+
+
+def test_a_run_without_its_command_logs_from_the_cluster(cli, tmp_path):
+    runs, root = tmp_path / "runs", tmp_path / "root"
+    cluster = (*TINY, "cluster.n_workers=1", "results.handler=cluster", f"results.root={root}")
+    timeout = "results.loggers_timeout_s=60"
+    ended = cli.done(*cluster, timeout, tracker(runs), "hydra.run.dir=outputs/x")
+    assert ended.stderr.count("Tracker: http://tracker/run-") == 1
+    cli.done(*cluster, timeout, tracker(runs), "trainer.epochs=2", "resume=outputs/x", "hydra.run.dir=outputs/y")
+    (file,) = runs.iterdir()
+    lines = lines_of(file)
+    assert [line[1] for line in lines if line[0] == "metrics" and "train/loss" in line[2]] == list(range(1, 25))
+    assert [line[1] for line in lines if line[0] == "end"] == ["finished", "finished"]
+    assert len(list(root.rglob("loggers.json"))) == 2
+    assert not list(root.rglob("*project*/models"))
+
+
+def test_a_name_that_is_none_is_said_at_once(cli):
+
+    ended = cli.run(*TINY, "results.loggers=[mlfow]")
+    assert ended.returncode == 1
+    assert "results.loggers has 'mlfow': did you mean mlflow? give names" in ended.stderr
