@@ -24,7 +24,7 @@ UNREADY = ("join", "run", "start")
 """Phases in which the rank does not look at requests and has nothing to save."""
 DONE = ("log", "validate", "save", "end")
 """Phases after the optimizer's step."""
-REASONS = ("", "interrupt", "time_limit", "preemption")
+REASONS = ("", "interrupt", "time_limit", "preemption", "callback")
 """Reasons to ask a rank to finish; the page holds their index."""
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first

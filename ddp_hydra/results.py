@@ -16,7 +16,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -25,7 +25,21 @@ from ddp_hydra import heartbeat
 from ddp_hydra.errors import RecordError
 from ddp_hydra.storage import wait_for_space
 
-KINDS = ("up", "beat", "start", "metrics", "text", "image", "file", "log", "warning", "stack", "preempted", "end")
+KINDS = (
+    "up",
+    "beat",
+    "start",
+    "metrics",
+    "text",
+    "image",
+    "histogram",
+    "file",
+    "log",
+    "warning",
+    "stack",
+    "preempted",
+    "end",
+)
 INLINE_BYTES = 32 * 1024
 """Larger data is sent as a file beside the records, because the scheduler keeps records in memory for a while."""
 
@@ -43,6 +57,7 @@ class Record:
             metrics  metrics ({name: float}), epoch, samples
             text     name, text
             image    name, png (base64)
+            histogram  name, edges (list[float]), counts (list[float], one fewer)
             file     path (inside the run directory), size, sha256, and either inline (base64) or source (an absolute
                      path on the rank's host); checkpoint: None, or {step, epoch, samples, metrics, best}
             log      text: what the rank wrote to its stdout and stderr
@@ -203,6 +218,24 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
     if len(png) > 512 * 1024:
         raise RecordError(f"image {name!r} has {len(png)} bytes; at most 512 KiB fit: submit() it as a file")
     emit("image", {"name": name, "png": base64.b64encode(png).decode()}, step)
+
+
+def histogram(name: str, edges: Sequence[float], counts: Sequence[float], step: int | None = None) -> None:
+    """Show how values are distributed, in TensorBoard.
+
+    Args:
+        name: TensorBoard's tag.
+        edges: of the bins, in rising order.
+        counts: values in each bin, one fewer than edges.
+        step: optimizer steps done.
+    """
+    if len(edges) != len(counts) + 1 or len(counts) > 1024:
+        raise RecordError(
+            f"histogram {name!r} has {len(edges)} edges and {len(counts)} counts: give one edge more than counts, "
+            "and at most 1024 counts"
+        )
+    numbers = {"edges": [float(edge) for edge in edges], "counts": [float(count) for count in counts]}
+    emit("histogram", {"name": name, **numbers}, step)
 
 
 def submit(path: str, data: bytes | str) -> None:

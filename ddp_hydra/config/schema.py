@@ -92,6 +92,8 @@ class TrainerConfig:
     ema_decay: float | None = None
     threads: int = 0
     log_every_steps: int = 10
+    log_every_s: float | None = None
+    log_growth: float = 1.0
     validate_every_epochs: int = 1
     checkpoint_every_steps: int = 0
     checkpoint_every_epochs: int = 1
@@ -163,6 +165,7 @@ class Config:
     loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.tasks.losses.CrossEntropy"})
     mix: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
+    callbacks: Any = field(default_factory=dict)
     parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp"})
     optimizer: Any = MISSING
     scheduler: Any = MISSING

@@ -17,7 +17,6 @@ _AT_LEAST_1 = (
     "data.batch_size",
     "trainer.epochs",
     "trainer.max_steps",
-    "trainer.log_every_steps",
     "trainer.max_nonfinite",
     "trainer.gradient_accumulation_steps",
     "trainer.base_batch_size",
@@ -26,6 +25,7 @@ _AT_LEAST_1 = (
     "results.keep_checkpoints",
 )
 _AT_LEAST_0 = (
+    "trainer.log_every_steps",
     "trainer.validate_every_epochs",
     "trainer.checkpoint_every_steps",
     "trainer.checkpoint_every_epochs",
@@ -59,6 +59,12 @@ def check(cfg: DictConfig) -> None:
     trainer = cfg.trainer
     if trainer.time_limit_s is not None and trainer.time_limit_s <= 0:
         raise ConfigError(f"trainer.time_limit_s={trainer.time_limit_s:g}: give seconds, more than 0, or null")
+    if trainer.log_every_s is not None and not trainer.log_every_s > 0:
+        raise ConfigError(f"trainer.log_every_s={trainer.log_every_s:g}: give seconds, more than 0, or null")
+    if trainer.log_every_steps == 0 and trainer.log_every_s is None:
+        raise ConfigError("trainer.log_every_steps=0 logs by the clock: give trainer.log_every_s=<seconds>, too")
+    if not trainer.log_growth >= 1:
+        raise ConfigError(f"trainer.log_growth={trainer.log_growth:g}: give 1 or more")
     if trainer.clip_norm is not None and trainer.clip_norm <= 0:
         raise ConfigError(f"trainer.clip_norm={trainer.clip_norm:g}: give a length, more than 0, or null")
     if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:

@@ -166,6 +166,7 @@ def why_stopped(reason: str, steps: int) -> str:
         "interrupt": "interrupted",
         "time_limit": "the time of trainer.time_limit_s is up",
         "preemption": "a worker is being shut down (SIGTERM)",
+        "callback": "a callback asked to stop",
     }
     return f"{reasons[reason]}; saved at step {steps}"
 

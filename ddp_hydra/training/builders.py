@@ -51,6 +51,7 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups, precision
+from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.parallel import Parallel
@@ -188,6 +189,21 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     for part in vars(built).values():
         if isinstance(part, nn.Module):
             part.to(device)
+    return built
+
+
+def callbacks(cfg: DictConfig) -> dict[str, Callback]:
+    """Build the callbacks, by their names.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    built = {str(name): make(node) for name, node in cfg.callbacks.items() if node is not None}
+    for name, one in built.items():
+        if not isinstance(one, Callback):
+            raise ConfigError(
+                f"callbacks.{name}: {type(one).__name__} is no subclass of ddp_hydra.training.callbacks.Callback"
+            )
     return built
 
 

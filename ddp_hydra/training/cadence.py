@@ -64,7 +64,7 @@ class Cadence:
             trainer.validate_every_epochs,
         )
 
-    def after_step(self, step: int, epoch_ends: bool, stop: bool) -> StepActions:
+    def after_step(self, step: int, epoch_ends: bool, stop: bool, log: bool = False) -> StepActions:
         """Return the actions that follow a step.
 
         At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before
@@ -74,12 +74,13 @@ class Cadence:
             step: the step's number, from 1.
             epoch_ends: it is the last step of its epoch.
             stop: the run is asked to stop after it.
+            log: by the clock, it is time to log.
         """
         run_ends = step >= self.total_steps
         epoch_ends = epoch_ends or run_ends
         save = stop or (is_due(step, self.checkpoint_every_steps) and not epoch_ends)
         return StepActions(
-            log=save or epoch_ends or is_due(step, self.log_every_steps),
+            log=save or epoch_ends or log or is_due(step, self.log_every_steps),
             save=save,
             leave=stop or run_ends,
         )

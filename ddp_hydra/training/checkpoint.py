@@ -70,6 +70,7 @@ class State:
         extras: name -> another object with a state_dict, or None.
         best: the objective's best value so far.
         validation_due: an epoch has ended, but its validation is still to come.
+        unfrozen: parameters that are trained though they were frozen when the run began; see `unfreeze.Stage`.
     """
 
     model: nn.Module
@@ -80,6 +81,12 @@ class State:
     extras: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
     validation_due: bool = False
+    unfrozen: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def schedulers(self) -> list[tuple[str, Any]]:
+        """Each learning-rate schedule with the name of its update."""
+        return list(each(self.scheduler))
 
     def capture(self) -> dict[str, Any]:
         """Return a copy of the state on the CPU, which later steps don't change."""
@@ -97,6 +104,7 @@ class State:
                 "position": asdict(self.position),
                 "best": self.best,
                 "validation_due": self.validation_due,
+                **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
                 "config": self.config,
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
                 "torch": str(torch.__version__),
@@ -128,6 +136,7 @@ class State:
             ) from error
         self.best = content.get("best")
         self.validation_due = bool(content.get("validation_due"))
+        self.unfrozen = list(content.get("unfrozen") or [])
 
     def improves_best(self, value: float | None, direction: str) -> bool:
         """Return whether the objective is better than ever before, and remember its value if it is.

@@ -21,18 +21,20 @@ class Decision:
     Args:
         stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 to continue.
         bad_rank: the first rank whose step may not count; None if all may.
+        log: by the clock, it is time to log.
     """
 
     stop: int = 0
     bad_rank: int | None = None
+    log: bool = False
 
 
 class Vote:
     """A vote under way.
 
     Args:
-        votes: (2,) int64: the reason to stop; world_size - rank if the step is bad, else 0. It is being reduced to
-            the maximum over all ranks.
+        votes: (3,) int64: the reason to stop; world_size - rank if the step is bad, else 0; whether to log. It is
+            being reduced to the maximum over all ranks.
         work: the reduction to wait for; None for a single rank.
         world_size: number of ranks.
     """
@@ -44,8 +46,8 @@ class Vote:
         """Wait for the other ranks, and return the decision."""
         if self.work is not None:
             self.work.wait()
-        stop, bad = self.votes.tolist()
-        return Decision(stop, self.world_size - bad if bad else None)
+        stop, bad, log = self.votes.tolist()
+        return Decision(stop, self.world_size - bad if bad else None, bool(log))
 
 
 class DeferredVote:
@@ -64,7 +66,7 @@ class DeferredVote:
 
 
 class StepConsensus:
-    """Reduces votes over all ranks: 16 bytes that travel together with the gradients, so they cost no time.
+    """Reduces votes over all ranks: 24 bytes that travel together with the gradients, so they cost no time.
 
     They travel over the CPU, so the values voted on have to be there.
     """
@@ -74,20 +76,21 @@ class StepConsensus:
         self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
-    def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0) -> Vote | DeferredVote:
+    def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0, log: bool = False) -> Vote | DeferredVote:
         """Cast this rank's vote. A collective.
 
         Args:
             good: whether this rank's step may count. If the answer takes time, a function that returns it: it is
                 called when the result is asked for, and other work is done until then.
             stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 for none.
+            log: it is time to log.
         """
         if callable(good):
-            return DeferredVote(lambda: self._cast(good(), stop))
-        return self._cast(good, stop)
+            return DeferredVote(lambda: self._cast(good(), stop, log))
+        return self._cast(good, stop, log)
 
-    def _cast(self, good: bool, stop: int) -> Vote:
-        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank])
+    def _cast(self, good: bool, stop: int, log: bool) -> Vote:
+        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log)])
         if self.alone:
             return Vote(votes, None, 1)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -136,9 +139,18 @@ class StopSignal:
 
     def __init__(self, time_limit_s: float | None = None) -> None:
         self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self.asked = 0
+
+    def ask(self, reason: int) -> None:
+        """Ask this rank to stop.
+
+        Args:
+            reason: a number of `heartbeat.REASONS`.
+        """
+        self.asked = reason
 
     def reason(self) -> int:
         """Return the reason to stop, a number of `heartbeat.REASONS`; 0 to continue."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return heartbeat.REASONS.index("time_limit")
-        return heartbeat.here().finish
+        return heartbeat.here().finish or self.asked

@@ -16,6 +16,7 @@ from ddp_hydra.data.batch import described
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, precision, setup
+from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
@@ -45,7 +46,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     loader = Loader(train_set, device, channels_last, prefetch=0)
     batches = list(next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)))
     autocast = precision.autocast(cfg.trainer.precision, device)
-    for update in setup.updates_of(task):
+    for update in updates_of(task):
         step = TrainStep(task, model, update)
         optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update)
         scheduler = builders.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)), update)

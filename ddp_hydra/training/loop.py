@@ -54,6 +54,7 @@ def train(
 
 def fit(run: Run) -> None:
     """Train until the run is over. If it should stop early, save first; `run.stop` then holds the reason."""
+    run.callbacks.call("start")
     while not run.is_over:
         run.begin_epoch()
         for micro_batches in run.steps():
@@ -62,7 +63,7 @@ def fit(run: Run) -> None:
             for update, batches in run.begin_updates(micro_batches):  # most tasks have one
                 decision, losses, counts = forward_backward(run, update, batches)
                 run.stop = run.stop or decision.stop
-                due = run.cadence.after_step(run.step, run.step_ends_epoch, stop=bool(run.stop))
+                due = run.cadence.after_step(run.step, run.step_ends_epoch, bool(run.stop), decision.log)
 
                 heartbeat.at("update", run.step)
                 # What is logged or saved can't be taken back, so there the gradients are checked at once.
@@ -75,6 +76,7 @@ def fit(run: Run) -> None:
             if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches
             run.advance(updated=nonfinite is None)
+            run.callbacks.call("step")
 
             if due.log:
                 run.log_interval()
@@ -85,6 +87,7 @@ def fit(run: Run) -> None:
                 break
         if (run.epoch_is_over or run.state.validation_due) and not run.stop:
             end_epoch(run)
+    run.callbacks.call("end")
     run.checkpoints.wait()
 
 
@@ -110,7 +113,7 @@ def forward_backward(
             losses.append(loss.detach())
             if batch.last:
                 # The vote travels while the gradients do; from a GPU, after them.
-                vote = update.check.vote(losses, stop=run.stop_signal.reason())
+                vote = update.check.vote(losses, stop=run.stop_signal.reason(), log=run.log_clock.is_due())
             heartbeat.at("backward", run.step)
             update.optimizer_step.backward(loss)
         counts.append(count(result, batch.size, update.name))
@@ -126,7 +129,10 @@ def end_epoch(run: Run) -> None:
     run.end_epoch()
     due = run.cadence.after_epoch(run.position.step, run.position.epoch)
     run.synchronise()
-    validated = run.validation is None or (due.validate and validate(run))
+    validated = due.validate and (run.validation is None or validate(run))
+    if validated:
+        run.callbacks.call("validation")
+    validated |= run.validation is None
     is_unknown = validated and objective.is_unknown(run.metric, run.metrics)
     ends_early = validated and run.early_stopping.update(run.metrics)
     run.state.validation_due = bool(run.stop) or is_unknown  # a resume with another objective validates first

@@ -70,8 +70,13 @@ def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iter
         decay_all: all parameters decay; otherwise biases and scales, which have one dimension, do not.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return iter(trained) if decay_all else grouped(trained, decay_all)
+
+
+def grouped(trained: Sequence[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:
+    """Return groups of parameters for the optimizer: those that decay, and those that don't; see `parameters`."""
     if decay_all:
-        return iter(trained)
+        return [{"params": list(trained)}] if trained else []
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

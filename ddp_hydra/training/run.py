@@ -15,11 +15,13 @@ from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.cadence import Cadence
+from ddp_hydra.training.callbacks.caller import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.evaluation import Evaluation
+from ddp_hydra.training.log_clock import LogClock
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
 from ddp_hydra.training.schedule_progress import ScheduleProgress
@@ -56,6 +58,8 @@ class Run:
         monitor: measures the run.
         fault: faults to inject into this rank.
         stop_signal: tells whether this rank should stop.
+        log_clock: tells when it is time to log.
+        callbacks: of the user.
         metrics: the last value of each metric.
         stop: the reason to stop early, a number of `heartbeat.REASONS`; 0 for none.
     """
@@ -85,6 +89,8 @@ class Run:
     monitor: Monitor
     fault: fault_injection.FaultInjector
     stop_signal: StopSignal
+    log_clock: LogClock
+    callbacks: Callbacks
     metrics: dict[str, float] = field(default_factory=dict)
     stop: int = 0
 
@@ -195,6 +201,7 @@ class Run:
     def log_interval(self) -> None:
         """Log the training metrics since the last time. A collective."""
         heartbeat.at("log", self.position.step)
+        self.log_clock.restart()
         of_step = {
             name: value for update in self.updates.values() for name, value in update.optimizer_step.metrics().items()
         }
@@ -204,8 +211,12 @@ class Run:
         """Remember metrics, and send them from rank 0 with their epoch, counted from 1."""
         self.metrics |= metrics
         if self.rank == 0:
-            epoch = self.position.epoch + (self.position.offset > 0)
-            results.log(metrics, step=self.position.step, epoch=epoch, samples=self.position.samples)
+            results.log(metrics, step=self.position.step, epoch=self.epoch_shown, samples=self.position.samples)
+
+    @property
+    def epoch_shown(self) -> int:
+        """The epoch under way, counted from 1; between two epochs, the one before."""
+        return self.position.epoch + (self.position.offset > 0)
 
     def save_mid_epoch(self) -> None:
         """Write a checkpoint between two validations. A collective."""
@@ -224,6 +235,7 @@ class Run:
         self._save(best=may_be_best and self.state.improves_best(self.metrics.get(self.metric), self.direction))
 
     def _save(self, best: bool) -> None:
+        self.callbacks.call("checkpoint")
         self.nonfinite.remember()
         if self.rank == 0:
             self.checkpoints.save(self.state, self.metrics, best)

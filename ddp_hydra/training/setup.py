@@ -1,4 +1,4 @@
-"""Builds a run from its config on one rank: sampler, model, optimizer, the state to resume, and the header."""
+"""Builds a run from its config on one rank: sampler, model, updates, the state to resume, and the header."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from ddp_hydra import results
 from ddp_hydra.config import checkpoint_config
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.samplers import Repeated
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
+from ddp_hydra.training.build_updates import BuildUpdates, Part
 from ddp_hydra.training.by_name import together
 from ddp_hydra.training.cadence import Cadence
+from ddp_hydra.training.callbacks import Callback, View
+from ddp_hydra.training.callbacks.caller import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State, read_on_all_ranks
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.log_clock import LogClock
 from ddp_hydra.training.metrics import Meter
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.monitoring import memory
@@ -33,16 +35,8 @@ from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.monitoring.stragglers import Stragglers
 from ddp_hydra.training.monitoring.throughput import Throughput
 from ddp_hydra.training.nonfinite import NonFinite
-from ddp_hydra.training.optimizer_step import OptimizerStep
-from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress
-from ddp_hydra.training.step_check import StepCheck
-from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import Update
-
-UPDATES_REPEAT = 1000
-"""The updates of so many first steps hold every name that a task updates."""
 
 
 def build(
@@ -77,17 +71,21 @@ def build(
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
     bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
     task = builders.task(cfg, train_set, device)
-    steps = {name: builders.parallel(cfg, TrainStep(task, bare, name)) for name in updates_of(task)}
-    frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
 
-    state, optimizer_steps, changed = build_state(cfg, bare, steps, sampler, device, files.get("resume"), kept)
-    position, progress = state.position, state.extras["progress"]
+    position = Position()
+    progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
+    saved = read_on_all_ranks(files["resume"]) if "resume" in files else {}
+    progress.load_state_dict(saved.get("progress") or progress.state_dict())
+    build_updates = BuildUpdates(cfg, bare, task, sampler.global_batch, device)
+    parts = build_updates.first(progress, saved.get("unfrozen") or [])
+    frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
+    state, changed = build_state(cfg, bare, parts, progress, builders.callbacks(cfg), kept, saved)
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = builders.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
     consensus = StepConsensus()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
-    updates = build_updates(cfg, steps, optimizer_steps, consensus, device)
+    updates = build_updates.updates(parts, consensus)
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
@@ -98,11 +96,14 @@ def build(
         results.emit("start", header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision)
-    stragglers = Stragglers([parallel.step for parallel in steps.values()], loader, device)
+    stragglers = Stragglers(loader, device)
+    for update in updates.values():
+        stragglers.watch(update.parallel.step)
     throughput = Throughput(position.samples)
     monitor = Monitor(consensus, task, Meter(device), throughput, DataStats(loader), stragglers, profiler)
     profiler.check_length(total_steps)
-    return Run(
+    callbacks = state.extras.get("callbacks") or Callbacks({}, state)
+    run = Run(
         rank=rank,
         seed=cfg.seed,
         metric=cfg.objective.metric,
@@ -128,7 +129,11 @@ def build(
         monitor=monitor,
         fault=fault,
         stop_signal=stop_signal,
+        log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
+        callbacks=callbacks,
     )
+    callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
+    return run
 
 
 def build_model(
@@ -156,92 +161,50 @@ def build_model(
     return model, channels_last, untouched
 
 
-def updates_of(task: Task) -> list[str]:
-    """Return the names of all updates that a task makes, in the order of the first steps."""
-    names = list(dict.fromkeys(name for step in range(1, UPDATES_REPEAT + 1) for name in task.updates(step)))
-    if not names or ("" in names and len(names) > 1):
-        raise ConfigError(
-            f"{type(task).__name__}.updates(step) returned {names}: it must return the names of parts of the model, or "
-            "('',) for the whole model, and at least one of them in each step"
-        )
-    return names
-
-
-def build_updates(
-    cfg: DictConfig,
-    steps: Mapping[str, Parallel],
-    optimizer_steps: Mapping[str, OptimizerStep],
-    consensus: StepConsensus,
-    device: torch.device,
-) -> dict[str, Update]:
-    """Put together what each update of a step needs, by its name.
-
-    Args:
-        cfg: the resolved config.
-        steps: the training steps among their ranks.
-        optimizer_steps: their optimizers.
-        consensus: votes of the ranks.
-        device: of the model.
-    """
-    updates = {}
-    for name, parallel in steps.items():
-        own = {parameter for _, parameter in optimizer_steps[name].trained}
-        of_others = [parameter for other in optimizer_steps.values() for _, parameter in other.trained]
-        late = device.type == "cuda" and cfg.trainer.on_nonfinite != "skip" and parallel.same_gradients
-        check = StepCheck(optimizer_steps[name], consensus, late and len(steps) == 1)
-        others = [parameter for parameter in of_others if parameter not in own]
-        updates[name] = Update(name, parallel, optimizer_steps[name], check, others)
-    return updates
-
-
 def build_state(
     cfg: DictConfig,
     model: nn.Module,
-    steps: Mapping[str, Parallel],
-    sampler: Any,
-    device: torch.device,
-    checkpoint: Path | None,
+    parts: Mapping[str, Part],
+    progress: ScheduleProgress,
+    callbacks: Mapping[str, Callback],
     kept: Mapping[str, Any] | None,
-) -> tuple[State, dict[str, OptimizerStep], str]:
-    """Build optimizers, schedules and average, and restore them from a checkpoint. A collective.
+    saved: dict[str, Any],
+) -> tuple[State, str]:
+    """Put together what a checkpoint holds, and restore it from one.
 
     Args:
         cfg: the resolved config.
         model: the model.
-        steps: the training steps among their ranks, by the names of their updates.
-        sampler: the training sampler.
-        device: of the model.
-        checkpoint: the file to resume, read on rank 0; None for none.
+        parts: what each update trains, by its name.
+        progress: of the schedules.
+        callbacks: of the user, by their names.
         kept: the part of the config that checkpoints keep; None: all but the cluster.
+        saved: the checkpoint to resume; empty for none.
 
     Returns:
-        The state; the optimizer step of each update; the settings that differ from the checkpoint's, "" for none.
+        The state; the settings that differ from the checkpoint's, "" for none.
     """
-    position = Position()
-    progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
-    saved = read_on_all_ranks(checkpoint) if checkpoint is not None else {}
-    progress.load_state_dict(saved.get("progress") or progress.state_dict())
-    optimizer_steps, schedulers = {}, {}
-    for name, parallel in steps.items():
-        optimizer = builders.optimizer(cfg, parallel.part, sampler.global_batch, name)
-        schedulers[name] = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps, name)
-        scaler = precision.scaler(cfg.trainer.precision, device)
-        optimizer_steps[name] = OptimizerStep(parallel, optimizer, scaler, cfg.trainer.clip_norm, name)
-    ema = Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None
     extras = {
-        "scaler": together({name: one.scaler for name, one in optimizer_steps.items()}),
-        "ema": ema,
+        "scaler": together({name: part.step.scaler for name, part in parts.items()}),
+        "ema": Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
         "progress": progress,
     }
-    optimizer = together({name: one.optimizer for name, one in optimizer_steps.items()})
-    config = dict(kept or checkpoint_config.of(cfg))
-    state = State(model, optimizer, together(schedulers), position, config, extras)
-    changed = ""
-    if saved:
-        changed = resume.restore(state, saved)
-        progress.move(state.scheduler)
-    return state, optimizer_steps, changed
+    state = State(
+        model,
+        together({name: part.step.optimizer for name, part in parts.items()}),
+        together({name: part.scheduler for name, part in parts.items()}),
+        progress.position,
+        dict(kept or checkpoint_config.of(cfg)),
+        extras,
+    )
+    if callbacks:
+        extras["callbacks"] = Callbacks(callbacks, state)
+    if not saved:
+        return state, ""
+    changed = resume.restore(state, saved)
+    progress.move(state.scheduler)
+    return state, changed
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:

@@ -26,14 +26,15 @@ class StepCheck:
         self.optimizer_step, self.consensus, self.late = optimizer_step, consensus, late
         self.unchecked: GradientNorms | None = None
 
-    def vote(self, losses: Sequence[Tensor], stop: int) -> Vote | DeferredVote:
+    def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Vote | DeferredVote:
         """Send the other ranks a vote on this step. A collective.
 
         Args:
             losses: of the step's micro-batches, on this rank.
             stop: why this rank is asked to stop, a number of `heartbeat.REASONS`; 0 if it is not.
+            log: by this rank's clock, it is time to log.
         """
-        return self.consensus.vote(good=are_finite(losses, self.unchecked), stop=stop)
+        return self.consensus.vote(good=are_finite(losses, self.unchecked), stop=stop, log=log)
 
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import struct
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -25,11 +26,12 @@ from ddp_hydra.writers.validate import metric_values
 
 _COSTS = ("data_wait", "samples_per_s", "slowest_rank")
 _COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")
+_SHOWN = ("metrics", "text", "image", "histogram")
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
 class TensorBoardWriter:
-    """Write scalars of rank 0, texts and images of any rank to `<run_dir>/tensorboard`.
+    """Write scalars of rank 0, texts, images and histograms of any rank to `<run_dir>/tensorboard`.
 
     When a new attempt starts, or the job runs again in the same folder, an event has TensorBoard drop the points after
     the step from which it starts, so that each curve has one line. (TensorBoard's fast loader drops them tag by tag,
@@ -48,12 +50,12 @@ class TensorBoardWriter:
         self._purge = bool(_events_in(path.parent))  # the job runs again, or continues, in its old folder
 
     def write(self, record: Record) -> None:
-        """Append the event of a metrics, text or image record; a start record may drop points.
+        """Append the event of a metrics, text, image or histogram record; a start record may drop points.
 
         Raises:
             RecordError: an image is no PNG, or the file cannot be written.
         """
-        if record.kind not in ("start", "metrics", "text", "image") or record.attempt < (self._attempt or 0):
+        if record.kind not in ("start", *_SHOWN) or record.attempt < (self._attempt or 0):
             return
         self._purge |= self._attempt is not None and record.attempt > self._attempt
         self._attempt = record.attempt
@@ -62,7 +64,8 @@ class TensorBoardWriter:
         if self._purge and record.step is not None:
             self._drop_points(record)
         if record.kind != "start":
-            value = {"metrics": self._scalars, "text": _text, "image": _image}[record.kind](record)
+            values = {"metrics": self._scalars, "text": _text, "image": _image, "histogram": _histogram}
+            value = values[record.kind](record)
             self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
 
     def close(self) -> None:
@@ -108,6 +111,21 @@ def _text(record: Record) -> Summary:
     tensor = TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=shape)
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     return Summary(value=[Summary.Value(tag=record.data["name"], metadata=metadata, tensor=tensor)])
+
+
+def _histogram(record: Record) -> Summary:
+    edges, counts = record.data["edges"], record.data["counts"]
+    middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
+    proto = HistogramProto(
+        min=edges[0],
+        max=edges[-1],
+        num=sum(counts),
+        sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+        sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
+    return Summary(value=[Summary.Value(tag=record.data["name"], histo=proto)])
 
 
 def _image(record: Record) -> Summary:

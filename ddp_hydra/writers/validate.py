@@ -21,6 +21,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "metrics": {"metrics": dict, "epoch": _NUMBER, "samples": _NUMBER},
     "text": {"name": str, "text": str},
     "image": {"name": str, "png": str},
+    "histogram": {"name": str, "edges": list, "counts": list},
     "file": {
         "path": str,
         "size": int,
@@ -36,6 +37,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "metrics": ("metrics",),
     "text": ("name", "text"),
     "image": ("name", "png"),
+    "histogram": ("name", "edges", "counts"),
     "file": ("path", "size", "sha256"),
     "log": ("text",),
 }
@@ -70,6 +72,8 @@ def check_record(record: Record) -> None:
         _check_metrics(record, record.data["metrics"])
     if record.kind == "start" and not all(isinstance(line, str) for line in record.data.get("lines") or ()):
         raise _malformed(record, "lines", record.data["lines"])
+    if record.kind == "histogram":
+        _check_histogram(record)
     if record.kind == "file" and record.data.get("checkpoint") is not None:
         checkpoint = record.data["checkpoint"]
         _check_fields(record, checkpoint, _CHECKPOINT)
@@ -107,6 +111,15 @@ def _check_metrics(record: Record, metrics: Mapping[str, Any]) -> None:
             float(value)
         except OverflowError:
             raise _malformed(record, name, value) from None
+
+
+def _check_histogram(record: Record) -> None:
+    edges, counts = record.data["edges"], record.data["counts"]
+    for name, numbers in (("edges", edges), ("counts", counts)):
+        if not all(type(number) in _NUMBER and math.isfinite(number) for number in numbers) or len(numbers) > 1025:
+            raise _malformed(record, name, numbers)
+    if len(edges) != len(counts) + 1 or sorted(edges) != edges or any(number < 0 for number in counts):
+        raise _malformed(record, "counts", counts)
 
 
 def _check_number(record: Record, name: str, value: Any, limit: float) -> None:

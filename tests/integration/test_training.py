@@ -141,7 +141,8 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
                 return x
 
         model = Sleepy()
-        stragglers = Stragglers(model, SimpleNamespace(waited_s=0.0), torch.device("cpu"))
+        stragglers = Stragglers(SimpleNamespace(waited_s=0.0), torch.device("cpu"))
+        stragglers.watch(model)
         for _ in range(3):
             model.train()(torch.ones(1))
             model.eval()(torch.ones(1))

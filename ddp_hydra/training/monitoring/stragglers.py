@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,22 @@ class Stragglers:
     """Measures how long this rank works alone in each step.
 
     Args:
-        steps: the training steps inside DDP: DDP waits for other ranks before it calls a step.
         loader: of the training data.
         device: of the model.
     """
 
-    def __init__(self, steps: Iterable[nn.Module], loader: Loader, device: torch.device) -> None:
+    def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader, self.device = loader, device
         self.forward_s = 0.0
         self.events: list[tuple[Any, Any]] = []
         self.forward_began: Any = None
         self.waited_s = loader.waited_s
         self.sums: list[float] = []
-        for step in steps:
-            step.register_forward_pre_hook(self._begin)
-            step.register_forward_hook(self._end)
+
+    def watch(self, step: nn.Module) -> None:
+        """Measure a training step inside DDP: DDP waits for other ranks before it calls the step."""
+        step.register_forward_pre_hook(self._begin)
+        step.register_forward_hook(self._end)
 
     def _begin(self, step: nn.Module, inputs: Any) -> None:
         self.forward_began = self._now()

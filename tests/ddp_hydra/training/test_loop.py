@@ -21,7 +21,7 @@ from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
-from ddp_hydra.training import setup
+from ddp_hydra.training import build_updates, setup
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import fit, summarise
@@ -59,6 +59,7 @@ def config(**trainer: Any) -> Any:
             "loss": {"_target_": "ddp_hydra.tasks.losses.CrossEntropy"},
             "mix": {},
             "metrics": {},
+            "callbacks": {},
             "parallel": {"_target_": "ddp_hydra.training.parallel.ddp"},
             "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
             "scheduler": {"_target_": "ddp_hydra.training.lr_schedules.cosine"},
@@ -438,7 +439,7 @@ SPOILT = {"model": {"_target_": f"{__name__}.Spoilt"}}
 def as_on_a_gpu(request, monkeypatch) -> None:
     """Look at gradients at once, and when the next loss is looked at."""
     late = request.param
-    monkeypatch.setattr("ddp_hydra.training.setup.StepCheck", lambda *parts: StepCheck(*parts[:2], late=late))
+    monkeypatch.setattr("ddp_hydra.training.build_updates.StepCheck", lambda *parts: StepCheck(*parts[:2], late=late))
 
 
 def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):

@@ -1,0 +1,246 @@
+"""Callbacks in the loop, on one rank in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.callbacks import Callback, Unfreeze, WallClock
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.log_clock import LogClock
+from tests.ddp_hydra.training.test_loop import flat, same
+from tests.ddp_hydra.training.test_loop import group as group
+from tests.ddp_hydra.training.test_loop import train as train
+
+HERE = "tests.ddp_hydra.training.test_callbacks"
+
+
+class Diary(Callback):
+    """Notes when it is called."""
+
+    def __init__(self) -> None:
+        self.days: list[str] = []
+
+    def on_start(self, run: Any) -> None:
+        self.days.append(f"start {run.step}/{run.total_steps}")
+
+    def on_step(self, run: Any) -> None:
+        self.days.append(f"step {run.step}")
+        run.log({"diary/pages": len(self.days)})
+
+    def on_validation(self, run: Any) -> None:
+        run.model.eval()  # it may be needed to look at the model
+        self.days.append(f"validation {run.epoch} {'val/loss' in run.metrics}")
+
+    def on_checkpoint(self, run: Any) -> None:
+        self.days.append(f"checkpoint {run.samples}")
+
+    def on_end(self, run: Any) -> None:
+        self.days.append("end")
+        run.text("diary", ", ".join(self.days))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"days": list(self.days)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.days = state["days"]
+
+
+class Meddler(Callback):
+    """Changes what it is told to change."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_step(self, run: Any) -> None:
+        if self.what == "weights":
+            with torch.no_grad():
+                run.model.bias.mul_(2)
+        elif self.what == "rate":
+            run._run.state.optimizer.param_groups[0]["lr"] = 0.5
+        elif self.what == "frozen":
+            run.model.bias.requires_grad_(False)
+        elif self.what == "stop":
+            run.stop("enough")
+
+
+class Admitted(Meddler):
+    changes_training = True
+
+
+def with_callbacks(**nodes: Any) -> dict[str, Any]:
+    return {"callbacks": {name: {"_target_": target, **rest} for name, (target, rest) in nodes.items()}}
+
+
+def texts(run: Any) -> list[str]:
+    return [record.data["text"] for record in run.records if record.kind == "text"]
+
+
+def test_they_are_called_at_their_moments_and_change_nothing(train):
+    parts = with_callbacks(diary=(f"{HERE}.Diary", {}))
+    watched, plain = train(parts=parts), train()
+    assert texts(watched) == [
+        "start 0/8, step 1, step 2, step 3, step 4, validation 1 True, checkpoint 8, "
+        "step 5, step 6, step 7, step 8, validation 2 True, checkpoint 16, end"
+    ]
+    assert watched.metrics("diary/pages") == [(1, 2), (2, 3), (3, 4), (4, 5), (5, 8), (6, 9), (7, 10), (8, 11)]
+    ours, theirs = flat(read(watched.last)), flat(read(plain.last))
+    assert ours.pop("callbacks")["diary"]["days"][-1] == "checkpoint 16"
+    assert ours == theirs
+
+
+def test_their_state_is_resumed(train):
+    parts = with_callbacks(diary=(f"{HERE}.Diary", {}))
+    begun = train(parts=parts, epochs=1)
+    went_on = train(parts=parts, resume=begun.last)
+    assert texts(went_on)[0].startswith(
+        "start 0/4, step 1, step 2, step 3, step 4, validation 1 True, checkpoint 8, start 4/8, step 5"
+    )
+
+
+def test_without_a_validation_set_epochs_count(train):
+    run = train(parts={**with_callbacks(diary=(f"{HERE}.Diary", {})), "objective": {"metric": "train/loss"}}, val=0)
+    assert "validation 1 False, checkpoint 8" in texts(run)[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("weights", "changed weights"), ("rate", "the optimizer's settings"), ("frozen", "what is frozen")],
+)
+def test_what_a_resume_would_not_repeat_is_refused_unless_it_is_admitted(train, what, said):
+    with pytest.raises(ConfigError, match=rf"callbacks\.it \(Meddler\) has changed.*{said.split()[-1]}.*set changes_t"):
+        train(parts=with_callbacks(it=(f"{HERE}.Meddler", {"what": what})))
+    if what != "frozen":  # DDP needs each gradient
+        assert train(parts=with_callbacks(it=(f"{HERE}.Admitted", {"what": what}))).value["steps"] == 8
+
+
+def test_one_may_ask_to_stop(train, capsys):
+    run = train(parts=with_callbacks(it=(f"{HERE}.Meddler", {"what": "stop"})))
+    assert (run.value["interrupted"], run.steps_saved) == ("callback", [2])
+    assert capsys.readouterr().err == "a callback asked to stop after step 1: enough\n"
+
+
+def test_what_is_no_callback_is_refused(train):
+    with pytest.raises(ConfigError, match=r"callbacks\.it: Linear is no subclass"):
+        train(parts=with_callbacks(it=("torch.nn.Linear", {"in_features": 1, "out_features": 1})))
+
+
+# -- those that ship -------------------------------------------------------------------------------------------
+
+
+def test_histograms(train):
+    node = ("ddp_hydra.training.callbacks.Histograms", {"parameters": ["wei*"], "every_steps": 4})
+    run = train(parts=with_callbacks(histograms=node))
+    shown = [(record.step, record.data["name"]) for record in run.records if record.kind == "histogram"]
+    assert shown == [(4, "weights/weight"), (4, "gradients/weight"), (8, "weights/weight"), (8, "gradients/weight")]
+    assert all(sum(record.data["counts"]) == 12 for record in run.records if record.kind == "histogram")
+
+
+class Net(nn.Sequential):
+    """Two layers with a norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def unfrozen(**trainer: Any) -> dict[str, Any]:
+    node = ("ddp_hydra.training.callbacks.Unfreeze", {"after_epochs": 2, "parameters": ["0.*", "1.*"], "lr": 0.01})
+    return {"model": {"_target_": f"{HERE}.Net", "in_features": None, "out_features": None}, **with_callbacks(u=node)}
+
+
+@pytest.fixture
+def net(monkeypatch):
+    """Without the arguments that the loop's tests give their model."""
+    monkeypatch.setattr(Net, "__init__", lambda self, in_features, out_features: nn.Sequential.__init__(
+        self, nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("decay_all", [True, False])
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_what_was_frozen_is_trained_from_some_epoch_on_also_after_a_resume(train, net, decay_all, epochs):
+    given = {"freeze": ["*", "!2.*"], "decay_all": decay_all, "checkpoint_every_steps": 1}
+    whole = train(parts=unfrozen(), epochs=4, **given)
+    states = {step: read(path) for step, path in zip(whole.steps_saved, map(path_of, whole.saved), strict=True)}
+    weights = {step: state["model"]["0.weight"] for step, state in states.items()}
+    means = {step: state["model"]["1.running_mean"] for step, state in states.items()}
+    assert torch.equal(weights[1], weights[8])
+    assert not torch.equal(weights[8], weights[9])
+    assert (torch.equal(means[1], means[8]), torch.equal(means[8], means[9])) == (True, False)
+    assert [group["initial_lr"] for group in states[9]["optimizer"]["param_groups"]] in (
+        [0.1, 0.01],
+        [0.1] * 2 + [0.01] * 2,
+    )
+    resumed = train(parts=unfrozen(), epochs=4, resume=path_of(whole.saved[4 * epochs - 1]), **given)
+    assert same(resumed.last, whole.last)
+
+
+def path_of(record: Any) -> Path:
+    return Path(record.data["source"])
+
+
+def test_what_can_not_be_unfrozen_is_said(train, net):
+    with pytest.raises(ConfigError, match=r"unfreeze\(.* fits no frozen parameter; nothing is frozen"):
+        train(parts=unfrozen(), epochs=3)
+    torchs = {"scheduler": {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}}
+    with pytest.raises(ConfigError, match="can't be unfrozen with StepLR"):
+        train(parts={**unfrozen(), **torchs}, epochs=3, freeze=["*", "!2.*"])
+
+
+def test_a_frozen_part_stays_so_at_the_end_of_the_run():
+    callback = Unfreeze(1)
+    callback.on_validation(type("run", (), {"epoch": 1, "step": 8, "total_steps": 8})())
+    assert callback.state_dict() == {"done": False}
+
+
+def test_a_wall_clock_stops_at_its_time():
+    asked: list[str] = []
+    run = type("run", (), {"rank": 0, "stop": lambda self, reason: asked.append(reason)})()
+    clock = WallClock("07:30")
+    clock.on_step(run)
+    clock.end -= clock.end - clock.end.replace(year=2020)
+    clock.on_step(run)
+    assert asked == ["it is 07:30"]
+    with pytest.raises(ConfigError, match=r"at='7.30' is no time of day"):
+        WallClock("7.30")
+
+
+# -- by the clock ----------------------------------------------------------------------------------------------
+
+
+def test_a_clock_tells_when_to_log_at_growing_intervals(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock, due = LogClock(10.0, growth=2.0), []
+    for second in range(100):
+        now = float(second)
+        if clock.is_due():
+            due.append(second)
+            clock.restart()
+    assert due == [10, 30, 70]
+    assert not LogClock(None).is_due()
+
+
+def test_what_was_logged_for_another_reason_begins_the_interval_anew(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = LogClock(10.0, growth=2.0)
+    now = 9.0
+    clock.restart()
+    now = 18.0
+    assert not clock.is_due()
+    now = 19.0
+    assert clock.is_due()
+
+
+def test_records_may_come_by_time_alone(train):
+    every = train(log_every_steps=0, log_every_s=1e-9)
+    assert [step for step, _ in every.metrics("train/loss")] == list(range(1, 9))
+    rare = train(log_every_steps=0, log_every_s=1e9)
+    assert [step for step, _ in rare.metrics("train/loss")] == [4, 8]  # before each checkpoint
+    assert same(every.last, rare.last)
