@@ -181,15 +181,18 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
         ),
         *(
             ({key: 0}, f"{key}=0: give a whole number of at least 1")
-            for key in (
-                "trainer.epochs", "trainer.max_steps", "trainer.log_every_steps", "dispatch.ranks",
-                "results.keep_checkpoints",
-            )
+            for key in ("trainer.epochs", "trainer.max_steps", "dispatch.ranks", "results.keep_checkpoints")
         ),
         *(
             ({f"trainer.{key}": -1}, f"trainer.{key}=-1: give 0 or more")
-            for key in ("threads", "validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs")
+            for key in (
+                "threads", "validate_every_epochs", "checkpoint_every_steps", "checkpoint_every_epochs",
+                "log_every_steps",
+            )
         ),
+        ({"trainer.log_every_steps": 0}, "logs by the clock: give trainer.log_every_s=<seconds>, too"),
+        ({"trainer.log_every_s": 0.0}, "trainer.log_every_s=0: give seconds, more than 0, or null"),
+        ({"trainer.log_growth": 0.5}, "trainer.log_growth=0.5: give 1 or more"),
         ({"results.retry_s": -1.0}, "results.retry_s=-1: give seconds, 0 or more"),
         ({"results.retry_s": float("nan")}, "results.retry_s=nan: give seconds, 0 or more"),
         ({"results.handler": "cluster"}, "results.handler=cluster needs a place that the workers can write"),

@@ -21,7 +21,7 @@ from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record
-from ddp_hydra.training import build_updates, setup
+from ddp_hydra.training import setup
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import fit, summarise
