@@ -74,7 +74,7 @@ class WandbLogger(Logger):
     def _folder(self) -> str:
         return str(Path(self.run.dir).parent)
 
-    def _init(self, job: RunInfo, settings: dict[str, Any], mode: str | None) -> Any:
+    def _init(self, job: RunInfo, settings: dict[str, Any], mode: Any) -> Any:
         import wandb
 
         return wandb.init(
@@ -88,7 +88,7 @@ class WandbLogger(Logger):
             dir=str(job.run_dir),
             id=job.earlier or None,
             resume="allow",
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             settings=wandb.Settings(**settings),
         )
 
