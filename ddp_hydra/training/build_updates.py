@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -19,9 +19,6 @@ from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.step_check import StepCheck
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import Update
-
-if TYPE_CHECKING:
-    from ddp_hydra.training.run import Run
 
 UPDATES_REPEAT = 1000
 """The updates of so many first steps hold every name that a task updates."""
@@ -93,8 +90,14 @@ class BuildUpdates:
             updates[name] = Update(name, part.step.parallel, part.step, check, others)
         return updates
 
-    def unfreeze(self, run: Run, patterns: Sequence[str], lr: float | None) -> None:
-        """Train frozen parameters of a run from now on; see `View.unfreeze`. A collective."""
+    def unfreeze(self, run: Any, patterns: Sequence[str], lr: float | None) -> None:
+        """Train frozen parameters from now on; see `View.unfreeze`. A collective.
+
+        Args:
+            run: the `training.run.Run` that these updates were built for; it gets new ones.
+            patterns: of parameter names.
+            lr: the optimizer's own rate for them; None: that of the others.
+        """
         stage: unfreeze.Stage = {"patterns": list(patterns), "lr": lr}
         for update in run.updates.values():  # several updates freeze each other's parameters
             for parameter in update.others:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ddp_hydra import heartbeat, results
-
-if TYPE_CHECKING:
-    from ddp_hydra.training.run import Run
 
 BINS = 64
 
@@ -22,17 +19,18 @@ class View:
     """A run, as callbacks see it.
 
     Args:
-        run: the run.
+        run: the `training.run.Run`, which calls the callbacks.
         unfreeze: trains parameters that were frozen; see `unfreeze`.
     """
 
-    def __init__(self, run: Run, unfreeze: Callable[[Sequence[str], float | None], None]) -> None:
+    def __init__(self, run: Any, unfreeze: Callable[[Sequence[str], float | None], None]) -> None:
         self._run, self._unfreeze = run, unfreeze
 
     @property
     def model(self) -> nn.Module:
         """The model, not wrapped in DDP."""
-        return self._run.model
+        model: nn.Module = self._run.model
+        return model
 
     @property
     def average(self) -> nn.Module | None:
