@@ -42,7 +42,7 @@ def test_a_name_has_the_settings_of_its_group():
 
 
 def test_a_node_is_a_logger_by_the_name_of_its_class():
-    found = loggers.nodes(composed("results.loggers=[aim,{_target_:models.mine.MyWriter,path:x}]"))
+    found = loggers.nodes(composed("results.loggers=[clearml,{_target_:models.mine.MyWriter,path:x}]"))
     assert found["MyWriter"] == {"_target_": "models.mine.MyWriter", "path": "x"}
 
 
@@ -52,7 +52,7 @@ def test_a_node_is_a_logger_by_the_name_of_its_class():
         (["results.loggers=[mlfow]"], "results.loggers has 'mlfow': did you mean mlflow? give names (mlflow, wandb,"),
         (["results.loggers=[tensorboard]"], "results.loggers has 'tensorboard': give names (mlflow, wandb,"),
         (["results.loggers=[{path:x}]"], "results.loggers has {'path': 'x'}: give names"),
-        (["results.loggers=[aim,aim]"], "results.loggers names aim more than once: leave one out"),
+        (["results.loggers=[wandb,wandb]"], "results.loggers names wandb more than once: leave one out"),
         (
             ["results.loggers=[wandb]", "results.wandb.checkpoints=last"],
             "results.wandb.checkpoints=last: give best, all or null",
