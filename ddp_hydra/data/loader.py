@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_hydra.data.batch import laid_out, n_bytes, pin, to_device
+from ddp_hydra.data.samplers import Partition
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,22 @@ class Loader:
             batches = list(batches)
             self.dataset.expect(list(chain.from_iterable(batches)))
         for batch in self.ahead(batches) if self.prefetch else self.on_demand(batches):
-            yield laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
+            yield self.placed(batch)
+
+    def placed(self, batch: Any) -> Any:
+        """Return a batch on the device, prepared."""
+        return laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
+
+    def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
+        """Yield a rank's batches with the indices of their samples; all ranks together get each sample once.
+
+        Args:
+            batch_size: samples in a batch; the last one may be smaller.
+            rank: this rank.
+            world_size: number of ranks.
+        """
+        batches = list(Partition(len(self.dataset), batch_size, rank, world_size).batches())
+        yield from zip(self.load(batches), batches, strict=True)
 
     def steps(self, batches: Iterable[list[int]], micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step; they are loaded while the step is computed.
@@ -133,9 +149,12 @@ class Loader:
     def make(self, indices: list[int]) -> Any:
         """Read one batch of samples."""
         if hasattr(self.dataset, "__getitems__"):
-            batch = self.collate(self.dataset.__getitems__(indices))
-        else:
-            batch = self.collate([self.read(index) for index in indices])
+            return self.made(self.dataset.__getitems__(indices))
+        return self.made([self.read(index) for index in indices])
+
+    def made(self, samples: Any) -> Any:
+        """Make a batch of samples."""
+        batch = self.collate(samples)
         self.progress()
         return pin(batch) if self.device.type == "cuda" else batch
 

@@ -68,7 +68,7 @@ class BuildUpdates:
         return {
             name: Part(
                 self._step(name, optimizer, precision.scaler(cfg.trainer.precision, self.device)),
-                builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps, name),
+                builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name),
             )
             for name, optimizer in optimizers.items()
         }

@@ -3,7 +3,7 @@
 The framework knows no model and no data set. A batch is what the task takes: (x, y), a dict, any structure of tensors.
 A data set has these methods and attributes:
 
-    __len__, __getitem__              as every map-style data set
+    __len__, __getitem__              as every map-style data set; for an iterable one, see below
     __getitems__(indices)             optional: a whole batch at once
     collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
     prepare(batch) -> batch           optional: works on the device; normalises, encodes
@@ -18,6 +18,14 @@ A data set has these methods and attributes:
     max_bad_fraction                  optional: the largest share of bad samples that is allowed over all ranks
     stats() -> {name: number}         optional: the cost of reading so far; see `monitoring/data_stats.py`
     close()                           optional: called at the end
+
+An iterable data set has `__iter__`, and no `__getitem__` or the base class `IterableDataset`. These are optional:
+
+    __len__                           samples in an epoch; `data.n_samples` in the config goes before it
+    set_epoch(epoch)                  the next `iter()` gives the samples of this epoch
+    of_rank(rank, world_size)         returns an iterable of this rank's samples; None: each rank takes its share of all
+    state_dict, load_state_dict       the place reached; the next `iter()` goes on there. Plain values and tensors
+    collate, prepare, classes, num_classes, stats, close    as above
 
 If an exception of a data set has `mistake = True`, only a person can mend its cause: it is shown without a traceback,
 and the job is not tried again.
@@ -47,10 +55,11 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.config import objective, targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import parameter_groups, precision
+from ddp_hydra.training import parameter_groups, precision, stream_sampler
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.evaluation import Evaluation
@@ -122,9 +131,11 @@ def built_once(node: DictConfig) -> bool:
 def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
     """Build the training sampler of a rank; pass the attributes of the data set that it takes."""
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
+    batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
+    if streams.is_stream(data):
+        return stream_sampler.build(cfg, data, batch_size, rank, world_size)
     taken = parameters(cfg.sampler["_target_"])
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
-    batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     return make(cfg.sampler, **arguments, **of_data)
 
@@ -132,6 +143,9 @@ def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
 def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
     """Build the loader of a data set."""
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
+    if streams.is_stream(data):
+        options = {"way": cfg.data.get("split"), "progress": heartbeat.progress}
+        return streams.StreamLoader(data, device, channels_last, **bounds, **options)
     return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
 
 
@@ -235,7 +249,6 @@ def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, cha
     """Build the evaluation of the model on the validation set."""
     return Evaluation(
         loader(cfg, data, device, channels_last),
-        len(data),
         cfg.data.batch_size,
         precision.autocast(cfg.trainer.precision, device),
         task,

@@ -33,20 +33,28 @@ class Vote:
     """A vote under way.
 
     Args:
-        votes: (3,) int64: the reason to stop; world_size - rank if the step is bad, else 0; whether to log. It is
-            being reduced to the maximum over all ranks.
+        votes: (5,) int64: the reason to stop; world_size - rank if the step is bad, else 0; whether to log; two counts,
+            negated. It is being reduced to the maximum over all ranks.
         work: the reduction to wait for; None for a single rank.
         world_size: number of ranks.
+        take: called with the least counts of all ranks.
     """
 
-    def __init__(self, votes: torch.Tensor, work: dist.Work | None, world_size: int) -> None:
-        self.votes, self.work, self.world_size = votes, work, world_size
+    def __init__(
+        self,
+        votes: torch.Tensor,
+        work: dist.Work | None,
+        world_size: int,
+        take: Callable[[list[int]], None] = lambda counts: None,
+    ) -> None:
+        self.votes, self.work, self.world_size, self.take = votes, work, world_size, take
 
     def result(self) -> Decision:
         """Wait for the other ranks, and return the decision."""
         if self.work is not None:
             self.work.wait()
-        stop, bad, log = self.votes.tolist()
+        stop, bad, log, *counts = self.votes.tolist()
+        self.take([-count for count in counts])
         return Decision(stop, self.world_size - bad if bad else None, bool(log))
 
 
@@ -66,14 +74,20 @@ class DeferredVote:
 
 
 class StepConsensus:
-    """Reduces votes over all ranks: 24 bytes that travel together with the gradients, so they cost no time.
+    """Reduces votes over all ranks: 40 bytes that travel together with the gradients, so they cost no time.
 
     They travel over the CPU, so the values voted on have to be there.
+
+    Attributes:
+        counts: two counts of this rank that travel with each vote.
+        take: called with the least counts of all ranks when a vote's result is known.
     """
 
     def __init__(self) -> None:
         self.alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        self.counts: Callable[[], list[int]] = lambda: [0, 0]
+        self.take: Callable[[list[int]], None] = lambda counts: None
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
     def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0, log: bool = False) -> Vote | DeferredVote:
@@ -90,11 +104,12 @@ class StepConsensus:
         return self._cast(good, stop, log)
 
     def _cast(self, good: bool, stop: int, log: bool) -> Vote:
-        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log)])
+        counts = (-count for count in self.counts())
+        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts])
         if self.alone:
-            return Vote(votes, None, 1)
+            return Vote(votes, None, 1, self.take)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return Vote(votes, work, self.world_size)
+        return Vote(votes, work, self.world_size, self.take)
 
     def gather(self, *parts: list[float]) -> list[list[list[float]]]:
         """Gather lists of numbers from all ranks, in one exchange. A collective.

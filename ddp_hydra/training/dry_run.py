@@ -13,9 +13,8 @@ from ddp_hydra import results
 from ddp_hydra.config import objective
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.batch import described
-from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import builders, precision, setup
+from ddp_hydra.training import builders, header, precision, setup
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.optimizer_step import OptimizerStep
@@ -39,17 +38,19 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     device = builders.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = builders.sampler(cfg, train_set, 0, world_size)
+    epoch_steps = header.steps_in_epoch(sampler)
     precision.set_float32(cfg.trainer.precision)
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
     task, meter = builders.task(cfg, train_set, device), Meter(device)
     model.train()
-    loader = Loader(train_set, device, channels_last, prefetch=0)
+    loader = builders.loader(cfg, train_set, device, channels_last)
+    loader.prefetch = 0
     batches = list(next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)))
     autocast = precision.autocast(cfg.trainer.precision, device)
     for update in updates_of(task):
         step = TrainStep(task, model, update)
         optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update)
-        scheduler = builders.schedule(cfg, optimizer, max(1, len(sampler)), max(1, len(sampler)), update)
+        scheduler = builders.schedule(cfg, optimizer, epoch_steps or 1, epoch_steps or 1, update)
         scaler = precision.scaler(cfg.trainer.precision, device)
         optimizer_step = OptimizerStep(Parallel(step, step), optimizer, scaler, cfg.trainer.clip_norm, update)
         optimizer_step.begin()
@@ -67,11 +68,12 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         metrics |= builders.evaluation(cfg, val_set, task, device, channels_last).run(model, stop=lambda: True)
     if objective.is_unknown(cfg.objective.metric, metrics):
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)
+    in_epoch = f"{epoch_steps:,}" if epoch_steps else "an unknown number"
     return [
-        f"data      {counted(len(train_set), 'sample')}" + (f", {len(val_set):,} for validation" if val_set else ""),
+        f"data      {header.samples_in(train_set, val_set)}",
         f"batch     {described(batches[0].batch)}",
         f"model     {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
-        f"steps     {len(sampler):,} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
+        f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {losses} before training",
         f"predicts  {predicted}",
         f"metrics   {', '.join(metrics)}; best.pt goes by {cfg.objective.metric}",

@@ -12,7 +12,6 @@ from torch import nn
 
 from ddp_hydra import heartbeat
 from ddp_hydra.data.loader import Loader
-from ddp_hydra.data.samplers import Partition
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.metrics import Meter, count, named
@@ -24,7 +23,6 @@ class Evaluation:
 
     Args:
         loader: of the data set.
-        n_samples: its length.
         batch_size: per rank.
         autocast: the context of the forward pass.
         task: computes the loss and counts.
@@ -33,7 +31,6 @@ class Evaluation:
     """
 
     loader: Loader
-    n_samples: int
     batch_size: int
     autocast: Any
     task: Task
@@ -57,8 +54,7 @@ class Evaluation:
                 dist.broadcast(buffer, src=0)
         model.eval()
         meter = Meter(self.loader.device)
-        batches = list(Partition(self.n_samples, self.batch_size, rank, world_size).batches())
-        for batch, indices in zip(self.loader.load(batches), batches, strict=True):
+        for batch, indices in self.loader.each_once(self.batch_size, rank, world_size):
             with self.autocast:
                 step = self.task.validation_step(model, batch)
             step = step if isinstance(step, Step) else Step(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Run:
         cadence: decides when to log, validate and save.
         consensus: reduces votes over the ranks.
         nonfinite: handles steps that are not.
+        epochs: the run ends after so many, if the data ends before its last step; None: it does not.
         checkpoints: writes checkpoints.
         monitor: measures the run.
         fault: faults to inject into this rank.
@@ -85,6 +86,7 @@ class Run:
     cadence: Cadence
     consensus: StepConsensus
     nonfinite: NonFinite
+    epochs: int | None
     checkpoints: CheckpointWriter
     monitor: Monitor
     fault: fault_injection.FaultInjector
@@ -189,6 +191,8 @@ class Run:
         if self._samples_are_used_up():
             self.position.end_epoch()
             self.schedule_progress.move(self.state.scheduler)
+            if self.epochs is not None and self.position.epoch >= self.epochs:
+                self.cadence = replace(self.cadence, total_steps=self.position.step)
 
     def synchronise(self) -> None:
         """Make the weights and their average the same on all ranks, before validation or a save. A collective."""
@@ -236,6 +240,8 @@ class Run:
 
     def _save(self, best: bool) -> None:
         self.callbacks.call("checkpoint")
+        if (stream := self.state.extras.get("stream")) is not None:
+            stream.gather(self.consensus.gather_objects)
         self.nonfinite.remember()
         if self.rank == 0:
             self.checkpoints.save(self.state, self.metrics, best)

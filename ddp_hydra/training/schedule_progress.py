@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,14 +25,16 @@ class ScheduleProgress:
 
     Attributes:
         global_batch: samples in a step, when the run began.
-        epoch_steps: steps in an epoch, when the run began.
+        epoch_steps: steps in an epoch, when the run began; 0 if nobody knows them. Then only max_steps counts.
         taken: steps that a scheduler of torch has taken.
     """
 
     def __init__(self, epochs: int | None, max_steps: int | None, sampler: Any, position: Position) -> None:
-        self.epochs, self.max_steps, self.sampler, self.position = epochs, max_steps, sampler, position
+        length = planned_steps(sampler)
+        self.epochs = epochs if length < math.inf else None
+        self.max_steps, self.sampler, self.position = max_steps, sampler, position
         self.global_batch: int = sampler.global_batch
-        self.epoch_steps = len(sampler)
+        self.epoch_steps = int(length) if length < math.inf else 0
         self.taken = 0
 
     @property
@@ -53,7 +56,7 @@ class ScheduleProgress:
     def _limits(self) -> Iterator[tuple[float, int]]:
         """Yield (done, length) of each limit of the run, in steps."""
         if self.epochs:
-            began, now = self.epoch_steps * self.global_batch, len(self.sampler) * self.sampler.global_batch
+            began, now = self.epoch_steps * self.global_batch, planned_steps(self.sampler) * self.sampler.global_batch
             passed = self.position.offset * self.epoch_steps / max(began, now)
             yield self.position.epoch * self.epoch_steps + passed, self.epochs * self.epoch_steps
         if self.max_steps:
@@ -80,5 +83,16 @@ class ScheduleProgress:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counts of a checkpoint."""
-        self.global_batch, self.epoch_steps = int(state["global_batch"]), int(state["epoch_steps"])
+        self.global_batch = int(state["global_batch"])
+        self.epoch_steps = int(state["epoch_steps"]) or self.epoch_steps
         self.taken = int(state["taken"])
+
+
+def planned_steps(sampler: Any, position: int = 0) -> float:
+    """Return how many steps of an epoch are left, as far as is known; infinity if nobody knows.
+
+    Args:
+        sampler: the training sampler; that of an iterable data set can't know when the data ends.
+        position: samples of the epoch that all ranks have seen.
+    """
+    return float(sampler.planned(position) if hasattr(sampler, "planned") else sampler.steps(position))

@@ -13,8 +13,8 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import checkpoint_config
-from ddp_hydra.console.plural import counted
 from ddp_hydra.data.samplers import Repeated
+from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates, Part
@@ -26,17 +26,18 @@ from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State, rea
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.header import describe
 from ddp_hydra.training.log_clock import LogClock
 from ddp_hydra.training.metrics import Meter
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.monitoring import memory
-from ddp_hydra.training.monitoring.data_stats import DataStats, skipped_by
+from ddp_hydra.training.monitoring.data_stats import DataStats
 from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.monitoring.stragglers import Stragglers
 from ddp_hydra.training.monitoring.throughput import Throughput
 from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.run import Run, seed_step
-from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
 
 
 def build(
@@ -64,8 +65,12 @@ def build(
     """
     rank, device = dist.get_rank(), builders.device(cfg)
     memory.begin(device)
+    consensus = StepConsensus()
     sampler = builders.sampler(cfg, train_set, rank, dist.get_world_size())
-    if cfg.trainer.overfit_batches:
+    if isinstance(sampler, StreamSampler):
+        consensus.counts, consensus.take = sampler.counts, sampler.heard
+        sampler.agree = lambda: consensus.vote().result()
+    elif cfg.trainer.overfit_batches:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches)
     precision.set_float32(cfg.trainer.precision)
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
@@ -83,7 +88,6 @@ def build(
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = builders.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
-    consensus = StepConsensus()
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     updates = build_updates.updates(parts, consensus)
 
@@ -125,6 +129,7 @@ def build(
         cadence=Cadence.from_config(cfg.trainer, total_steps),
         consensus=consensus,
         nonfinite=nonfinite,
+        epochs=cfg.trainer.epochs,
         checkpoints=CheckpointWriter(),
         monitor=monitor,
         fault=fault,
@@ -189,6 +194,7 @@ def build_state(
         "ema": Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
         "progress": progress,
+        "stream": progress.sampler if isinstance(progress.sampler, StreamSampler) else None,
     }
     state = State(
         model,
@@ -211,44 +217,7 @@ def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
     """Return the steps from a position to the end of the run: all epochs, or max_steps where that is less."""
     left = (trainer.max_steps - position.step) if trainer.max_steps else float("inf")
     if trainer.epochs:
-        left = min(left, sampler.steps(position.offset) + (trainer.epochs - position.epoch - 1) * len(sampler))
+        more = trainer.epochs - position.epoch - 1
+        of_epochs = planned_steps(sampler, position.offset) + (more and more * planned_steps(sampler))
+        left = min(left, of_epochs if more >= 0 else 0)
     return max(0, int(left))
-
-
-def describe(
-    cfg: DictConfig,
-    model: nn.Module,
-    train_set: Any,
-    val_set: Any,
-    sampler: Any,
-    total_steps: int,
-    position: Position,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the header of a run: lines for a person, and the numbers that progress is measured by."""
-    world_size = dist.get_world_size()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
-    validation = f", {len(val_set):,} for validation" if val_set is not None else ""
-    ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
-    accumulation = cfg.trainer.gradient_accumulation_steps
-    micro_batches = f"{accumulation} micro-batches x " if accumulation > 1 else ""
-    lines = [
-        f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
-        f"data      {counted(len(train_set), 'sample')}{validation}",
-        f"ranks     {world_size} on {device.type}, {threads} each, {cfg.trainer.precision}",
-        f"batch     {cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective",
-        f"steps     {total_steps:,}, {len(sampler):,} in an epoch",
-    ]
-    skipped = [skipped_by(data) for data in (train_set, val_set)]
-    lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
-    if position.step:
-        lines.append(f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}")
-    return {
-        "lines": lines,
-        "total_steps": total_steps,
-        "epochs": -(-total_steps // len(sampler)),
-        "steps_per_epoch": len(sampler),
-        "world_size": world_size,
-    }

@@ -1,0 +1,100 @@
+"""Makes the batches of an iterable data set ahead of the loop, in a thread of the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ddp_hydra.data.loader import Loader, MicroBatch, split
+from ddp_hydra.data.streams import split as streams
+from ddp_hydra.data.streams.ahead import Ahead
+from ddp_hydra.data.streams.part import Part
+from ddp_hydra.data.streams.sampler import Numbers, StreamSampler
+
+
+@dataclass(frozen=True)
+class Made:
+    """The batches of one step, not yet on the device.
+
+    Args:
+        batches: the micro-batches.
+        numbers: of the samples in each, or anything of that length.
+        state: of the data set behind them.
+    """
+
+    batches: list[Any]
+    numbers: list[list[Any]]
+    state: Any = None
+
+
+class StreamLoader(Loader):
+    """Turns the samples of an iterable data set into batches on a device.
+
+    Args:
+        dataset: the iterable data set.
+        device: where batches go.
+        way: how the ranks share the data set, see `split`.
+        options: the other arguments of `Loader`.
+    """
+
+    def __init__(self, dataset: Any, device: torch.device, *args: Any, way: str | None = None, **options: Any) -> None:
+        super().__init__(dataset, device, *args, **options)
+        self.way = way
+
+    def steps(self, batches: Any, micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
+        """Yield the micro-batches of each step that all ranks have; see `Loader.steps`.
+
+        Args:
+            batches: the `Numbers` of a `StreamSampler`; empty for no step.
+            micro_batches: number of micro-batches in a step.
+        """
+        if not isinstance(batches, Numbers):
+            return
+        sampler, position = batches.sampler, batches.position
+        sampler.wait = self.wait
+        sampler.begin(batches)
+        sampler.ahead = self._ahead(self._made(sampler, micro_batches), sampler.part, micro_batches)
+        with closing(sampler):
+            while sampler.steps(position):
+                made = self.wait(sampler.ahead.take)
+                sampler.take_up(made.state)
+                position += sampler.global_batch
+                yield self._micro_batches(made)
+        sampler.refuse_empty(batches.position)
+
+    def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
+        """Yield batches with the numbers of their samples; see `Loader.each_once`."""
+        part = streams.split(self.dataset, rank, world_size, self.way, self.progress)
+        part.open(0)
+
+        def batches() -> Iterator[Made]:
+            samples = part.once()
+            while taken := list(islice(samples, batch_size)):
+                yield Made([self.made([sample for _, sample in taken])], [[number for number, _ in taken]])
+
+        with closing(self._ahead(batches(), part, 1)) as ahead:
+            while self.wait(lambda: ahead.wait_for(1)):
+                made = ahead.take()
+                yield self.placed(made.batches[0]), made.numbers[0]
+
+    def _made(self, sampler: StreamSampler, micro_batches: int) -> Iterator[Made]:
+        for samples, state in sampler.samples():
+            parts = split(samples, micro_batches)
+            yield Made([self.made(part) for part in parts], parts, state)
+
+    def _ahead(self, steps: Iterator[Made], part: Part, micro_batches: int) -> Ahead[Made]:
+        def depth(made: Made) -> int:
+            return max(1, self.affordable(made.batches) // micro_batches)
+
+        return Ahead(steps, depth if self.prefetch else None, part.stop)
+
+    def _micro_batches(self, made: Made) -> Iterator[MicroBatch]:
+        total = sum(map(len, made.numbers))
+        for number, (batch, samples) in enumerate(zip(made.batches, made.numbers, strict=True), start=1):
+            share, last = len(samples) / total, number == len(made.batches)
+            yield MicroBatch(self.placed(batch), len(samples), share, last)

@@ -1,0 +1,208 @@
+"""Counts the steps of an iterable data set, and lets all ranks end its epochs in the same step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from ddp_hydra.data.streams.ahead import Ahead
+from ddp_hydra.data.streams.part import Part
+from ddp_hydra.errors import ConfigError, DataError
+
+NEVER = 2**62
+"""A position that no epoch reaches."""
+
+
+class StreamSampler:
+    """Has the methods of a sampler, but the data set says which samples come, and when there are no more.
+
+    Each rank knows how far it has read ahead. These counts travel with the votes that the ranks cast in each step
+    anyway; a step is taken when all ranks have its samples. So no rank waits in a step that another does not take.
+
+    Args:
+        part: of this rank.
+        batch_size: samples per rank and step.
+        n_samples: samples of all ranks in an epoch: it ends there at the latest; None: where the data ends.
+
+    Attributes:
+        agree: exchanges the counts of all ranks now; a collective.
+        wait: calls a function that waits for data; the loader measures how long.
+        ahead: the steps that are read ahead; None between epochs.
+    """
+
+    def __init__(self, part: Part, batch_size: int, n_samples: int | None = None) -> None:
+        self.part, self.batch_size, self.n_samples = part, batch_size, n_samples
+        self.global_batch = batch_size * part.world_size
+        if n_samples is not None and n_samples < self.global_batch:
+            raise ConfigError(
+                f"data.n_samples={n_samples} is less than one global batch of {self.global_batch} "
+                f"(data.batch_size={batch_size} x {part.world_size} ranks): give a smaller data.batch_size"
+            )
+        self.agree: Callable[[], Any] = lambda: self.heard(self.counts())
+        self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()
+        self.ahead: Ahead[Any] | None = None
+        self.epoch = 0
+        self.reached = self.known = 0  # the steps up to here are taken up; all ranks have those up to here
+        self.end: int | None = None
+        self.state: Any = None
+        self.saved: Mapping[str, Any] = {}
+
+    def __len__(self) -> int:
+        """Return how many steps an epoch has at most."""
+        assert self.n_samples is not None
+        return self.n_samples // self.global_batch
+
+    def planned(self, position: int = 0) -> float:
+        """Return how many steps are left in an epoch if the data does not end before; infinity if nobody knows."""
+        return math.inf if self.n_samples is None else max(0, self.n_samples - position) // self.global_batch
+
+    def batches(self, epoch: int, position: int = 0) -> Numbers:
+        """Return the numbers of this rank's samples from a position on."""
+        return Numbers(self, epoch, position)
+
+    def steps(self, position: int = 0) -> int:
+        """Return how many steps are left for sure; 0 only at the end of the epoch. It may be a collective."""
+        if self.end is None and self.ahead is not None and self.known < position + self.global_batch:
+            n = (position - self.reached) // self.global_batch + 1
+            self.wait(partial(self.ahead.wait_for, n))
+            self.agree()
+        if self.end is None and self.ahead is None:
+            return 1
+        return max(0, min(self.known, NEVER if self.end is None else self.end) - position) // self.global_batch
+
+    # -- an epoch ----------------------------------------------------------------------------------------------
+
+    def begin(self, numbers: Numbers) -> None:
+        """Open the data set at a position."""
+        self.epoch, self.reached, self.known = numbers.epoch, numbers.position, numbers.position
+        self.end, self.state = None, None
+        self.part.open(numbers.epoch, numbers.position, self.saved_state(numbers.epoch, numbers.position))
+
+    def samples(self) -> Iterator[tuple[list[Any], Any]]:
+        """Yield this rank's samples of each step, and the state of the data set behind them."""
+        position = self.reached
+        while self.n_samples is None or position + self.global_batch <= self.n_samples:
+            samples = self.part.take(self.batch_size)
+            if samples is None:
+                return
+            yield samples, self.part.state()
+            position += self.global_batch
+
+    def take_up(self, state: Any) -> None:
+        """Count a step as taken up.
+
+        Args:
+            state: of the data set behind its samples.
+        """
+        self.reached += self.global_batch
+        self.state = state
+
+    def close(self) -> None:
+        """End reading."""
+        if self.ahead is not None:
+            ahead, self.ahead = self.ahead, None
+            ahead.close()
+
+    def refuse_empty(self, position: int) -> None:
+        """Refuse an epoch that ends where it begins: the next one would, too.
+
+        Args:
+            position: where it began.
+
+        Raises:
+            DataError: it has no step.
+        """
+        if position == 0 and self.end == 0:
+            raise DataError(
+                f"the data set ends before all {self.part.world_size} ranks have data.batch_size={self.batch_size} "
+                f"samples, so no step is left ({self.part.how.partition(';')[0]}): give a smaller data.batch_size, "
+                "fewer ranks, or data.split=samples"
+            )
+
+    # -- the other ranks ---------------------------------------------------------------------------------------
+
+    def counts(self) -> list[int]:
+        """Return up to which position this rank has samples, and where they end."""
+        if self.ahead is None:
+            return [self.known, NEVER]
+        held, has_ended = self.ahead.counts()
+        ready = self.reached + held * self.global_batch
+        return [ready, ready if has_ended else NEVER]
+
+    def heard(self, counts: Sequence[int]) -> None:
+        """Take up the least counts of all ranks."""
+        if self.ahead is None:
+            return
+        ready, end = counts
+        self.known = max(self.known, ready)
+        if ready >= end:
+            self.end = end
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def gather(self, gather_objects: Callable[[Any], list[Any]]) -> None:
+        """Gather the states of all ranks for a checkpoint. A collective.
+
+        Args:
+            gather_objects: gathers a value from all ranks.
+        """
+        states = gather_objects(self.state) if self.part.by_state else []
+        self.saved = {"epoch": self.epoch, "position": self.reached, "end": self.end, "states": states}
+        self.saved |= {"world_size": self.part.world_size, "is_global": self.part.is_global}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was gathered last."""
+        return dict(self.saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what was gathered."""
+        self.saved = dict(state)
+        self.epoch, self.reached, self.known = state["epoch"], state["position"], state["position"]
+        self.end = state["end"]
+
+    def resumed(self, position: int) -> str:
+        """Return what does not hold after a resume, for a person; "" if it is exact."""
+        before = self.saved.get("world_size", self.part.world_size)
+        is_global = self.part.is_global and self.saved.get("is_global", True)
+        if before == self.part.world_size or is_global or not position:
+            return ""
+        return (
+            f"; each rank's part is another one than with {before} ranks, so in this epoch some samples come twice and "
+            "some not at all"
+        )
+
+    def saved_state(self, epoch: int, position: int) -> Any:
+        """Return the state of this rank's data set at a position, if it was saved there; else None."""
+        if not self.part.by_state or (epoch, position) != (self.saved.get("epoch"), self.saved.get("position")):
+            return None
+        states = self.saved["states"]
+        if self.part.dealt:
+            return states[0] if states else None
+        return states[self.part.rank] if len(states) == self.part.world_size else None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a rank's samples in each step, from a position on; they have no end.
+
+    The numbers are those of the global sequence if the samples are dealt to the ranks, else of the rank's own part.
+
+    Args:
+        sampler: of the samples.
+        epoch: the epoch.
+        position: samples of the epoch that all ranks have read before.
+    """
+
+    sampler: StreamSampler
+    epoch: int
+    position: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        part, n = self.sampler.part, self.sampler.batch_size
+        first = self.position * part.shares // part.world_size + part.share * n
+        for start in count(first, part.shares * n):
+            yield list(range(start, start + n))

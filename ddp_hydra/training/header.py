@@ -1,0 +1,70 @@
+"""Describes a run before its first step: lines for a person, and the numbers that its progress is measured by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+
+from ddp_hydra.console.plural import counted
+from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.training.checkpoint import Position
+from ddp_hydra.training.monitoring.data_stats import skipped_by
+from ddp_hydra.training.schedule_progress import planned_steps
+
+
+def describe(
+    cfg: DictConfig,
+    model: nn.Module,
+    train_set: Any,
+    val_set: Any,
+    sampler: Any,
+    total_steps: int,
+    position: Position,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the header of a run: lines for a person, and the numbers that progress is measured by."""
+    world_size, epoch_steps = dist.get_world_size(), steps_in_epoch(sampler)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
+    ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
+    accumulation = cfg.trainer.gradient_accumulation_steps
+    micro_batches = f"{accumulation} micro-batches x " if accumulation > 1 else ""
+    lines = [
+        f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
+        f"data      {samples_in(train_set, val_set)}",
+        f"ranks     {world_size} on {device.type}, {threads} each, {cfg.trainer.precision}",
+        f"batch     {cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective",
+        f"steps     {total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most"),
+    ]
+    if isinstance(sampler, StreamSampler):
+        lines.append(f"stream    {sampler.part.how}")
+    skipped = [skipped_by(data) for data in (train_set, val_set)]
+    lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
+    if position.step:
+        note = sampler.resumed(position.offset) if isinstance(sampler, StreamSampler) else ""
+        lines.append(
+            f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
+        )
+    of_epochs = {"epochs": -(-total_steps // epoch_steps), "steps_per_epoch": epoch_steps} if epoch_steps else {}
+    return {"lines": lines, "total_steps": total_steps, **of_epochs, "world_size": world_size}
+
+
+def steps_in_epoch(sampler: Any) -> int | None:
+    """Return how many steps an epoch has; None if nobody knows."""
+    length = planned_steps(sampler)
+    return int(length) if length < math.inf else None
+
+
+def samples_in(train_set: Any, val_set: Any) -> str:
+    """Return how many samples the data sets have, as far as they know."""
+    train, val = (len(data) if hasattr(data, "__len__") else None for data in (train_set, val_set))
+    text = "iterable" if train is None else counted(train, "sample")
+    if val_set is None:
+        return text
+    return f"{text}, {'an iterable' if val is None else f'{val:,}'} for validation"
