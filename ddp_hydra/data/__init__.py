@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_hydra.data.image_folder import S3ImageFolder
     from ddp_hydra.data.image_table import ImageTable
+    from ddp_hydra.data.parquet_rows import ParquetRows
+    from ddp_hydra.data.webdataset import TarSamples
     from ddp_hydra.data.wids import WidsShards
     from ddp_hydra.data.wids_images import WidsImages
 
-__all__ = ["ImageTable", "S3ImageFolder", "WidsImages", "WidsShards"]
+__all__ = ["ImageTable", "ParquetRows", "S3ImageFolder", "TarSamples", "WidsImages", "WidsShards"]
 _MODULES = {
     "ImageTable": "image_table",
+    "ParquetRows": "parquet_rows",
     "S3ImageFolder": "image_folder",
+    "TarSamples": "webdataset",
     "WidsImages": "wids_images",
     "WidsShards": "wids",
 }

@@ -144,7 +144,7 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     """Build the loader of a data set."""
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     if streams.is_stream(data):
-        options = {"way": cfg.data.get("split"), "progress": heartbeat.progress}
+        options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress}
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
     return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
 

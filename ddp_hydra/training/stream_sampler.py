@@ -39,7 +39,7 @@ def build(cfg: DictConfig, data: Any, batch_size: int, rank: int, world_size: in
         n_samples = len(data)
     if n_samples is None:
         refuse_without_length(cfg, data)
-    part = split(data, rank, world_size, cfg.data.get("split"), heartbeat.progress)
+    part = split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress)
     if steps := cfg.trainer.overfit_batches:
         part = RepeatedPart(part.dataset, rank, world_size, how=part.how, part=part, steps=steps)
     return StreamSampler(part, batch_size, n_samples)

@@ -120,7 +120,7 @@ class StreamSampler:
             raise DataError(
                 f"the data set ends before all {self.part.world_size} ranks have data.batch_size={self.batch_size} "
                 f"samples, so no step is left ({self.part.how.partition(';')[0]}): give a smaller data.batch_size, "
-                "fewer ranks, or data.split=samples"
+                "fewer ranks, or data.shard_by=samples"
             )
 
     # -- the other ranks ---------------------------------------------------------------------------------------
@@ -151,8 +151,14 @@ class StreamSampler:
             gather_objects: gathers a value from all ranks.
         """
         states = gather_objects(self.state) if self.part.by_state else []
-        self.saved = {"epoch": self.epoch, "position": self.reached, "end": self.end, "states": states}
-        self.saved |= {"world_size": self.part.world_size, "is_global": self.part.is_global}
+        self.saved = {
+            "epoch": self.epoch,
+            "position": self.reached,
+            "end": self.end if self.end == self.reached else None,  # before, it hangs on how far ranks have read ahead
+            "states": states,
+            "world_size": self.part.world_size,
+            "is_global": self.part.is_global,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was gathered last."""

@@ -13,7 +13,7 @@ from ddp_hydra.data.streams.part import Part, plain
 from ddp_hydra.errors import ConfigError
 
 WAYS = ("samples", "itself")
-"""The values of `data.split`, besides null."""
+"""The values of `data.shard_by`, besides null."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -43,10 +43,10 @@ def split(
         ConfigError: `way` is none of these, or the data set refuses to be split.
     """
     if way not in (None, *WAYS):
-        raise ConfigError(f"data.split={way}: give {', '.join(WAYS)} or null")
+        raise ConfigError(f"data.shard_by={way}: give {', '.join(WAYS)} or null")
     if way is not None:
         dealt = is_global = way == "samples"
-        found, how = dataset, f"split by data.split={way}"
+        found, how = dataset, f"split by data.shard_by={way}"
     else:
         found, dealt, is_global, how = _by_kind(dataset, rank, world_size)
     if world_size == 1:

@@ -297,7 +297,7 @@ def test_how_a_data_set_is_split_is_said():
     assert split(Stateful(3), 0, 1).how == "one rank reads all samples; resumes by its state_dict"
     assert split(Lengths([2, 3]), 0, 2).how.startswith("each rank reads its own part; resumes by counting")
     assert not split(Counted(3), 0, 2, "itself").dealt
-    with pytest.raises(ConfigError, match=r"data\.split=files: give samples, itself or null"):
+    with pytest.raises(ConfigError, match=r"data\.shard_by=files: give samples, itself or null"):
         split(Counted(3), 0, 2, "files")
 
 

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from ddp_hydra.data import ParquetRows
+from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.samplers import Chunked
+
+
+def write(path: Path, rows: int = 25, begin: int = 0, **columns: Any) -> str:
+    numbers = np.arange(begin, begin + rows)
+    table = {"a": numbers.astype(np.float64), "b": numbers * 2, "label": numbers % 3, **columns}
+    pyarrow.parquet.write_table(pyarrow.table(table), path, row_group_size=10)
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write(tmp_path / "0.parquet")
+    write(tmp_path / "1.parquet", begin=25)
+    (tmp_path / "notes.txt").write_text("no rows")
+    return tmp_path
+
+
+def test_rows_of_all_files_by_index(folder):
+    data = ParquetRows(str(folder), "label")
+    assert (len(data), data.shard_lengths, data.features) == (50, [10, 10, 5, 10, 10, 5], ["a", "b"])
+    x, y = data.__getitems__([49, 0, 24, 25, 0])
+    assert x.tolist() == [[49, 98], [0, 0], [24, 48], [25, 50], [0, 0]]
+    assert y.tolist() == [1, 0, 0, 1, 0]
+    assert (x.dtype, y.dtype, data.num_classes) == (torch.float32, torch.int64, 3)
+    assert [part.tolist() for part in data[7]] == [[7, 14], 1]
+    with pytest.raises(IndexError):
+        data[50]
+    data.close()
+
+
+def test_some_columns_a_float_target_or_none(folder):
+    x, y = ParquetRows(str(folder / "0.parquet"), "a", ["b"]).__getitems__([3])
+    assert (x.tolist(), y.tolist(), y.dtype) == ([[6]], [3], torch.float32)
+    x = ParquetRows([str(folder / "0.parquet"), str(folder / "1.parquet")], features=["label", "a"])[30]
+    assert x.tolist() == [0, 30]
+
+
+def test_a_loader_and_the_chunked_sampler_read_row_groups_one_after_the_other(folder):
+    data = ParquetRows(str(folder), "label", cache_mb=0)
+    sampler = Chunked(len(data), 5, shard_lengths=data.shard_lengths, interleave=1)
+    loader = Loader(data, torch.device("cpu"))
+    seen = [value for x, _ in loader.load(sampler.batches(0)) for value in x[:, 0].int().tolist()]
+    assert sorted(seen) == list(range(50))
+    assert len(data._cache) == 1
+    data.close()
+
+
+def test_memory_is_bounded_and_threads_read_the_same(folder):
+    whole, small = ParquetRows(str(folder), "label"), ParquetRows(str(folder), "label", cache_mb=0.0002)
+    wanted = [list(np.random.RandomState(seed).permutation(50)[:9]) for seed in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        for batch, (x, y) in zip(wanted, pool.map(small.__getitems__, wanted), strict=True):
+            other_x, other_y = whole.__getitems__(batch)
+            assert torch.equal(x, other_x)
+            assert torch.equal(y, other_y)
+    assert len(small._cache) == 1 < len(whole._cache) == 6
+    assert threading.active_count() < 50
+
+
+def test_missing_features_are_refused_or_filled(tmp_path):
+    path = write(tmp_path / "holes.parquet", a=[None, *range(24)])
+    with pytest.raises(ValueError, match=r"column a has 1 empty cells in a row group: give data\.fill=0"):
+        ParquetRows(path, "label")[0]
+    assert ParquetRows(path, "label", fill=-1)[0][0].tolist() == [-1, 0]
+    path = write(tmp_path / "no target.parquet", label=[None, *range(24)])
+    with pytest.raises(ValueError, match=r"the target label has 1 empty cells"):
+        ParquetRows(path, "label")[0]
+
+
+def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
+    with pytest.raises(ValueError, match=r"has no column price, only a, b, label: type data\.target="):
+        ParquetRows(str(folder), "price")
+    named = write(tmp_path / "named.parquet", name=["x"] * 25)
+    with pytest.raises(ValueError, match=r"the columns name hold no numbers \(string\): name others with"):
+        ParquetRows(named, "label")
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 but not really")
+    with pytest.raises(ValueError, match=r"broken\.parquet is no Parquet file"):
+        ParquetRows(str(broken), "label")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"holds no file that ends with \.parquet"):
+        ParquetRows(str(tmp_path / "empty"), "label")
+    with pytest.raises(FileNotFoundError):
+        ParquetRows(str(tmp_path / "nowhere.parquet"), "label")
+    nothing = write(tmp_path / "nothing.parquet", rows=0)
+    with pytest.raises(ValueError, match=r"has no rows"):
+        ParquetRows(nothing, "label")
+
+
+@pytest.mark.usefixtures("credentials")
+def test_rows_from_a_store(s3, folder):
+    """Only the columns that are asked for are read, by ranges."""
+    bucket = s3.fill({"rows/0.parquet": (folder / "0.parquet").read_bytes()})
+    data = ParquetRows(f"s3://{bucket}/rows", "label", ["a"], endpoint_url=s3.endpoint_url)
+    assert [part.tolist() for part in data[24]] == [[24], 0]
+    assert data.stats()["requests"] > 0
+    data.close()
