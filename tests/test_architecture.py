@@ -29,7 +29,7 @@ MAY_IMPORT_DISTRIBUTED = ("cli", "compat", "sweep", "job", "dispatch", "cluster"
 MAY_IMPORT_TORCH = ("training", "data", "tasks")
 TORCH_MODULES = (
     "ddp_hydra.rank.process",
-    "ddp_hydra.cli.evaluate",
+    "ddp_hydra.cli.export",
     "ddp_hydra.cli.generate",
     "ddp_hydra.compat.dask_pytorch_ddp.data",
     "ddp_hydra.compat.wids",

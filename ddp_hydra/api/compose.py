@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 
-from ddp_hydra.cli import overrides, search_path
-from ddp_hydra.config import project, redact, schema, unknown_keys
-from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.cli import overrides
+from ddp_hydra.cli.compose import compose
+from ddp_hydra.config import redact
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import write_atomic
 
@@ -40,23 +37,13 @@ class Composed:
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
-        project.make_importable(project.layers())
-        schema.register()
-        if GlobalHydra.instance().is_initialized():
-            raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
-        with (
-            search_path.layered() as folder,
-            initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE),
-        ):
-            cfg = hydra_compose(config_name, overrides.read(list(words)), return_hydra_config=True)
-            repository = getattr(GlobalHydra.instance().config_loader(), "repository", None)
-        unknown_keys.check_typed(cfg, cfg.hydra.overrides.task, cfg.hydra.runtime.choices, repository)
+        cfg = compose(overrides.read(list(words)), config_name)
         self.overrides: list[str] = list(cfg.hydra.overrides.task)
         self.run_dir = Path(cfg.hydra.run.dir)
         self._hydra = {"hydra": OmegaConf.to_container(cfg.hydra)}
         with open_dict(cfg):
             del cfg["hydra"]
-        self.cfg: DictConfig = cfg
+        self.cfg = cfg
 
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""

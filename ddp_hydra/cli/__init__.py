@@ -1,1 +1,1 @@
-"""The commands: train, evaluate, generate, attach."""
+"""The commands: train, evaluate, predict, export, generate, attach, init."""

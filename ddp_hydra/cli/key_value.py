@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar, cast
 
 from omegaconf import OmegaConf
@@ -14,13 +14,14 @@ from ddp_hydra.errors import ConfigError
 T = TypeVar("T")
 
 
-def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, list[str]]:
+def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collection[str] = ()) -> tuple[T, list[str]]:
     """Return the options, and the other "key=value" words, which are overrides of the run's config.
 
     Args:
         options: a dataclass with a field `run`.
         arguments: the words of the command line.
         usage: printed for --help.
+        groups: groups and keys of the run's config that are taken, too.
 
     Raises:
         ConfigError: a word is not key=value, a value has the wrong type, or `run` is missing.
@@ -37,9 +38,15 @@ def parse(options: type[T], arguments: Sequence[str], usage: str) -> tuple[T, li
     try:
         parsed = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(own)))
     except OmegaConfBaseException as error:
-        reason = "run=<run directory> is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
+        missing = "run=<run directory>" if error.full_key == "run" else f"{error.full_key}=<value>"
+        reason = f"{missing} is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
         raise ConfigError(f"{reason}; usage:\n{usage}") from error
-    unknown = [word for word in arguments if word not in own and "." not in word.partition("=")[0]]
+    unknown = [
+        word
+        for word in arguments
+        if word not in own and "." not in (key := word.partition("=")[0]) and key not in groups
+    ]
     if unknown:
-        raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}; usage:\n{usage}")
+        and_groups = f", and the run's {', '.join(groups)}" if groups else ""
+        raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}{and_groups}; usage:\n{usage}")
     return cast("T", parsed), [word for word in arguments if word not in own]

@@ -25,7 +25,18 @@ from ddp_hydra.cluster.kinds.ssh import Ssh
 from ddp_hydra.cluster.wait_for_workers import count, wait_for_workers
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
-__all__ = ["Scheduler", "connect", "is_inline", "is_local", "is_remote", "load", "start", "sweep", "use_existing"]
+__all__ = [
+    "Scheduler",
+    "connect",
+    "has_existing",
+    "is_inline",
+    "is_local",
+    "is_remote",
+    "load",
+    "start",
+    "sweep",
+    "use_existing",
+]
 
 log = logging.getLogger(__name__)
 MANAGERS: dict[str, type[Manager]] = {
@@ -89,6 +100,11 @@ def use_existing(scheduler: Scheduler | None) -> None:
     """Have all jobs of this process use a cluster that already runs; None: each starts its own again."""
     global _existing
     _existing = scheduler
+
+
+def has_existing() -> bool:
+    """Return whether all jobs of this process use a cluster that already runs."""
+    return _existing is not None
 
 
 def sweep() -> str:

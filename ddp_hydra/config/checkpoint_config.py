@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.schema import Config
@@ -60,12 +60,20 @@ def _kept_value(raw: Any, parent: Any, key: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
 
 
-def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictConfig:
+def composed(
+    config: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    groups: Mapping[str, Any] | None = None,
+    without: Sequence[str] = (),
+) -> DictConfig:
     """Apply changes to a stored config, and then resolve its interpolations.
 
     Args:
         config: from `of`.
-        overrides: "key=value" changes.
+        overrides: "key=value" changes; "+key=value" for a new key.
+        groups: name -> node that replaces the group.
+        without: keys that are left out once the others are resolved, so that their own values may be missing:
+            "data.train".
 
     Returns:
         The resolved config.
@@ -73,23 +81,55 @@ def composed(config: Mapping[str, Any], overrides: Sequence[str] = ()) -> DictCo
     Raises:
         ConfigError: a change does not fit, or a value cannot be resolved here.
     """
-    cfg = OmegaConf.create(dict(config))
+    cfg = changed(config, overrides, groups)
+    raw = OmegaConf.to_container(cfg)
+    assert isinstance(raw, dict)
+    for part in _NEEDED:
+        for secret in redact.hidden(raw.get(part), f"{part}."):
+            if not secret.startswith(tuple(f"{key}." for key in without)):
+                raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
+    try:
+        resolved = OmegaConf.create(_resolved(cfg, without))
+    except OmegaConfBaseException as error:
+        key, reason = error.full_key, str(error).splitlines()[0]
+        if isinstance(error, InterpolationToMissingValueError):  # of the key that points to the missing one
+            key, reason = str(error).partition("value: ")[2].split()[0], "it has no value"
+        raise ConfigError(f"{key}: {reason}: give {key}=<value>") from error
+    OmegaConf.set_struct(resolved, True)
+    return resolved
+
+
+def changed(
+    config: Mapping[str, Any], overrides: Sequence[str] = (), groups: Mapping[str, Any] | None = None
+) -> DictConfig:
+    """Apply changes to a config; arguments and errors as for `composed`."""
+    cfg = OmegaConf.create({**config, **(groups or {})})
     OmegaConf.set_struct(cfg, True)
     try:
-        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides)))  # types are right
-        cfg.merge_with_dotlist(list(overrides))
+        plain = [word.lstrip("+") for word in overrides]
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(plain))  # types are right
+        for word, bare in zip(overrides, plain, strict=True):
+            OmegaConf.set_struct(cfg, not word.startswith("+"))
+            cfg.merge_with_dotlist([bare])
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(overrides)}: {error}") from error
-    for part in _NEEDED:
-        for secret in redact.hidden(OmegaConf.to_container(cfg).get(part), f"{part}."):  # type: ignore[union-attr]
-            raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
-    try:
-        OmegaConf.to_container(cfg, resolve=True)  # unlike `resolve`, it names the key that fails
-        OmegaConf.resolve(cfg)
-    except OmegaConfBaseException as error:
-        key = error.full_key
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}: give {key}=<value>") from error
+    OmegaConf.set_struct(cfg, True)
     return cfg
+
+
+def _resolved(node: DictConfig, without: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a config with their interpolations resolved; None for the keys of `without`."""
+    found: dict[str, Any] = {}
+    for key in map(str, node):
+        if f"{prefix}{key}" in without:
+            found[key] = None
+        elif OmegaConf.is_missing(node, key):
+            found[key] = "???"
+        elif isinstance(value := node[key], DictConfig):
+            found[key] = _resolved(value, without, f"{prefix}{key}.")
+        else:
+            found[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return found
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

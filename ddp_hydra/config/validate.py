@@ -55,7 +55,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with the key, the value given and what is allowed.
     """
-    _check_numbers(cfg)
+    check_numbers(cfg)
     trainer = cfg.trainer
     if trainer.time_limit_s is not None and trainer.time_limit_s <= 0:
         raise ConfigError(f"trainer.time_limit_s={trainer.time_limit_s:g}: give seconds, more than 0, or null")
@@ -80,7 +80,8 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")
 
 
-def _check_numbers(cfg: DictConfig) -> None:
+def check_numbers(cfg: DictConfig) -> None:
+    """Refuse numbers that are out of their range; see `check`."""
     for key, value in _given(cfg, _AT_LEAST_1):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{key}={value}: give a whole number of at least 1")

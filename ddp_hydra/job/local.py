@@ -93,6 +93,20 @@ def backend(cfg: DictConfig) -> str:
     return "gloo" if given == "auto" and device == "cpu" else str(given)
 
 
+def gang_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the settings of a gang that come from the config."""
+    settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
+    assert isinstance(settings, dict)
+    ports = settings.pop("port_range")
+    of_others = {"threads": cfg.trainer.threads, "sweep": connect.sweep(), "retry_s": cfg.results.retry_s}
+    return {
+        **{str(name): value for name, value in settings.items()},
+        **of_others,
+        "backend": backend(cfg),
+        "port_range": (ports[0], ports[1]) if ports else None,
+    }
+
+
 class Job:
     """Run one job and write its results.
 
@@ -189,24 +203,16 @@ class Job:
         with connect.connect(self.cfg.cluster, self.run_dir / "logs") as client:
             from ddp_hydra.dispatch.gang import Gang
 
-            settings = OmegaConf.to_container(self.cfg.dispatch, enum_to_str=True)
-            assert isinstance(settings, dict)
-            ports = settings.pop("port_range")
-            settings["backend"] = backend(self.cfg)
             gang = Gang(
                 client,
                 name="job",
                 project=packed,
                 pip=pip,
-                threads=self.cfg.trainer.threads,
-                sweep=connect.sweep(),
                 on_give_up=self.give_up.set,
                 first_attempt=self.first_attempt,
                 goes_on=self.describe_restart,
-                retry_s=self.cfg.results.retry_s,
-                port_range=(ports[0], ports[1]) if ports else None,
                 cwd=self.remote.spec.cwd if self.remote else "",
-                **{str(name): value for name, value in settings.items()},
+                **gang_settings(self.cfg),
             )
             gang.stop = stop or gang.stop
             with self.handler(gang.fetch, client) as handler:

@@ -7,7 +7,10 @@ A data set has these methods and attributes:
     __getitems__(indices)             optional: a whole batch at once
     collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
     prepare(batch) -> batch           optional: works on the device; normalises, encodes
-    classes or num_classes            optional: fills model.num_classes
+    classes or num_classes            optional: fills model.num_classes; `classes` are names, for predictions
+    sample_id(index) -> str           optional: identifies a sample that was read, as by its file; for predictions
+    error_of(index) -> str            optional: why a sample that was read is replaced by another; "" if it is not
+    labelled = False                  optional: its targets mean nothing, so that it can only be predicted
     set_epoch(epoch)                  optional: for augmentation
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
     shard_lengths, targets            optional: some samplers use them
@@ -43,6 +46,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -154,6 +158,35 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     return make(fill_num_classes(cfg.model, data, "model"))
 
 
+@dataclass
+class Classes:
+    """The classes of a data set. A checkpoint keeps those of the training data, so that its model needs no data.
+
+    Args:
+        classes: their names; () if the data set has none.
+        num_classes: their number; 0 if the data set does not know it.
+    """
+
+    classes: tuple[str, ...] = ()
+    num_classes: int = 0
+
+    @classmethod
+    def of(cls, data: Any) -> Classes:
+        """Return the classes of a data set."""
+        names = getattr(data, "classes", None)
+        names = () if names is None else tuple(map(str, names))
+        return cls(names, int(getattr(data, "num_classes", None) or len(names)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {"names": list(self.classes), "number": self.num_classes}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> Classes:
+        """Return the classes that a checkpoint holds; none if it holds none."""
+        return cls(tuple(values["names"]), values["number"]) if values else cls()
+
+
 def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     """Return a node whose `num_classes`, if it is null, comes from the data set.
 
@@ -167,7 +200,7 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     """
     if "num_classes" not in node or node.num_classes is not None:
         return node
-    num_classes = getattr(data, "num_classes", None) or len(getattr(data, "classes", ()))
+    num_classes = Classes.of(data).num_classes
     if not num_classes:
         raise ConfigError(
             f"{key}.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
@@ -187,12 +220,11 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
 def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     """Build the task; pass what it takes of the loss, the mix and the classes. Its own models go to the device."""
     taken = parameters(str(cfg.task["_target_"]))
-    classes = getattr(data, "classes", None)
     known: dict[str, Callable[[], Any]] = {
         "criterion": lambda: make(cfg.loss),
         "mix": lambda: mix(cfg, data),
         "class_axis": lambda: objective.class_axis(cfg),
-        "names": lambda: tuple(map(str, classes)) if classes is not None else (),
+        "names": lambda: Classes.of(data).classes,
     }
     node = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in objective.OF_A_TASK])
     built = make(node, **{name: value() for name, value in known.items() if name in taken and name not in node})

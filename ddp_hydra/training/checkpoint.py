@@ -68,6 +68,7 @@ class State:
         position: the place that the run has reached.
         config: the part of the config that is saved, see `checkpoint_config.of`.
         extras: name -> another object with a state_dict, or None.
+        classes: of the training data, see `builders.Classes`.
         best: the objective's best value so far.
         validation_due: an epoch has ended, but its validation is still to come.
         unfrozen: parameters that are trained though they were frozen when the run began; see `unfreeze.Stage`.
@@ -79,6 +80,7 @@ class State:
     position: Position
     config: dict[str, Any]
     extras: Mapping[str, Any] = field(default_factory=dict)
+    classes: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
     validation_due: bool = False
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
@@ -106,6 +108,7 @@ class State:
                 "validation_due": self.validation_due,
                 **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
                 "config": self.config,
+                "classes": dict(self.classes),
                 "world_size": dist.get_world_size() if dist.is_initialized() else 1,
                 "torch": str(torch.__version__),
             }

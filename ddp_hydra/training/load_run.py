@@ -1,48 +1,53 @@
-"""Loads a trained model from its run directory, for `evaluate`, `generate` and notebooks."""
+"""Loads a trained model from its checkpoint, for `evaluate`, `predict`, `generate`, `export` and notebooks."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
 
 from ddp_hydra.config import checkpoint_config, project
-from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import fetch_checkpoint, results_root
-from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage import fetch_checkpoint
 from ddp_hydra.training import builders
+from ddp_hydra.training.builders import Classes
 from ddp_hydra.training.checkpoint import load_weights, read
 
 
 @dataclass
 class Trained:
-    """A trained model with its config and its training data.
+    """A trained model with its config.
 
     Args:
         cfg: the run's config with the overrides, resolved.
         model: with the checkpoint's weights, in evaluation mode.
-        train_set: the data set that it was trained on.
+        classes: of the data that it was trained on.
         device: of the model.
+        channels_last: the memory layout of its images.
         step: optimizer steps done at the checkpoint.
-        path: the checkpoint file.
     """
 
     cfg: DictConfig
     model: nn.Module
-    train_set: Any
+    classes: Classes
     device: torch.device
+    channels_last: bool
     step: int
-    path: Path
+
+    @cached_property
+    def train_set(self) -> Any:
+        """The data set that it was trained on."""
+        return builders.dataset(self.cfg.data.train)
 
 
 def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) -> Trained:
-    """Load a run's model and its training data.
+    """Load a run's model.
 
     Args:
         run: run directory, checkpoint file, or the URL of a run.
@@ -54,18 +59,33 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
         CheckpointError: there is no run, or no complete checkpoint.
         ConfigError: an override does not fit the run's config, or there is no such checkpoint.
     """
-    if which not in ("best", "last"):
-        raise ConfigError(f"which={which}: give best or last")
-    name = cast('Literal["last", "best"]', which)
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        place = results_root.find(str(run))
-        is_away = results_root.is_url(place)
-        path = fetch_checkpoint.fetch_checkpoint(place, Path(folder), name) if is_away else find_checkpoint(place, name)
-        content = read(path)
-    cfg = checkpoint_config.composed(content["config"], overrides)
-    train_set = builders.dataset(cfg.data.train)
-    device = builders.device(cfg)
-    model = builders.model(cfg, train_set).to(device)
-    load_weights(model, content["ema"] if content.get("ema") else content)
-    return Trained(cfg, model.eval(), train_set, device, content["position"]["step"], path)
+        content = needed(read(fetch_checkpoint.find(run, which, Path(folder))))
+    return restore(content, checkpoint_config.composed(content["config"], overrides))
+
+
+def needed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a model needs of a checkpoint: its weights, or their moving average, and no optimizer."""
+    weights = content["ema"] if content.get("ema") else content
+    kept = {name: content.get(name) for name in ("config", "classes", "position")}
+    return {**kept, "model": weights["model"]}
+
+
+def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
+    """Build the model of a checkpoint, in the memory layout of its training, with its weights.
+
+    Args:
+        content: see `needed`.
+        cfg: the checkpoint's config with changes, resolved.
+
+    Raises:
+        CheckpointError: the weights are of another model.
+    """
+    device, classes = builders.device(cfg), Classes.from_dict(content["classes"])
+    model = builders.model(cfg, classes).to(device)
+    channels_last = builders.channels_last(cfg, model)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    load_weights(model, content)
+    return Trained(cfg, model.eval(), classes, device, channels_last, content["position"]["step"])

@@ -85,6 +85,7 @@ def build(
     parts = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
     state, changed = build_state(cfg, bare, parts, progress, builders.callbacks(cfg), kept, saved)
+    state.classes = builders.Classes.of(train_set).as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = builders.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None

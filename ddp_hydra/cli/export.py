@@ -1,0 +1,62 @@
+"""`ddp-hydra export run=<run> format=onnx out=model.onnx`: write a trained model for other programs, and check it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from ddp_hydra.cli.key_value import parse
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import export, load_run
+
+SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
+USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint> format=safetensors|torch_export|onnx
+    [out=model.onnx] [which=best|last] [input_shape=[3,224,224]] [tolerance=1e-4] [overwrite=true]
+    [key=value of the run's config …]"""
+
+
+@dataclass
+class Options:
+    """The options of this command.
+
+    Args:
+        run: run directory or checkpoint file, or the URL of a run.
+        format: one of `export.FORMATS`.
+        out: the file; null: "model" with the format's suffix.
+        which: the checkpoint of a run directory.
+        split: the data set that the example for the model is taken from, "val" or "train".
+        input_shape: shape of one sample of random numbers, in place of that example.
+        tolerance: the largest difference from the model that is allowed, as a share of its largest output.
+        overwrite: replace `out`.
+    """
+
+    run: str = MISSING
+    format: str = MISSING
+    out: str | None = None
+    which: str = "best"
+    split: str = "val"
+    input_shape: list[int] | None = None
+    tolerance: float = 1e-4
+    overwrite: bool = False
+
+
+def main(words: Sequence[str]) -> None:
+    """Export a model, and print how exact the copy is."""
+    options, overrides = parse(Options, words, USAGE)
+    if options.format not in SUFFIXES:
+        raise ConfigError(f"format={options.format}: give {', '.join(SUFFIXES)}")
+    out = Path(options.out or f"model{SUFFIXES[options.format]}").expanduser()
+    if out.exists() and not options.overwrite:
+        raise ConfigError(f"out={out} exists: give overwrite=true, or another file")
+    trained = load_run.load(options.run, options.which, overrides)
+    example = export.example_of(trained, options.split, options.input_shape)
+    found = export.export(trained, example, options.format, out, options.tolerance)
+    sizes = " and ".join(map(str, found["sizes"]))
+    batch = "any batch size" if found["dynamic"] else f"a batch size of {sizes} only"
+    print(f"{out}: step {trained.step}, {out.stat().st_size / 2**20:.2f} MiB, for {batch}")  # noqa: T201
+    for name, shape in export.described(example).items():
+        print(f"takes {name} {shape}")  # noqa: T201
+    print(f"differs from the model by at most {found['difference']:.3g}, on batches of {sizes}")  # noqa: T201

@@ -1,0 +1,147 @@
+"""Run the evaluation or prediction of a trained model: on a Dask cluster, or in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ddp_hydra.cluster import connect
+from ddp_hydra.config import checkpoint_config, project, targets, validate
+from ddp_hydra.dispatch import inline
+from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.job.local import backend, gang_settings
+from ddp_hydra.results import Record
+from ddp_hydra.writers.validate import check_record
+
+EVALUATE = "ddp_hydra.training.inference:evaluate"
+PREDICT = "ddp_hydra.training.inference:predict"
+"""Functions that ranks run; names, because importing them here would import torch."""
+
+
+@dataclass
+class Inference:
+    """Compute something with a trained model.
+
+    Args:
+        cfg: where and how: cluster, dispatch, results and trainer of a job's config.
+        checkpoint: the file, on this host.
+        overrides: changes of the checkpoint's config, for the ranks.
+        groups: nodes that replace groups of the checkpoint's config, for the ranks.
+        split: the data set, "val" or "train".
+        faults: to inject on purpose.
+    """
+
+    cfg: DictConfig
+    checkpoint: Path
+    overrides: list[str]
+    groups: dict[str, Any]
+    split: str = "val"
+    faults: tuple[str, ...] = ()
+
+    def check(self) -> project.Project:
+        """Refuse what can't be run, and return the packed project space."""
+        if self.split not in ("val", "train"):
+            raise ConfigError(f"split={self.split}: give val or train")
+        validate.check_numbers(self.cfg)
+        roots = project.layers()
+        targets.check(self.groups, roots, self.is_here or connect.is_local(self.cfg.cluster))
+        return project.pack(*roots)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs in this process."""
+        return connect.is_inline(self.cfg.cluster) and not connect.has_existing()
+
+    def run(
+        self,
+        fn: str,
+        more: Callable[[], dict[str, Any]] = dict,
+        receive: Callable[[Record, Callable[[Record, Path], None]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Run a function of the ranks, and return what rank 0's call returns.
+
+        Args:
+            fn: `EVALUATE` or `PREDICT`.
+            more: returns further arguments of an attempt.
+            receive: called with each record, and with a function that fetches the file of a record.
+
+        Raises:
+            Interrupted: a rank was asked to end early.
+            RankFailed: a rank failed, also in further attempts.
+        """
+        packed = self.check()
+        values = self.run_here(fn, more, receive) if self.is_here else self.run_on_dask(fn, more, receive, packed)
+        if reason := next((value["interrupted"] for value in values if value["interrupted"]), ""):
+            raise Interrupted(f"stopped early ({reason})")
+        return dict(values[0])
+
+    def arguments(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Return the argument of the ranks' function."""
+        own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "faults": list(self.faults)}
+        return own | more
+
+    def run_here(self, fn: str, more: Any, receive: Any) -> list[Any]:
+        """Run one rank in this process."""
+        project.make_importable(project.layers())
+
+        def on_record(record: Record) -> None:
+            check_record(record)
+            if receive is None:
+                inline.ignore(record)
+            else:
+                receive(record, lambda record, target: inline.fetch(record.data, target))
+
+        return inline.run(
+            fn,
+            self.arguments(more()),
+            on_record=on_record,
+            threads=self.cfg.trainer.threads,
+            backend=backend(self.cfg),
+            timeout_s=self.cfg.dispatch.timeout_s,
+            retry_s=self.cfg.results.retry_s,
+            files={"checkpoint": str(self.checkpoint)},
+        )
+
+    def run_on_dask(self, fn: str, more: Any, receive: Any, packed: project.Project) -> list[Any]:
+        """Run one rank on each worker."""
+        from ddp_hydra.cluster import preflight
+
+        pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
+        with connect.connect(self.cfg.cluster) as client:
+            from ddp_hydra.dispatch.call import Call
+            from ddp_hydra.dispatch.gang import Gang
+
+            gang = Gang(client, name="inference", project=packed, pip=pip, **gang_settings(self.cfg))
+
+            def on_record(record: Record) -> None:
+                check_record(record)
+                if receive is not None:
+                    receive(record, gang.fetch)
+
+            def call(number: int, world_size: int) -> Call:
+                return Call(fn, (self.arguments(more()),), files={"checkpoint": self.checkpoint})
+
+            gang.on_record = on_record
+            return gang.run_attempts(call)
+
+
+def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:
+    """Return the config with the place to compute.
+
+    A run on cluster=local is looked at in this process, which is quicker to start and has the same cores; so is a run
+    of torchrun, whose processes are gone.
+
+    Args:
+        cfg: the run's config.
+        named: whether the user has named a cluster or a setting of it.
+    """
+    target = str(cfg.cluster.get("_target_")).rpartition(".")[2]
+    if target == "Torchrun" and named:
+        raise ConfigError("cluster=torchrun: evaluate and predict run on a Dask cluster, or with cluster=inline here")
+    if named or target not in ("LocalCluster", "Torchrun"):
+        return cfg
+    return checkpoint_config.changed(cfg, groups={"cluster": {"_target_": "ddp_hydra.cluster.kinds.inline.Inline"}})

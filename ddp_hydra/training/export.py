@@ -1,0 +1,316 @@
+"""Writes a trained model for other programs, and checks what was written against the model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_hydra.config import redact
+from ddp_hydra.data import streams
+from ddp_hydra.data.batch import mapped, tensors
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage.files import replacing
+from ddp_hydra.training import builders
+from ddp_hydra.training.load_run import Trained
+
+FORMATS = ("safetensors", "torch_export", "onnx")
+SIZES = (2, 3)
+"""Sizes of the batches that an export is checked with, where the batch may have any size."""
+_ONE_FILE_BYTES = 1_500_000_000
+"""An ONNX file may have 2 GB; a larger model's weights go into a file beside it."""
+
+
+@dataclass
+class Example:
+    """The arguments with which a task calls the model.
+
+    Args:
+        args: by position.
+        kwargs: by name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def of_size(self, size: int) -> Example:
+        """Return arguments with so many samples: the first ones, repeated."""
+
+        def resize(tensor: Tensor) -> Tensor:
+            return tensor[torch.arange(size) % len(tensor)] if self.is_batched(tensor) else tensor
+
+        return Example(mapped(resize, self.args), mapped(resize, self.kwargs))
+
+    def is_batched(self, tensor: Tensor) -> bool:
+        """Tell whether the first axis of a tensor is that of the samples."""
+        return bool(tensor.ndim) and len(tensor) == self.size
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return next((len(tensor) for tensor in tensors([*self.args, *self.kwargs.values()]) if tensor.ndim), 0)
+
+    def dynamic(self) -> dict[str, Any]:
+        """Return the shapes for torch.export by argument: the first axis of each batched tensor may have any size."""
+        batch = torch.export.Dim("batch")
+
+        def shape(tensor: Any) -> Any:
+            return {0: batch} if isinstance(tensor, Tensor) and self.is_batched(tensor) else None
+
+        return {"args": pytree.tree_map(shape, self.args), "kwargs": pytree.tree_map(shape, self.kwargs)}
+
+
+class Positional(nn.Module):
+    """Calls a model with all its arguments by position, for formats that know no others.
+
+    Args:
+        model: the model.
+        names: of the arguments that it takes by name.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, list(names)
+
+    def forward(self, *args: Any) -> Any:
+        """Call the model."""
+        count = len(args) - len(self.names)
+        return self.model(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
+
+
+def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) -> Example:
+    """Return arguments for the model: those with which its task predicts samples of the run's data.
+
+    Args:
+        trained: the model.
+        split: the data set, "val" or "train"; "train" where the run has no other.
+        input_shape: of one sample of random numbers instead, without the batch axis.
+    """
+    if input_shape is not None:
+        generator = torch.Generator().manual_seed(0)
+        return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
+    cfg = trained.cfg
+    data = builders.dataset(cfg.data.get(split) or cfg.data.train)
+    try:
+        if streams.is_stream(data):
+            raise ConfigError(f"{type(data).__name__} is an iterable data set: give input_shape=[…], of one sample")
+        if len(data) < SIZES[0]:
+            raise ConfigError(
+                f"the data set has {len(data)} samples, and an example needs {SIZES[0]}: give input_shape"
+            )
+        loader = builders.loader(cfg, data, trained.device, channels_last=False)
+        (batch,) = loader.load([list(range(SIZES[0]))])
+        task = builders.task(cfg, trained.classes, trained.device)
+        return called_with(trained.model, lambda: task.predict(trained.model, batch))
+    finally:
+        if hasattr(data, "close"):
+            data.close()
+
+
+def called_with(model: nn.Module, call: Callable[[], Any]) -> Example:
+    """Return the arguments of the first call of a model."""
+    calls: list[Example] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(Example(tuple(args), dict(kwargs))), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        hook.remove()
+    if not calls:
+        raise ConfigError(
+            "the task predicts without calling the whole model, so it is not known what the model takes: give "
+            "input_shape=[…], the shape of one sample"
+        )
+    return calls[0]
+
+
+def export(trained: Trained, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
+    """Write a model, read it again, and compare both on batches of several sizes.
+
+    Args:
+        trained: the model; it is moved to the CPU.
+        example: arguments for it.
+        form: one of `FORMATS`.
+        out: the file, written only if it is right.
+        tolerance: the largest difference that is allowed, as a share of the largest number in the output.
+
+    Returns:
+        difference: the largest one; sizes: of the batches that were compared; dynamic: whether others can be computed.
+
+    Raises:
+        ConfigError: a package is missing, the model can't be written so, or what was written differs.
+    """
+    model = trained.model.cpu().to(memory_format=torch.contiguous_format)
+    example = Example(
+        *(mapped(lambda tensor: tensor.cpu().contiguous(), part) for part in (example.args, example.kwargs))
+    )
+    write = {"safetensors": safetensors, "torch_export": torch_export, "onnx": onnx}[form]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out, part=out.with_name(f".part-{out.name}")) as part, torch.no_grad(), quiet():
+        check_call(model, example)
+        again, dynamic = write(trained, model, example, part)
+        sizes = SIZES if dynamic else SIZES[:1]
+        found = max(compared(model, again, example.of_size(size), tolerance) for size in sizes)
+    return {"difference": found, "sizes": sizes, "dynamic": dynamic}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress what exporters say about themselves inside the block."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def check_call(model: nn.Module, example: Example) -> None:
+    """Refuse arguments that the model does not take.
+
+    Raises:
+        ConfigError: with the model's error.
+    """
+    try:
+        model(*example.args, **example.kwargs)
+    except Exception as error:
+        taken = ", ".join(f"{name} {shape}" for name, shape in described(example).items())
+        raise ConfigError(
+            f"{type(model).__name__} can't be called with {taken}: {type(error).__name__}: {error!s:.300}"
+        ) from error
+
+
+def compared(model: nn.Module, again: Callable[..., Any], example: Example, tolerance: float) -> float:
+    """Return the largest difference between the outputs of a model and of what was written.
+
+    Raises:
+        ConfigError: it is too large.
+    """
+    wanted = tensors(list(pytree.tree_leaves(model(*example.args, **example.kwargs))))
+    found = tensors(list(pytree.tree_leaves(again(*example.args, **example.kwargs))))
+    if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in found]:
+        raise ConfigError(
+            f"the written model returns {[tuple(tensor.shape) for tensor in found]}, and the model "
+            f"{[tuple(tensor.shape) for tensor in wanted]}: nothing was written"
+        )
+    pairs = [(a.double(), b.double()) for a, b in zip(wanted, found, strict=True) if a.numel()]
+    difference = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+    scale = max((float(a.abs().max()) for a, _ in pairs), default=1.0)
+    if not difference <= tolerance * max(1.0, scale):  # NaN, too
+        raise ConfigError(
+            f"the written model's output differs by up to {difference:.3g} from the model's, whose largest number is "
+            f"{scale:.3g}; nothing was written. Is it something random, or a buffer that is no part of the state? If "
+            f"so much is right, give tolerance={2 * difference / max(1.0, scale):.1g}"
+        )
+    return difference
+
+
+def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+    """Write the weights; tensors that are one are written once."""
+    try:
+        from safetensors.torch import load_model, save_model
+    except ModuleNotFoundError:
+        raise missing("safetensors", "safetensors") from None
+    config = redact.without({name: plain(trained.cfg[name]) for name in ("model", "task", "data")})
+    meta = {"format": "pt", "config": json.dumps(config), "classes": json.dumps(trained.classes.as_dict())}
+    save_model(model, str(path), {**meta, "step": str(trained.step)})
+    again = builders.model(trained.cfg, trained.classes).eval()
+    load_model(again, str(path))
+    return again, True
+
+
+def plain(node: Any) -> Any:
+    """Return a node of the config as plain values."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+
+
+def torch_export(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+    """Write the model's graph with its weights, which needs no code of the model to run."""
+    program, dynamic = exported(model, example)
+    with path.open("wb") as file:
+        torch.export.save(program, file)
+    with path.open("rb") as file:
+        return torch.export.load(file).module(), dynamic
+
+
+def exported(model: nn.Module, example: Example) -> tuple[Any, bool]:
+    """Return the graph of a model, and whether its batch may have any size.
+
+    Raises:
+        ConfigError: torch can't follow the model's code.
+    """
+    shapes = example.dynamic()
+    try:
+        by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
+        return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=by_name), True
+    except Exception:  # the model fixes the size; or it can't be followed at all, which the next call tells
+        try:
+            return torch.export.export(model, example.args, example.kwargs), False
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"torch.export can't follow {type(model).__name__} ({type(error).__name__}: {reason}): give "
+                "format=safetensors, or see the limits of torch.export"
+            ) from error
+
+
+def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+    """Write the model for ONNX runtimes."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise missing("onnx", str(error.name)) from None
+    names = list(example.kwargs)
+    args = (*example.args, *example.kwargs.values())
+    if not all(isinstance(part, Tensor) for part in args):
+        raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
+    flat, positional = Example(args, {}), Positional(model, names).eval()
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    inputs = [f"input_{number}" for number in range(len(example.args))] + names
+    inputs[: len(example.args)] = ["input"] if len(example.args) == 1 else inputs[: len(example.args)]
+    program, dynamic = exported(positional, flat)
+    written = torch.onnx.export(
+        program, args, input_names=inputs, dynamo=True, external_data=size > _ONE_FILE_BYTES, verbose=False
+    )
+    assert written is not None
+    written.save(str(path), external_data=size > _ONE_FILE_BYTES)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    taken = [one.name for one in session.get_inputs()]
+
+    def again(*args: Tensor, **kwargs: Tensor) -> list[Tensor]:
+        given = dict(zip(inputs, (part.numpy() for part in (*args, *kwargs.values())), strict=True))
+        return [torch.from_numpy(part) for part in session.run(None, {name: given[name] for name in taken})]
+
+    return again, dynamic
+
+
+def missing(form: str, package: str) -> ConfigError:
+    """Return the error for a package that is not installed."""
+    return ConfigError(f"format={form} needs {package}: type pip install 'ddp-hydra[export]'")
+
+
+def described(example: Example) -> Mapping[str, str]:
+    """Return the shape and type of each argument."""
+    named = {**{f"input {number}": part for number, part in enumerate(example.args)}, **example.kwargs}
+    return {
+        name: f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
+        for name, part in named.items()
+        if isinstance(part, Tensor)
+    }

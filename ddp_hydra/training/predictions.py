@@ -1,0 +1,116 @@
+"""Turns what a task predicts for a batch into columns that can travel: arrays, texts and PNGs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ddp_hydra.errors import ConfigError
+
+KINDS = ("table", "arrays", "pictures")
+"""Kinds of results: rows of numbers and texts; arrays of any shape; PNGs beside a table."""
+
+
+def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
+    """Return the columns of a batch's predictions.
+
+    Args:
+        prediction: what the task returned: an array (batch, ...) is the column "prediction", a mapping has names.
+        size: samples in the batch.
+        kind: one of `KINDS`.
+
+    Raises:
+        ConfigError: it is something else, or does not fit the kind.
+    """
+    named = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
+    found: dict[str, Any] = {}
+    for name, values in named.items():
+        values = plain(str(name), values)
+        if len(values) != size:
+            raise ConfigError(
+                f"the task predicted {len(values)} rows of {name!r} for {size} samples: predict(model, batch) must "
+                "return one for each sample"
+            )
+        found |= fitted(str(name), values, kind)
+    if kind == "pictures" and not any(isinstance(part, list) and isinstance(part[0], bytes) for part in found.values()):
+        raise ConfigError(
+            f"a folder takes pictures, and the task predicts {', '.join(found)}, which are none: give "
+            "out=predictions.csv, .parquet or .npz"
+        )
+    return found
+
+
+def plain(name: str, values: Any) -> Any:
+    """Return values as an array, or as a list of texts; what is neither becomes JSON, as boxes of each image do."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return (values.float() if values.is_floating_point() and values.itemsize < 4 else values).numpy()
+    if isinstance(values, np.ndarray) and not values.dtype.hasobject:
+        return values
+    if not isinstance(values, (list, tuple)):
+        raise ConfigError(
+            f"the task predicted {name!r} as {type(values).__name__}: predict(model, batch) must return tensors or "
+            "lists, alone or in a dict"
+        )
+    if all(isinstance(value, str) for value in values):
+        return list(values)
+    if all(isinstance(value, (bool, int, float)) for value in values):
+        return np.asarray(values)
+    return [json.dumps(_jsonable(value), separators=(",", ":")) for value in values]
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _jsonable(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def fitted(name: str, values: Any, kind: str) -> dict[str, Any]:
+    """Return values as the columns of a kind: several numbers of a row become numbered columns."""
+    if isinstance(values, list) or values.ndim == 1 or kind == "arrays":
+        return {name: values}
+    if values.ndim == 2:
+        if values.shape[1] == 1:
+            return {name: values[:, 0]}
+        return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}
+    if kind == "pictures":
+        return {name: [png(picture) for picture in values]}
+    raise ConfigError(
+        f"the task predicts {name!r} of shape {values.shape[1:]} for each sample, which is no row of a table: give "
+        "out=<folder>/ for PNGs, or out=predictions.npz"
+    )
+
+
+def png(picture: np.ndarray) -> bytes:
+    """Return a picture as PNG.
+
+    Args:
+        picture: (height, width) or (1, 3 or 4 channels, height, width); integers as they are, floats from 0 to 1.
+    """
+    from PIL import Image
+
+    if picture.ndim == 3 and picture.shape[0] in (1, 3, 4):
+        picture = picture[0] if picture.shape[0] == 1 else np.moveaxis(picture, 0, -1)
+    elif picture.ndim != 2:
+        raise ConfigError(
+            f"a picture must be (height, width) or (channels, height, width) with 1, 3 or 4 channels, and the task "
+            f"predicts {picture.shape}: give out=predictions.npz"
+        )
+    if picture.dtype == bool or picture.dtype.kind == "f":
+        picture = (np.nan_to_num(picture.astype(np.float32)).clip(0, 1) * 255).round()
+    deep = picture.max(initial=0) > 255
+    if picture.min(initial=0) < 0 or picture.max(initial=0) > 65535 or (deep and picture.ndim == 3):
+        raise ConfigError(
+            f"the task predicts numbers from {picture.min()} to {picture.max()}, which no PNG holds: give "
+            "out=predictions.npz"
+        )
+    buffer = io.BytesIO()
+    Image.fromarray(picture.astype(np.uint16 if deep else np.uint8)).save(buffer, "png")
+    return buffer.getvalue()

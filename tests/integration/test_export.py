@@ -1,0 +1,80 @@
+"""A trained model is written for other programs, and computes the same there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.project.data.tiny import Points
+from tests.integration.project.models.tiny import Tiny
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TINY = ("model=tiny", "data=tiny", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "cluster=inline")
+
+
+@pytest.fixture(scope="module")
+def run(module_cli) -> Path:
+    module_cli.done(*TINY, "trainer.ema_decay=0.9", "model.norm=true", "hydra.run.dir=run")
+    return module_cli.folder / "run"
+
+
+@pytest.fixture(scope="module")
+def wanted(run) -> torch.Tensor:
+    """What the model says to five points; its average was validated, so it is the average that is exported."""
+    model = Tiny(num_classes=4, norm=True).eval()
+    model.load_state_dict(torch.load(run / "checkpoints" / "best.pt", weights_only=True)["ema"]["model"])
+    with torch.no_grad():
+        return model(points())
+
+
+def points() -> torch.Tensor:
+    return Points(5, seed=3).x
+
+
+def test_safetensors_hold_the_weights(module_cli, run, wanted):
+    from safetensors.torch import load_file
+
+    said = module_cli.done("export", f"run={run}", "format=safetensors", "out=model.safetensors").stdout
+    assert "differs from the model by at most 0, on batches of 2 and 3" in said
+    model = Tiny(num_classes=4, norm=True).eval()
+    model.load_state_dict(load_file(module_cli.folder / "model.safetensors"))
+    with torch.no_grad():
+        assert torch.equal(model(points()), wanted)
+    again = module_cli.run("export", f"run={run}", "format=safetensors", "out=model.safetensors")
+    assert (again.returncode, "overwrite=true" in again.stderr) == (1, True)
+
+
+def test_a_torch_export_runs_without_the_model_s_code_for_any_batch(module_cli, run, wanted):
+    said = module_cli.done("export", f"run={run}", "format=torch_export", "out=model.pt2").stdout
+    assert "for any batch size" in said
+    assert "takes input 0 (2, 6) float32" in said
+    program = torch.export.load(module_cli.folder / "model.pt2").module()
+    torch.testing.assert_close(program(points()), wanted)
+
+
+def test_an_onnx_file_runs_in_onnxruntime_for_any_batch(module_cli, run, wanted):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert "for any batch size" in module_cli.done("export", f"run={run}", "format=onnx").stdout
+    session = onnxruntime.InferenceSession(module_cli.folder / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"input": points().numpy()})
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["format=onxx"], "give safetensors, torch_export, onnx"),
+        ([], "format=<value> is missing"),
+        (["format=safetensors", "tolerance=-1"], "differs by up to 0"),
+        (["format=torch_export", "input_shape=[7]"], "can't be called with input 0 (2, 7) float32"),
+    ],
+)
+def test_what_it_cannot_do_is_said_and_nothing_is_written(module_cli, run, arguments, said):
+    ended = module_cli.run("export", f"run={run}", *arguments, "out=never")
+    assert (ended.returncode, said in ended.stderr) == (1, True), ended.stderr
+    assert not [path for path in module_cli.folder.iterdir() if "never" in path.name]

@@ -1,0 +1,135 @@
+"""A trained model predicts and is evaluated: here, and on gangs of several sizes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_hydra.cli import evaluate, predict
+from ddp_hydra.cluster import connect
+from tests.integration.project.data.tiny import Points
+from tests.integration.project.models.tiny import Tiny
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+TINY = ("model=tiny", "data=tiny", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "trainer.threads=1")
+COLUMNS = ["index", "class", "name", "probability"]
+
+
+@pytest.fixture(scope="module")
+def run(module_cli) -> Path:
+    """A run of two ranks, whose weights are averaged."""
+    module_cli.done(*TINY, "cluster.n_workers=2", "trainer.ema_decay=0.9", "hydra.run.dir=run")
+    return module_cli.folder / "run"
+
+
+def validated(run: Path) -> dict[str, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (found,) = [{name: line[name] for name in line if name.startswith("val/")} for line in lines if "val/loss" in line]
+    return found
+
+
+def expected(run: Path, n: int = 37) -> tuple[np.ndarray, np.ndarray]:
+    """The classes and their probabilities, in plain torch."""
+    model = Tiny(num_classes=4).eval()
+    model.load_state_dict(torch.load(run / "checkpoints" / "last.pt", weights_only=True)["ema"]["model"])
+    with torch.no_grad():
+        probability, best = model(Points(n, seed=2).x).softmax(-1).max(-1)
+    return best.numpy(), probability.numpy()
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check(path: Path, run: Path, n: int = 37) -> None:
+    """The file has a row for each sample, in order."""
+    table = read(path)
+    best, probability = expected(run, n)
+    assert list(table[0]) == COLUMNS
+    assert [int(row["index"]) for row in table] == list(range(n))
+    assert [int(row["class"]) for row in table] == best.tolist()
+    assert [row["name"] for row in table] == [Points.classes[one] for one in best]
+    np.testing.assert_allclose([float(row["probability"]) for row in table], probability, rtol=1e-5)
+
+
+@pytest.fixture
+def project_here(project, monkeypatch) -> None:
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
+
+
+@pytest.fixture(params=[1, 2, 4])
+def ranks(request, client4, project_here):
+    """A running cluster in place of the command's own, and how many ranks to use of it."""
+    connect.use_existing(connect.Scheduler(client4.scheduler.address))
+    yield request.param
+    connect.use_existing(None)
+
+
+def test_any_number_of_ranks_makes_the_same_file_and_the_same_numbers(ranks, run, tmp_path):
+    here = tmp_path / "here.csv"
+    words = [f"dispatch.ranks={ranks}"]
+    found = predict.predict(str(run), here, changes=words)
+    assert (found["samples"], found["columns"]) == (37, COLUMNS)
+    check(here, run)
+    assert not (tmp_path / "here.csv.parts").exists()
+    again = evaluate.evaluate(str(run), "last", changes=words)
+    logged = validated(run)
+    assert again["samples"] == 37
+    assert again["metrics"]["val/accuracy"] == logged["val/accuracy"]
+    assert again["metrics"]["val/loss"] == (logged["val/loss"] if ranks == 2 else pytest.approx(logged["val/loss"]))
+    bare = predict.predict(str(run), tmp_path / "again.csv", changes=["dispatch.ranks=2"])
+    assert bare["samples"] == 37
+    assert (tmp_path / "again.csv").read_bytes() == here.read_bytes()
+
+
+def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(client4, project_here, run, tmp_path, caplog):
+    connect.use_existing(connect.Scheduler(client4.scheduler.address))
+    try:
+        words = ["dispatch.ranks=2", "data.batch_size=3", "+fault=kill,rank=1,step=4,at=validate"]
+        predict.predict(str(run), tmp_path / "out.csv", changes=words)
+    finally:
+        connect.use_existing(None)
+    assert "restart 1 of 3" in caplog.text
+    check(tmp_path / "out.csv", run)
+
+
+def test_what_is_interrupted_goes_on_where_it_ended(module_cli, run):
+    """It fails in the third batch, when two parts have arrived."""
+    words = (f"run={run}", "out=later.csv", "cluster=inline")
+    ended = module_cli.run("predict", *words, "+fault=raise,step=3,at=validate")
+    assert ended.returncode == 1
+    parts = module_cli.folder / "later.csv.parts" / "parts"
+    before = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
+    assert len(before) == 2
+    assert not (module_cli.folder / "later.csv").exists()
+    other = module_cli.run("predict", *words, "data.val.n=40")
+    assert (other.returncode, "overwrite=true" in other.stderr, "Traceback" in other.stderr) == (1, True, False)
+    still = module_cli.run("predict", *words, "+fault=raise,step=2,at=validate")
+    assert still.returncode == 1
+    assert {name: (parts / name).stat().st_mtime_ns for name in before} == before
+    assert len(list(parts.iterdir())) == 3
+    done = module_cli.done("predict", *words)
+    assert "later.csv: 37 samples, index, class, name, probability" in done.stdout
+    check(module_cli.folder / "later.csv", run)
+    assert not parts.parent.exists()
+    again = module_cli.run("predict", *words)
+    assert (again.returncode, "overwrite=true" in again.stderr) == (1, True)
+
+
+def test_the_command_starts_a_cluster_where_one_is_typed_and_none_otherwise(module_cli, run):
+    quick = module_cli.done("predict", f"run={run}", "out=quick.csv").stdout
+    assert "quick.csv: 37 samples" in quick
+    module_cli.done("predict", f"run={run}", "out=ranks.csv", "cluster.n_workers=2")
+    assert (module_cli.folder / "ranks.csv").read_bytes() == (module_cli.folder / "quick.csv").read_bytes()
+    lines = module_cli.done("evaluate", f"run={run}", "which=last", "cluster.n_workers=2").stdout.splitlines()
+    assert lines[0] == f"{run}/checkpoints/last.pt (step 6), 37 samples"
+    assert {line.split()[0]: line.split()[1] for line in lines[1:]} == {
+        name: f"{value:.6f}" for name, value in validated(run).items()
+    }
