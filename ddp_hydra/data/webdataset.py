@@ -66,14 +66,13 @@ class TarSamples(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         import webdataset
+        from webdataset import tariterators
 
         urls = list(self.urls)
         if self.shuffle:
             np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch]).shuffle(urls)
-        stages = [
-            webdataset.SimpleShardList(urls[self.rank :: self.world_size]),
-            webdataset.tarfile_to_samples(handler=webdataset.reraise_exception),
-        ]
+        files = tariterators.tar_file_expander(opened(urls[self.rank :: self.world_size]))
+        stages = [lambda: tariterators.group_by_keys(files)]
         if self.shuffle_buffer:
             chance = random.Random(f"{self.seed} {self.epoch} {self.rank}")  # noqa: S311
             stages.append(webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance))
@@ -82,3 +81,12 @@ class TarSamples(IterableDataset):
         if self.transform is not None:
             stages.append(webdataset.map(self.transform))
         yield from webdataset.DataPipeline(*stages)
+
+
+def opened(urls: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield each shard as an open file, and close it after: webdataset's own pipelines leave files open."""
+    from webdataset.gopen import gopen
+
+    for url in urls:
+        with gopen(url) as stream:
+            yield {"url": url, "stream": stream}

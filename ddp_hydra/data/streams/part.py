@@ -54,8 +54,9 @@ class Part:
             state: of the data set at this position; None to read again what lies before it.
         """
         self.stopped = False
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        for data in (self.dataset, getattr(self.dataset, "dataset", None)):  # the second, of a DataLoader
+            if hasattr(data, "set_epoch"):
+                data.set_epoch(epoch)
         if state is not None:
             self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
         self.samples = self._watched(iter(self.dataset))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import tarfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -111,3 +115,37 @@ def test_validation_sees_as_much_of_a_photo_at_any_size(size):
     data = read("data/s3_photos", "data.bucket=file:///photos", f"data.image_size={size}").data
     look = instantiate(data.val.transform).draw(256, 300, random.Random(0))
     assert (look.top, look.left, look.height, look.width) == (16, 38, 224, 224)
+
+
+def test_parquet_rows_and_huggingface_read_the_same_files(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        table = pyarrow.table({"a": [1.0, 2.0, 3.0], "note": ["x", "y", "z"], "label": [0, 1, 0]})
+        pyarrow.parquet.write_table(table, tmp_path / part / "0.parquet")
+    where = [f"data.files={tmp_path}/train", f"data.val_files={tmp_path}/val"]
+    rows = read("data/parquet_rows", *where, "data.target=label", "data.features=[a]").data
+    for part in (rows.train, rows.val):
+        dataset = instantiate(part)
+        assert [value.tolist() for value in dataset[2]] == [[3.0], 0]
+        dataset.close()
+    where = [f"data.files='{tmp_path}/train/*.parquet'", f"data.val_files='{tmp_path}/val/*.parquet'"]
+    choices = ("data.path=parquet", "data.columns=[a,label]", "data.rename={label: labels}")
+    for streaming in ("true", "false"):
+        given = [*where, *choices, f"data.streaming={streaming}", f"data.cache_dir={tmp_path}/cache"]
+        data = read("data/huggingface", *given).data
+        for part in (data.train, data.val):
+            sample = list(instantiate(part))[2]
+            assert {name: value.item() for name, value in sample.items()} == {"a": 3.0, "labels": 0}
+
+
+def test_webdataset_reads_tuples(tmp_path, png):
+    for part in ("train", "val"):
+        with tarfile.open(tmp_path / f"{part}-0.tar", "w") as tar:
+            for name, content in (("1.cls", b"7"), ("1.png", png(red=255, size=2))):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    data = read("data/webdataset", f"data.urls={tmp_path}/train-0.tar", f"data.val_urls={tmp_path}/val-0.tar").data
+    for part in (data.train, data.val):
+        ((image, label),) = instantiate(part)
+        assert (image.shape, image[0, 0, 0].item(), label) == ((3, 2, 2), 1.0, 7)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.utils.data import IterableDataset
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.dry_run import first_step
@@ -41,6 +43,20 @@ def test_it_makes_a_whole_step_and_names_the_metrics():
     lines = dry(trainer={"gradient_accumulation_steps": 2, "clip_norm": 1.0})
     assert lines[0] == "data      9 samples, 5 for validation"
     assert "metrics   train/loss, train/accuracy, val/loss, val/accuracy; best.pt goes by val/accuracy" in lines
+    assert lines[-1] == "dry run: all of it works"
+
+
+class Stream(IterableDataset):
+    """Gives the same one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Numbers(9)[index] for index in range(9)])
+
+
+def test_it_takes_iterable_data():
+    lines = dry(Stream(), Stream(), trainer={"max_steps": 5, "gradient_accumulation_steps": 2})
+    assert lines[0] == "data      iterable, an iterable for validation"
+    assert "steps     an unknown number in an epoch with 2 ranks of 2" in lines
     assert lines[-1] == "dry run: all of it works"
 
 

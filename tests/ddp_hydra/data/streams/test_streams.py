@@ -282,6 +282,11 @@ def test_the_first_steps_can_be_repeated():
     assert [repeated.take(2) for _ in range(2)] == [[2, 3], [0, 1]]
 
 
+def test_the_data_set_of_a_dataloader_gets_its_epoch():
+    ranks = Ranks(lambda: DataLoader(Counted(12), batch_size=None), 2, 3)
+    assert in_order(ranks.run(epoch=2)) == list(range(2000, 2012))
+
+
 def test_which_data_sets_are_iterable():
     assert is_stream(Counted(3))
     assert is_stream(DataLoader(Counted(3), batch_size=None))

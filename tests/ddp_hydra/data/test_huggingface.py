@@ -1,0 +1,107 @@
+"""Data sets of Hugging Face, whole and as streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from ddp_hydra.data import huggingface
+from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.streams import StreamLoader, StreamSampler, is_stream, split
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(path: str = "parquet", files: str = "rows-*.parquet", **options: Any) -> Any:
+        return huggingface.load(path, files=str(tmp_path / files), cache_dir=str(tmp_path / "cache"), **options)
+
+    for file in range(4):
+        numbers = list(range(6 * file, 6 * file + 6))
+        table = {"x": [[float(n), 0.5] for n in numbers], "label": numbers, "note": [f"number {n}" for n in numbers]}
+        pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / f"rows-{file}.parquet", row_group_size=4)
+    lines = [json.dumps({"text": "ab" * n, "n": n}) for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return load
+
+
+def test_whole_files_are_a_map_style_data_set_of_dicts(load):
+    data = load(columns=["x", "label"], rename={"label": "labels"})
+    assert not is_stream(data)
+    (batch,) = Loader(data, CPU).load([[23, 0, 5]])
+    assert batch["x"].tolist() == [[23, 0.5], [0, 0.5], [5, 0.5]]
+    assert (batch["x"].dtype, batch["labels"].tolist()) == (torch.float32, [23, 0, 5])
+
+
+@pytest.mark.parametrize("files", [4, 3])
+def test_ranks_share_the_files_of_a_stream_or_its_samples(load, files):
+    data = load(files=f"rows-[0-{files - 1}].parquet", streaming=True, columns=["label"])
+    seen = []
+    for rank in range(2):
+        loader = StreamLoader(data, CPU)
+        batches = [batch["label"].tolist() for batch, _ in loader.each_once(4, rank, 2)]
+        seen += [number for batch in batches for number in batch]
+    assert sorted(seen) == list(range(6 * files))
+    how = "each rank reads 2 of 4 files" if files == 4 else "as 3 files do not divide by the ranks"
+    assert how in split(data, 0, 2).how
+    assert split(data, 0, 2).how.endswith("resumes by its state_dict")
+
+
+@pytest.mark.parametrize("buffer", [0, 5])
+@pytest.mark.parametrize("files", [4, 3])
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_stream_goes_on_where_its_state_was_saved(load, files, buffer, epoch):
+    """A state does not hold the buffer; then samples are read again."""
+    data = load(files=f"rows-[0-{files - 1}].parquet", streaming=True, shuffle_buffer=buffer)
+
+    def read(sampler: StreamSampler, position: int = 0) -> list[list[int]]:
+        steps = StreamLoader(data, CPU).steps(sampler.batches(epoch, position), 1)
+        return [next(step).batch["label"].tolist() for step in steps]
+
+    for rank in range(2):
+        samplers = [StreamSampler(split(data, rank, 2), 2) for _ in range(2)]
+        whole = read(samplers[0])
+        steps = StreamLoader(data, CPU).steps(samplers[0].batches(epoch), 1)
+        for _ in range(3):
+            next(steps)
+        samplers[0].gather(lambda own: [own, own])
+        steps.close()
+        assert (samplers[0].state is None) == bool(buffer)
+        samplers[1].load_state_dict(samplers[0].state_dict())
+        assert read(samplers[1], position=12) == whole[3:]
+        assert read(samplers[1]) == whole  # and from its beginning
+
+
+def test_json_lines_with_a_function_and_a_collate_of_ones_own(load):
+    def lengths(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"length": len(sample["text"])}
+
+    for streaming in (False, True):
+        data = load("json", "rows.jsonl", transform=lengths, streaming=streaming, collate=list)
+        loader = StreamLoader(data, CPU) if streaming else Loader(data, CPU)
+        (batch, _), *_ = loader.each_once(3, 0, 1)
+        assert [(sample["text"], int(sample["length"])) for sample in batch] == [("", 0), ("ab", 2), ("abab", 4)]
+
+
+def test_mistakes_are_said(load, tmp_path):
+    with pytest.raises(ValueError, match=r"path=parquet reads files: give data\.files="):
+        huggingface.load("parquet")
+    with pytest.raises(ValueError, match=r"there is no column prize, only x, label, note"):
+        load(columns=["prize"])
+    with pytest.raises(FileNotFoundError):
+        load(files="nowhere.parquet")
+
+
+def test_class_names_are_known(load, tmp_path):
+    import datasets
+
+    features = datasets.Features({"label": datasets.ClassLabel(names=["no", "yes"])})
+    datasets.Dataset.from_dict({"label": [1, 0]}, features=features).to_parquet(str(tmp_path / "named.parquet"))
+    assert load(files="named.parquet").classes == ["no", "yes"]
+    assert load(files="named.parquet", streaming=True).classes == ["no", "yes"]

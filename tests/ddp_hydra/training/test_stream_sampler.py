@@ -1,0 +1,94 @@
+"""What an iterable data set needs of the config, and what it is told where that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torch.utils.data import IterableDataset
+
+from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import builders
+from ddp_hydra.training.checkpoint import Position
+from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.setup import steps_left
+from tests.ddp_hydra.training.test_loop import config
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1000))
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 30
+
+
+def built(data: Any, *words: str, **trainer: Any) -> tuple[Any, StreamSampler]:
+    cfg = OmegaConf.merge(config(**trainer), OmegaConf.from_dotlist(list(words)))
+    return cfg, builders.sampler(cfg, data, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "planned"),
+    [
+        (Endless(), ["trainer.max_steps=9"], float("inf")),
+        (Endless(), ["data.n_samples=50"], 12),
+        (Sized(), [], 7),
+        (Sized(), ["data.n_samples=50"], 12),
+        (Endless(), ["data.n_samples=50", "trainer.gradient_accumulation_steps=2"], 6),
+    ],
+)
+def test_how_many_steps_are_planned(data, words, planned):
+    _, sampler = built(data, *words)
+    assert sampler.planned() == planned
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], r"Endless does not know how many samples .* for trainer\.epochs=2 without trainer\.max_steps: give "
+         r"trainer\.max_steps=<optimizer steps>"),
+        (["trainer.max_steps=9", "scheduler.warmup_epochs=1", "scheduler.by=epoch"],
+         r"for scheduler\.warmup_epochs=1, scheduler\.by=epoch: give .*data\.n_samples=<samples in an epoch>"),
+        (["trainer.max_steps=9", "sampler._target_=ddp_hydra.data.samplers.Weighted"],
+         r"Weighted needs a data set with a length and __getitem__, and Endless is iterable"),
+        (["trainer.max_steps=9", "sampler.drop_last=false"], r"sampler\.drop_last=false needs a data set with"),
+        (["trainer.max_steps=9", "data.shard_by=luck"], r"data\.shard_by=luck: give samples, itself or null"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_it(words, said):
+    with pytest.raises(ConfigError, match=said):
+        built(Endless(), *words)
+
+
+def test_the_length_of_a_run():
+    position = Position(step=3, epoch=0, samples=12, offset=12)
+    cfg, sampler = built(Endless(), max_steps=9, epochs=2)
+    assert steps_left(cfg.trainer, sampler, position) == 6
+    assert steps_left(cfg.trainer, sampler, Position(step=5, epoch=2, samples=20)) == 0  # all epochs are done
+    cfg, sampler = built(Endless(), "data.n_samples=30", epochs=2)
+    assert steps_left(cfg.trainer, sampler, position) == 4 + 7
+
+
+def test_a_schedule_goes_by_max_steps_while_nobody_knows_the_length():
+    _, sampler = built(Endless(), max_steps=9, epochs=2)
+    position = Position()
+    progress = ScheduleProgress(2, 9, sampler, position)
+    assert (progress.total, progress.done) == (9, 0)
+    position.advance(4)
+    assert progress.done == 1
+    later = ScheduleProgress(2, None, built(Sized())[1], position)
+    later.load_state_dict(progress.state_dict())
+    assert (later.total, later.epoch_steps) == (14, 7)
+
+
+def test_a_run_repeats_its_first_batches():
+    _, sampler = built(Endless(), max_steps=9, overfit_batches=2)
+    sampler.part.open(0)
+    first = [sampler.part.take(2) for _ in range(4)]
+    assert first == [[0, 1], [4, 5], [0, 1], [4, 5]]
