@@ -54,7 +54,8 @@ class Part:
             state: of the data set at this position; None to read again what lies before it.
         """
         self.stopped = False
-        for data in (self.dataset, getattr(self.dataset, "dataset", None)):  # the second, of a DataLoader
+        inside: Any = getattr(self.dataset, "dataset", None)  # of a DataLoader
+        for data in (self.dataset, inside):
             if hasattr(data, "set_epoch"):
                 data.set_epoch(epoch)
         if state is not None:
