@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.api.compose import Composed
+from ddp_hydra.cli import evaluate, predict
 from ddp_hydra.cluster import connect
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
@@ -81,6 +82,37 @@ class Run:
         from ddp_hydra.training import load_run
 
         return load_run.load(self.dir, which, overrides).model
+
+    def evaluate(self, *changes: str, which: str = "best", split: str = "val") -> dict[str, float]:
+        """Validate the trained model again, or on other data, and return its metrics.
+
+        Args:
+            changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
+            which: "best" or "last".
+            split: the data set of the config, "val" or "train".
+
+        Raises:
+            DdpHydraError: nothing was saved, a change does not fit, or it failed.
+        """
+        return dict(evaluate.evaluate(str(self.dir), which, split, changes)["metrics"])
+
+    def predict(
+        self, out: str | Path, *changes: str, which: str = "best", split: str = "val", overwrite: bool = False
+    ) -> Path:
+        """Predict a data set with the trained model, and return the file.
+
+        Args:
+            out: a .csv, .parquet or .npz file, or a folder of PNGs.
+            changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
+            which: "best" or "last".
+            split: the data set of the config, "val" or "train".
+            overwrite: replace `out`.
+
+        Raises:
+            Interrupted: it was interrupted; the same call goes on.
+            DdpHydraError: nothing was saved, a change does not fit, or it failed.
+        """
+        return Path(predict.predict(str(self.dir), out, which, split, overwrite, changes)["out"])
 
     def __repr__(self) -> str:
         return f"<Run {self.dir}: {self.status}>"

@@ -42,8 +42,11 @@ def inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> I
     words = overrides.with_faults(list(words))
     faults = [word for word in words if _key(word) == "faults"]
     words = [word for word in words if word not in faults]
-    chosen = [_key(word) for word in words if "." not in _key(word)]
     saved = saved_config(run)
+    of_cluster = {_key(word) for word in words if _key(word).partition(".")[0] == "cluster"}
+    if saved and of_cluster and "cluster" not in of_cluster and is_processless(saved):
+        words = ["cluster=local", *words]  # the keys that are typed belong to a cluster
+    chosen = [_key(word) for word in words if "." not in _key(word)]
     parts = {} if saved else dict.fromkeys((*OF_THE_COMMAND, "trainer"))
     composed = [word for word in words if _key(word).partition(".")[0] in {*chosen, *parts}]
     fresh = compose(composed) if chosen or saved is None else None
@@ -67,6 +70,11 @@ def inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> I
         split,
         tuple(OmegaConf.from_dotlist(faults).faults) if faults else (),
     )
+
+
+def is_processless(saved: dict[str, Any]) -> bool:
+    """Return whether a run had no cluster of its own: it was in one process, or its ranks were started by torchrun."""
+    return str((saved.get("cluster") or {}).get("_target_")).rpartition(".")[2] in ("Inline", "Torchrun")
 
 
 def saved_config(run: str) -> dict[str, Any] | None:

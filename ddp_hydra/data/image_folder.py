@@ -33,6 +33,7 @@ class S3ImageFolder(StoredImages):
             give the prefix of the training set, so that both use the same class numbers.
         holdout: share of the images that is kept for validation, 0..1, chosen by a hash of each key.
         split: with a holdout, "train": all other images; "val": the images that are held out.
+        labelled: False: all images under `prefix`, whose classes are not known, to be predicted.
         listing_max_age_s: use a listing on this machine's disk that is not older than this; 0: list each time.
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (threads,
             cache_mb, max_bad_fraction and more).
@@ -58,12 +59,13 @@ class S3ImageFolder(StoredImages):
         classes_from: str | None = None,
         holdout: float = 0.0,
         split: str = "train",
+        labelled: bool = True,
         listing_max_age_s: float = 0.0,
         **images: Any,
     ) -> None:
         check(holdout, split)
         super().__init__(transform=transform, target_transform=target_transform, **images)
-        self.prefix = prefix.strip("/")
+        self.prefix, self.labelled = prefix.strip("/"), labelled
         self._owns_server = False
         self._embedded_on: str | None = None
         if bucket is None:
@@ -71,7 +73,7 @@ class S3ImageFolder(StoredImages):
         else:
             self._store = self.access.bucket(bucket)
         try:
-            listing = list_images_once(self._store, self.prefix, listing_max_age_s, user_cache() / "listings")
+            listing = list_images_once(self._store, self.prefix, listing_max_age_s, user_cache() / "listings", labelled)
             if not len(listing.keys):
                 raise FileNotFoundError(self._nothing_found(listing.others))
             self.skipped = listing.others
@@ -99,6 +101,10 @@ class S3ImageFolder(StoredImages):
 
     def _label(self, classes_from: str | None) -> None:
         """Number the classes, and set the targets."""
+        if not self.labelled:
+            self.classes, self.class_to_idx = [], {}
+            self.targets = np.full(len(self._keys), -1, np.int32)
+            return
         folders = [key.rsplit("/", 2)[-2] for key in self._keys]
         found = set(folders)
         self.classes = sorted(found) if classes_from is None else self._store.folders(classes_from.strip("/"))

@@ -24,7 +24,8 @@ class ImageTable(StoredImages):
         table: CSV (its first row names the columns; may be .gz) or Parquet: s3://bucket/key, http(s)://..., or a path.
         root: the URL or folder of relative paths; None: the table's own folder.
         path_column: name of the column with paths below `root`, or with full s3:// and http(s):// URLs.
-        label_column: name of the column with labels; numbers are sorted as numbers.
+        label_column: name of the column with labels; numbers are sorted as numbers. None: there are none, and the
+            images are to be predicted.
         classes_from: a table whose labels are the classes; None: the labels of `table`. For a validation set, give the
             table of the training set, so that both use the same class numbers.
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
@@ -46,17 +47,24 @@ class ImageTable(StoredImages):
         table: str,
         root: str | None = None,
         path_column: str = "path",
-        label_column: str = "label",
+        label_column: str | None = "label",
         *,
         classes_from: str | None = None,
         **images: Any,
     ) -> None:
         super().__init__(**images)
         self.table = table
-        paths, labels = read_columns(self.access, table, (path_column, label_column))
+        self.labelled = label_column is not None
+        columns = (path_column,) if label_column is None else (path_column, label_column)
+        paths, *rest = read_columns(self.access, table, columns)
         self._paths = StringArray(paths)
         self._root = _folder_of(table) if root is None else root.rstrip("/")
         self._root_store, self._prefix = self.access.open_folder(self._root)
+        if label_column is None:
+            self.classes, self.class_to_idx = [], {}
+            self.targets = np.full(len(paths), -1, np.int32)
+            return
+        (labels,) = rest
         named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
         self.classes = sorted(set(named), key=_numbers_by_value)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class WidsImages(StoredImages):
 
     Args:
         index: as in `WidsShards`, and so are base, dataset, cache_dir, cache_gb and prefetch_shards.
-        label: extension of the field that holds the class number as text.
+        label: extension of the field that holds the class number as text; None: there is none, and the images are to
+            be predicted.
         classes: names of the classes, or their number; None: what the index says (`info.classes`).
         images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
             threads, max_bad_fraction and more).
@@ -42,7 +44,7 @@ class WidsImages(StoredImages):
         *,
         base: str | None = None,
         dataset: str | None = None,
-        label: str = ".cls",
+        label: str | None = ".cls",
         classes: list[str] | int | None = None,
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
@@ -51,7 +53,7 @@ class WidsImages(StoredImages):
     ) -> None:
         super().__init__(**images)
         self.index = index
-        self.label = label
+        self.label, self.labelled = label, label is not None
         self.shards = WidsShards(
             index,
             base=base,
@@ -64,7 +66,9 @@ class WidsImages(StoredImages):
         self.shard_lengths = self.shards.shard_lengths
         self._starts = np.cumsum([0, *self.shard_lengths])
         found = self.shards.info.get("classes") if classes is None and isinstance(self.shards.info, dict) else classes
-        if not found:
+        if not found and not self.labelled:
+            found = []
+        elif not found:
             raise ValueError(
                 f"{index} does not say which classes there are (info.classes): give their number, data.classes=1000"
             )
@@ -82,6 +86,12 @@ class WidsImages(StoredImages):
         """Return the shard and key of a sample."""
         return self.shards.key(index)
 
+    def sample_id(self, index: int) -> str:
+        """Return the shard and key of a sample, whose shard is opened for that."""
+        with suppress(LostSamples):
+            self._fields(index)
+        return self.name(index)
+
     def fetch(self, index: int) -> Any:
         """Return the image file of a sample, without a copy; raise as `ImageDataset.fetch` does."""
         image = field_of(self._fields(index), IMAGE_EXTENSIONS)
@@ -95,6 +105,8 @@ class WidsImages(StoredImages):
         Raises:
             ValueError: it has no valid one.
         """
+        if self.label is None:
+            return -1
         text = self._fields(index).get(self.label)
         if text is None:
             raise ValueError(

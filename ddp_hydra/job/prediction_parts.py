@@ -14,7 +14,7 @@ import numpy as np
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank import rows
 from ddp_hydra.results import Record
-from ddp_hydra.storage.files import place, remove_parts, write_atomic
+from ddp_hydra.storage.files import place, remove_parts, write_atomic, writing
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.logs import LogWriter
 from ddp_hydra.writers.receive_file import FileReceiver
@@ -56,6 +56,8 @@ class Parts:
             found = {}
         if found:
             self.samples, self.length = found["samples"], found["rows"]
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         place(folder, "parts/x")
         remove_parts(folder / "parts")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ddp_hydra.cli import evaluate, predict
 from ddp_hydra.cluster import connect
@@ -133,3 +134,49 @@ def test_the_command_starts_a_cluster_where_one_is_typed_and_none_otherwise(modu
     assert {line.split()[0]: line.split()[1] for line in lines[1:]} == {
         name: f"{value:.6f}" for name, value in validated(run).items()
     }
+
+
+@pytest.fixture(scope="module")
+def pictures(module_cli) -> Path:
+    """Folders of pictures in two classes, and some that nobody has sorted."""
+    folder = module_cli.folder / "pictures"
+    random = np.random.default_rng(0)
+    for name in ("train/dark", "train/light", "val/dark", "val/light", "new", "new/deeper"):
+        (folder / name).mkdir(parents=True)
+        for number in range(5):
+            pixels = random.integers(0, 90, (12, 12, 3)) + 160 * (name.endswith("light") or number % 2)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}.png")
+    (folder / "new" / "2.png").write_bytes(b"no picture")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sorter(module_cli, pictures) -> Path:
+    words = ("model=pixels", "data=s3_photos", f"data.bucket=file://{pictures}", "data.batch_size=5", "cluster=inline")
+    module_cli.done(*words, "data.image_size=8", "trainer.epochs=1", "hydra.run.dir=sorter")
+    return module_cli.folder / "sorter"
+
+
+def test_pictures_without_labels_are_predicted_and_not_evaluated(module_cli, sorter, tmp_path):
+    new = ("data.val_prefix=new", "data.labelled=false", "data.max_bad_fraction=0.2")
+    module_cli.done("predict", f"run={sorter}", "out=new.csv", *new)
+    table = read(module_cli.folder / "new.csv")
+    assert [row["id"] for row in table] == sorted(
+        [f"new/{number}.png" for number in range(5)] + [f"new/deeper/{number}.png" for number in range(5)]
+    )
+    assert {row["name"] for row in table} <= {"dark", "light"}
+    assert [row["id"] for row in table if row["error"]] == ["new/2.png"]
+    refused = module_cli.run("evaluate", f"run={sorter}", *new)
+    assert (refused.returncode, "has no labels here" in refused.stderr) == (1, True)
+
+
+def test_a_data_set_of_another_group_is_evaluated(module_cli, sorter, pictures):
+    table = pictures / "val.csv"
+    names = sorted(str(path.relative_to(pictures)) for path in pictures.glob("val/*/*.png"))
+    table.write_text("path,label\n" + "".join(f"{name},{name.split('/')[1]}\n" for name in names))
+    words = ("data=image_table", f"data.table={table}", f"data.val_table={table}", "data.image_size=8")
+    there = module_cli.done("evaluate", f"run={sorter}", "which=last", *words, "data.batch_size=5").stdout
+    assert there.splitlines()[1:] == [f"{name} {value:.6f}" for name, value in validated(sorter).items()]
+    wrong = module_cli.run("evaluate", f"run={sorter}", "data=no_such")
+    assert (wrong.returncode, "Traceback" in wrong.stderr) == (1, False)
+    assert "no_such" in wrong.stderr

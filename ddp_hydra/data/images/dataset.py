@@ -53,6 +53,7 @@ class ImageDataset(Dataset, ABC):
         std: (3,), 0..1, by which `prepare` divides each channel.
 
     Attributes:
+        labelled: False if the classes are not known; then all targets are -1.
         targets: (samples,), the class numbers.
         classes: the names of the classes; `class_to_idx`: {name: number}.
 
@@ -61,6 +62,7 @@ class ImageDataset(Dataset, ABC):
     """
 
     built_once = True
+    labelled = True
     targets: np.ndarray
     classes: list[str]
 
@@ -142,6 +144,15 @@ class ImageDataset(Dataset, ABC):
     def target(self, index: int) -> int:
         """Return the class number of a sample."""
         return int(self.targets[index])
+
+    def sample_id(self, index: int) -> str:
+        """Return what identifies a sample that was read, for predictions: its name."""
+        return self.name(index)
+
+    def error_of(self, index: int) -> str:
+        """Return why a sample that was read is replaced by another; "" if it is not."""
+        bad = self._bad_samples()
+        return "" if bad.next_after(index) is None else bad.reasons.get(self.name(index), "its shard can't be read")
 
     @property
     def bad(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ class Listing:
     """The images under a prefix.
 
     Args:
-        keys: the keys of the images in class folders, sorted.
+        keys: the keys of the images, sorted.
         sizes: uint32 (images,), bytes; larger files count as 4 GiB, see `known_size`.
         others: how many other objects there are, by extension.
     """
@@ -46,14 +46,14 @@ def kinds_of(others: Counter[str]) -> str:
     return ", ".join(kinds) + (", ..." if len(others) > len(kinds) else "")
 
 
-def list_images(store: Store, prefix: str) -> Listing:
-    """List the images under a prefix; raises as the store does."""
+def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
+    """List the images under a prefix, or only those in its folders; raises as the store does."""
     found: list[tuple[str, int]] = []
     others: Counter[str] = Counter()
     inside = len(prefix) + 1 if prefix else 0
     for key, size in store.objects(prefix):
         # There may be a million keys, and a path object would take ten times as long.
-        if key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and key.find("/", inside) > 0:
+        if key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and (not in_folders or key.find("/", inside) > 0):
             found.append((key, size))
         elif size or PurePosixPath(key).suffix:  # empty objects without an extension mark folders
             extension = PurePosixPath(key).suffix.lower()
@@ -63,7 +63,7 @@ def list_images(store: Store, prefix: str) -> Listing:
     return Listing(StringArray(key for key, _ in found), sizes, others)
 
 
-def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path) -> Listing:
+def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, in_folders: bool = True) -> Listing:
     """List the images under a prefix, or read the listing from the disk if it is young enough.
 
     Args:
@@ -71,15 +71,16 @@ def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path) 
         prefix: as in `list_images`.
         max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
         folder: of the listings on the disk.
+        in_folders: as in `list_images`.
     """
     if not max_age_s:
-        return list_images(store, prefix)
-    identity = f"{getattr(store, 'endpoint_url', None)} {store.url} {prefix}"
+        return list_images(store, prefix, in_folders)
+    identity = f"{getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none, or damaged
         if time.time() - path.stat().st_mtime < max_age_s:
             return _read(path)
-    listing = list_images(store, prefix)
+    listing = list_images(store, prefix, in_folders)
     _write(path, listing)
     return listing
 

@@ -1,0 +1,149 @@
+"""Parts of predictions become files: whole, in order, and of nothing else."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.job import prediction_files
+from ddp_hydra.job.prediction_parts import Parts
+from ddp_hydra.rank import rows
+from ddp_hydra.results import Record
+from ddp_hydra.training import predictions
+
+SCORES = np.array([0.1, 0.25, -3e-8, 1.0, 0.3], np.float32)
+NAMES = ["a", 'b "quoted", with a comma', "", "ü", "longest of all"]
+
+
+def columns(part: slice) -> dict:
+    mask = np.arange(5 * 6).reshape(5, 2, 3)[part]
+    return {"id": NAMES[part], "score": SCORES[part], "mask": mask}
+
+
+def file_record(folder: Path, number: int, content: dict, path: str = "") -> Record:
+    source = folder / f"source-{number}"
+    with source.open("wb") as file:
+        rows.write(file, content)
+    data = source.read_bytes()
+    fields = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "source": str(source)}
+    return Record("file", {"path": path or rows.NAME.format(number), **fields})
+
+
+def fetch(record: Record, target: Path) -> None:
+    Path(record.data["source"]).rename(target)
+
+
+@pytest.fixture
+def parts(tmp_path) -> Parts:
+    found = Parts(tmp_path / "out.parts", {"checkpoint": "1"})
+    found.receive(Record("start", {"samples": 5, "rows": 2}), fetch)
+    return found
+
+
+def fill(parts: Parts, folder: Path, kind: str) -> None:
+    for number in (2, 0, 1):  # in any order
+        part = slice(2 * number, min(2 * number + 2, 5))
+        size = part.stop - part.start
+        content = columns(part)
+        if kind == "table":
+            content.pop("mask")
+        if kind != "arrays":
+            content = predictions.columns(content, size, kind)
+        parts.receive(file_record(folder, number, content), fetch)
+
+
+def write(parts: Parts, out: Path, kind: str) -> None:
+    fill(parts, out.parent, kind)
+    prediction_files.write(out, parts.merged(), 5)
+
+
+def test_csv(parts, tmp_path):
+    write(parts, tmp_path / "out.csv", "table")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["index"] for row in table] == list("01234")
+    assert [row["id"] for row in table] == NAMES
+    assert [row["score"] for row in table] == ["0.1", "0.25", "-3e-08", "1.0", "0.3"]
+
+
+def test_parquet(parts, tmp_path):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    write(parts, tmp_path / "out.parquet", "table")
+    table = pandas.read_parquet(tmp_path / "out.parquet")
+    assert list(table.columns) == ["index", "id", "score"]
+    assert table["id"].tolist() == NAMES
+    assert np.array_equal(table["score"].to_numpy(), SCORES)
+    assert table["score"].dtype == np.float32
+
+
+def test_npz(parts, tmp_path):
+    write(parts, tmp_path / "out.npz", "arrays")
+    with np.load(tmp_path / "out.npz", allow_pickle=False) as found:
+        assert found["id"].tolist() == NAMES
+        assert np.array_equal(found["score"], SCORES)
+        assert np.array_equal(found["mask"], np.arange(30).reshape(5, 2, 3))
+        assert np.array_equal(found["index"], np.arange(5))
+    assert {path.name for path in tmp_path.iterdir()} == {"out.npz", "out.parts"}
+
+
+def test_pictures(parts, tmp_path):
+    write(parts, tmp_path / "out", "pictures")
+    with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["mask"] for row in table] == [f"{number:08d}.png" for number in range(5)]
+    assert [row["id"] for row in table] == NAMES
+    for number, row in enumerate(table):
+        assert np.array_equal(
+            np.asarray(Image.open(tmp_path / "out" / row["mask"])), np.arange(30).reshape(5, 2, 3)[number]
+        )
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["parts/part-00000003.rows", "parts/part-1.rows", "parts/../x.rows", "plan.json", "parts/part-00000000.rows/x"],
+)
+def test_a_rank_can_write_nothing_but_parts(parts, tmp_path, path):
+    with pytest.raises(RecordError, match="no part of 3"):
+        parts.receive(file_record(tmp_path, 0, columns(slice(0, 2)), path), fetch)
+
+
+def test_rows_that_are_missing_or_too_many_are_found(parts, tmp_path):
+    fill(parts, tmp_path, "arrays")
+    parts.receive(file_record(tmp_path, 1, columns(slice(0, 1))), fetch)
+    with pytest.raises(RecordError, match="ends with row 3 of 4"):
+        list(parts.merged())
+    parts.receive(file_record(tmp_path, 1, columns(slice(0, 3))), fetch)
+    with pytest.raises(RecordError, match="does not hold rows 2 to 4"):
+        list(parts.merged())
+    parts.receive(file_record(tmp_path, 1, {"id": NAMES[:2]}), fetch)
+    with pytest.raises(RecordError, match="the columns id, and those before"):
+        list(parts.merged())
+    parts.path(1).write_bytes(b"\0" * 7 + b"\1" + b"\xc1")
+    with pytest.raises(RecordError):
+        list(parts.merged())
+
+
+def test_parts_of_another_prediction_are_refused_or_dropped(parts, tmp_path):
+    fill(parts, tmp_path, "arrays")
+    assert Parts(parts.folder, {"checkpoint": "1"}).done() == [0, 1, 2]
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        Parts(parts.folder, {"checkpoint": "2"})
+    assert Parts(parts.folder, {"checkpoint": "2"}, overwrite=True).done() == []
+
+
+def test_a_data_set_that_has_changed_since_is_refused(parts):
+    with pytest.raises(ConfigError, match="has 6 samples"):
+        Parts(parts.folder, {"checkpoint": "1"}).receive(Record("start", {"samples": 6, "rows": 2}), fetch)
+    with pytest.raises(RecordError, match="malformed start"):
+        parts.receive(Record("start", {"samples": "5", "rows": 2}), fetch)
+
+
+def test_what_no_file_can_be_is_said():
+    with pytest.raises(ConfigError, match=r"\.csv, \.parquet or \.npz"):
+        prediction_files.kind_of(Path("out.txt"))

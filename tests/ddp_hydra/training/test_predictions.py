@@ -1,0 +1,67 @@
+"""What a task predicts becomes columns."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import predictions
+from ddp_hydra.training.inference import part_length
+
+
+def test_tensors_become_columns_and_wide_ones_several():
+    found = predictions.columns(
+        {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16), "y": [1, 2]}, 2, "table"
+    )
+    assert list(found) == ["x_0", "x_1", "y"]
+    assert found["x_1"].dtype == np.float32
+    assert found["x_1"].tolist() == [2, 4]
+    assert predictions.columns(torch.ones(2, 1), 2, "table")["prediction"].shape == (2,)
+    assert predictions.columns(torch.ones(2, 5, 4), 2, "arrays")["prediction"].shape == (2, 5, 4)
+
+
+def test_what_differs_in_length_becomes_json():
+    boxes = [[torch.tensor([1, 2])], []]
+    assert predictions.columns({"boxes": boxes}, 2, "table") == {"boxes": ["[[1,2]]", "[]"]}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "kind", "said"),
+    [
+        (torch.ones(3), "table", "3 rows of 'prediction' for 2 samples"),
+        (torch.ones(2, 4, 4), "table", "give out=<folder>/ for PNGs"),
+        (torch.ones(2), "pictures", "which are none"),
+        (torch.ones(2, 7, 4, 4), "pictures", "1, 3 or 4 channels"),
+        (torch.full((2, 4, 4), -1), "pictures", "which no PNG holds"),
+        ({"x": object()}, "table", "must return tensors or lists"),
+    ],
+)
+def test_what_does_not_fit_is_said(prediction, kind, said):
+    with pytest.raises(ConfigError, match=said):
+        predictions.columns(prediction, 2, kind)
+
+
+@pytest.mark.parametrize(
+    ("picture", "wanted"),
+    [
+        (torch.tensor([[0.0, 0.5, 1.0]]), [[0, 128, 255]]),
+        (torch.tensor([[True, False]]), [[255, 0]]),
+        (torch.tensor([[[3]], [[4]], [[5]]]), [[[3, 4, 5]]]),
+        (torch.tensor([[300, 2]]), [[300, 2]]),
+    ],
+)
+def test_pictures_become_pngs(picture, wanted):
+    (png,) = predictions.columns(picture[None], 1, "pictures")["prediction"]
+    assert np.asarray(Image.open(io.BytesIO(png))).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "batch_size", "length"), [(37, 8, 8), (10**6, 32, 4096), (6400, 32, 128), (9, 99, 99)]
+)
+def test_parts_are_whole_batches(n_samples, batch_size, length):
+    assert part_length(n_samples, batch_size) == length
