@@ -31,7 +31,9 @@ from ddp_hydra.writers.loggers.sender import LoggerProcess
 RUNS = "loggers.json"
 """The file of a run directory with the runs at the services: {"mlflow": {"id": …, "url": …}}."""
 AWAY_S = 3.0
-"""How long the end of a job waits for a logger whose service is away, or after Ctrl-C."""
+"""How long the end of a job waits for a logger whose service is away."""
+KILLED_S = 10.0
+"""How long the end of a job waits after Ctrl-C, so that the services learn of it; a second Ctrl-C ends the wait."""
 NOTICE_S = 2.0
 """How long the end of a job waits for loggers before it says so."""
 
@@ -205,7 +207,8 @@ def end(senders: list[LoggerProcess], status: str, timeout_s: float) -> None:
         sender.finish(status)
     try:
         for sender in senders:
-            limit_s = min(timeout_s, AWAY_S) if status == KILLED or sender.is_away else timeout_s
+            most_s = AWAY_S if sender.is_away else KILLED_S if status == KILLED else timeout_s
+            limit_s = min(timeout_s, most_s)
             if limit_s > NOTICE_S and not sender.has_ended(began + NOTICE_S):
                 log.info("waiting up to %g s for %s to send what it has; Ctrl-C ends that", limit_s, sender.name)
             if missing := sender.wait(began + limit_s):

@@ -77,7 +77,7 @@ class Sender:
 
 @pytest.mark.parametrize(
     ("status", "is_away", "limit_s"),
-    [("finished", False, 30), ("failed", False, 30), ("finished", True, 3), ("killed", False, 3)],
+    [("finished", False, 30), ("failed", False, 30), ("finished", True, 3), ("killed", False, 10), ("killed", True, 3)],
 )
 def test_the_end_waits_less_where_waiting_is_no_use(status, is_away, limit_s):
     sender = Sender(is_away=is_away)
