@@ -44,13 +44,15 @@ class ParquetRows:
 
     def __init__(
         self,
-        files: str | Sequence[str],
+        files: str | Sequence[str] | None,
         target: str | None = None,
         features: Sequence[str] | None = None,
         fill: float | None = None,
         cache_mb: float = 1024,
         **access: Any,
     ) -> None:
+        if not files:
+            raise ValueError("no files are given: type data.files=…, and data.val_files=… or data.val=null")
         self.traffic = TransferCounters()
         self.access = Access(setting="data.files", traffic=self.traffic, **access)
         self.target, self.fill, self.cache_mb = target, fill, cache_mb

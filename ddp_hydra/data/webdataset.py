@@ -33,7 +33,7 @@ class TarSamples(IterableDataset):
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        urls: str | Sequence[str] | None,
         fields: Sequence[str] = ("jpg;png;jpeg", "cls"),
         decode: str | None = "torchrgb",
         transform: Callable[[tuple[Any, ...]], Any] | None = None,
@@ -45,9 +45,9 @@ class TarSamples(IterableDataset):
             from webdataset.shardlists import expand_urls
         except ImportError:
             raise ModuleNotFoundError("it needs webdataset: type `pip install 'ddp-hydra[webdataset]'`") from None
+        if not urls:
+            raise ConfigError("no shards are given: type data.urls=…, and data.val_urls=… or data.val=null")
         self.urls = [url for pattern in ([urls] if isinstance(urls, str) else urls) for url in expand_urls(pattern)]
-        if not self.urls:
-            raise ConfigError(f"data.urls={urls} names no shards: give paths or URLs, as /data/train-{{000..127}}.tar")
         self.fields, self.decode, self.transform = list(fields), decode, transform
         self.shuffle, self.shuffle_buffer, self.seed = shuffle, shuffle_buffer, seed
         self.epoch, self.rank, self.world_size = 0, 0, 1

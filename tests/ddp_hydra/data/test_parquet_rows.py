@@ -98,6 +98,8 @@ def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
         ParquetRows(str(tmp_path / "empty"), "label")
     with pytest.raises(FileNotFoundError):
         ParquetRows(str(tmp_path / "nowhere.parquet"), "label")
+    with pytest.raises(ValueError, match=r"no files are given: .* data\.val=null"):
+        ParquetRows(None, "label")
     nothing = write(tmp_path / "nothing.parquet", rows=0)
     with pytest.raises(ValueError, match=r"has no rows"):
         ParquetRows(nothing, "label")
