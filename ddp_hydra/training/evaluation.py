@@ -13,6 +13,7 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training import step_errors
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.metrics import Meter, count, named
 
@@ -55,7 +56,7 @@ class Evaluation:
         model.eval()
         meter = Meter(self.loader.device)
         for batch, indices in self.loader.each_once(self.batch_size, rank, world_size):
-            with self.autocast:
+            with self.autocast, step_errors.explained(batch):
                 step = self.task.validation_step(model, batch)
             step = step if isinstance(step, Step) else Step(step)
             meter.add(count(step, len(indices)))

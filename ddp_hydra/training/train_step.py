@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training import step_errors
 
 
 class TrainStep(nn.Module):
@@ -48,5 +49,6 @@ class TrainStep(nn.Module):
     def forward(self, batch: Any) -> Step:
         """Compute the loss of a micro-batch."""
         task, model = self._others
-        step = task.step(model, batch, **({"update": self.update} if self.update else {}))
+        with step_errors.explained(batch):
+            step = task.step(model, batch, **({"update": self.update} if self.update else {}))
         return step if isinstance(step, Step) else Step(step)
