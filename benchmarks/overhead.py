@@ -24,6 +24,8 @@ class Work:
         batch_size: per rank.
         steps: of a run.
         skip: the first steps, which are not counted.
+        options: further overrides.
+        script: the loop by hand.
     """
 
     model: str
@@ -31,9 +33,21 @@ class Work:
     batch_size: int
     steps: int
     skip: int
+    options: tuple[str, ...] = ("optimizer.lr=0.01", "optimizer.nesterov=false", "optimizer.weight_decay=0")
+    script: str = "ddp_loop.py"
 
 
-WORK = (Work("lstm", "Windows", 64, 600, 100), Work("resnet18", "Images", 32, 120, 20))
+ADAM = ("optimizer=adam", "optimizer.lr=0.001")
+LARGE_GAN = ("model.size=16", "model.noise=64", "model.width=1024")
+WORK = (
+    Work("lstm", "Windows", 64, 600, 100),
+    Work("resnet18", "Images", 32, 120, 20),
+    Work(
+        "fields", "Fields", 64, 1500, 200, ("task=model_loss", "optimizer=adam", "optimizer.lr=0.001"), "tasks_loop.py"
+    ),
+    Work("gan", "Pictures", 64, 300, 50, ("task=adversarial", "optimizer=gan_adam", *LARGE_GAN), "tasks_loop.py"),
+)
+"""The last two: a dict batch of 20 tensors, and a step of two updates with an optimizer each."""
 
 
 def measure(repeats: int) -> Iterator[Figure]:
@@ -72,14 +86,12 @@ def job(work: Work, folder: Path, data: tuple[str, ...] = ()) -> float:
         *(data or in_memory(work)),
         f"data.batch_size={work.batch_size}",
         f"model={work.model}",
-        "optimizer.lr=0.01",
-        "optimizer.nesterov=false",
-        "optimizer.weight_decay=0",
+        *work.options,
         "scheduler=none",
         f"trainer.max_steps={work.steps}",
         "trainer.threads=1",
         "trainer.log_every_steps=10",
-        "objective.metric=train/loss",
+        f"objective.metric={'train/generator/loss' if work.model == 'gan' else 'train/loss'}",
         "objective.direction=minimize",
         run_dir=folder / "run",
     )
@@ -90,7 +102,7 @@ def by_hand(work: Work, folder: Path) -> float:
     """Samples/s of the script."""
     metrics = folder / "by_hand.jsonl"
     sizes = (f"--batch-size={work.batch_size}", f"--steps={work.steps}")
-    commands.torchrun("ddp_loop.py", f"--model={work.model}", *sizes, f"--metrics={metrics}", ranks=RANKS)
+    commands.torchrun(work.script, f"--model={work.model}", *sizes, f"--metrics={metrics}", ranks=RANKS)
     return speed(metrics, work.skip)
 
 

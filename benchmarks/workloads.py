@@ -71,6 +71,43 @@ class Windows(InMemory):
         return F.one_hot(x.long(), self.num_classes).float(), y.long()
 
 
+class Fields(InMemory):
+    """Random samples of 20 fields and a class, in a dict."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__(torch.randn(n_samples, 20, 16), torch.randint(10, (n_samples,)), 10)
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:  # type: ignore[override]
+        return self.batch(torch.tensor(indices))
+
+    def batch(self, chosen: Tensor) -> dict[str, Tensor]:
+        """Return the fields "f0" … "f19", each (batch, 16), and "labels", (batch,)."""
+        fields = self.x[chosen].unbind(1)
+        return {f"f{number}": field for number, field in enumerate(fields)} | {"labels": self.y[chosen]}
+
+
+class FieldsModel(nn.Module):
+    """A layer for each field, and one for all; it returns its own loss."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.fields = nn.ModuleList(nn.Linear(16, 32) for _ in range(20))
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(640, 256), nn.ReLU(), nn.Linear(256, num_classes))
+
+    def forward(self, labels: Tensor, **fields: Tensor) -> dict[str, Tensor]:
+        """Return logits and loss."""
+        parts = [layer(fields[f"f{number}"]) for number, layer in enumerate(self.fields)]
+        logits = self.head(torch.cat(parts, dim=1))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Pictures(InMemory):
+    """Random grey images of 16x16 pixels, for a GAN."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__(torch.rand(n_samples, 1, 16, 16), torch.zeros(n_samples), 1)
+
+
 class MLP(nn.Sequential):
     """So small a model that a launch is all there is to measure."""
 
