@@ -108,7 +108,7 @@ def test_no_modules_import_each_other():
     ("root", "forbidden"),
     [
         ("ddp_hydra", {"models", "data", "hydra_plugins"}),
-        ("models", {"ddp_hydra", "data", "hydra_plugins"}),
+        ("models", {"data", "hydra_plugins"}),
         ("data", {"models", "hydra_plugins"}),
         ("hydra_plugins", {"models", "data"}),
     ],
@@ -117,6 +117,20 @@ def test_roots_that_do_not_know_each_other(root, forbidden):
     known = {module: {name.partition(".")[0] for name in imports(path)} for module, path in modules(root).items()}
     assert known
     assert {module: names & forbidden for module, names in known.items() if names & forbidden} == {}
+
+
+TASKS = {"models.gan", "models.distillation"}
+"""Modules of models/ that define a task or a callback."""
+
+
+def test_models_know_nothing_of_ddp_hydra_but_where_they_define_a_task():
+    found = {module for module, path in modules("models").items() if "ddp_hydra" in roots_of(path)}
+    assert found == TASKS
+    of_ours = {name for module in TASKS for name in imports(EVERY_MODEL[module]) if name.startswith("ddp_hydra")}
+    assert {".".join(name.split(".")[:2]) for name in of_ours} <= {"ddp_hydra.tasks", "ddp_hydra.training"}
+
+
+EVERY_MODEL = modules("models")
 
 
 def test_who_imports_distributed():
