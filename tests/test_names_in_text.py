@@ -18,7 +18,7 @@ FILE = re.compile(
 )
 IN_THE_RUN = ("data.", "models.")
 """Roots that are also the beginning of config keys: of these only `_target_`s are looked at."""
-MADE_UP = re.compile(r"(conf/\w+|models|data)[./](mine|flowers|mlp|events)\b")
+MADE_UP = re.compile(r"(conf/\w+|models|data)[./](mine|flowers|mlp|events|quantiles|watch)\b")
 """Files of a user's own, in examples."""
 
 
