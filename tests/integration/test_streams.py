@@ -145,3 +145,15 @@ def test_an_epoch_of_given_length_is_planned_and_ends_there(client2, train):
     run = train(client2, "planned", "+data.n_samples=50", "trainer.max_steps=null", "scheduler.warmup_epochs=1")
     assert run.value["steps"] == 3 * 3
     assert "steps     9, 3 in an epoch" in header(run)
+
+
+@pytest.mark.parametrize("kind", ["counted", "files"], indirect=True)
+def test_a_roll_back_reads_on_where_the_checkpoint_was(chaos, client2, kind):
+    settings = ("data=stream", "dispatch.hang_timeout_s=60", "dispatch.first_step_timeout_s=60", *kind)
+    settings += ("trainer.max_steps=1000",)
+    left_out, rolled_back = (
+        chaos.done(client2, "nan,rank=1,step=10", overrides=(*settings, f"trainer.on_nonfinite={policy}"))
+        for policy in ("skip", "rollback")
+    )
+    for part in ("model", "optimizer", "stream"):
+        assert_equal(rolled_back.checkpoint()[part], left_out.checkpoint()[part])
