@@ -33,7 +33,7 @@ LIBRARY_VARIABLES = ("PYTEST_", "KMP_", "TF2_", "TORCHINDUCTOR_")
 LIBRARY_THREADS = ("Dask-", "TCP-Executor", "asyncio_", "pytest_timeout")
 """Pools that live as long as the process that first used them."""
 LIBRARY_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-LIBRARY_FILES = ("dask-scratch-space", "torchinductor_", ".tensorboard-info")
+LIBRARY_FILES = ("dask-scratch-space", "torchinductor_", ".tensorboard-info", ".ses")  # the last one: onnxruntime
 LEASE = ".lease"
 """A worker that is killed leaves it, unlocked; whoever takes one next removes it."""
 IMPORT_FOLDER = "ddp_hydra-import-"
