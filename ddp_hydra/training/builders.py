@@ -43,7 +43,6 @@ A sampler takes n_samples, batch_size, rank, world_size, and the arguments in th
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,54 +50,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.errors import InstantiationException
-from hydra.utils import get_class, get_object
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_hydra import heartbeat
-from ddp_hydra.config import objective, targets, unknown_keys
-from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.config import objective
 from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
-from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups, precision, stream_sampler
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.evaluation import Evaluation
+from ddp_hydra.training.instantiate import init_parameters, make, parameters
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
-
-
-def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a node of the config. If the class refuses an argument, raise its message as a ConfigError."""
-    try:
-        # Arguments go past Hydra, which would copy each into a config.
-        return instantiate(node, _partial_=True)(*args, **kwargs)
-    except DdpHydraError:
-        raise
-    except InstantiationException as error:
-        if error.__cause__ is None or isinstance(error.__cause__, (ImportError, AttributeError)):
-            raise ConfigError(f"{node.get('_target_')}: {targets.explain(str(node.get('_target_')), error)}") from error
-        raise
-    except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{node.get('_target_')}: {not_taken(node) or error}") from error
-
-
-def not_taken(node: DictConfig) -> str:
-    """Return a message that names the keys of a node that its target does not take; "" if it takes all."""
-    taken = parameters(str(node.get("_target_")))
-    if not taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
-        return ""
-    refused = [str(key) for key in node if key not in taken and not str(key).startswith("_")]
-    if not refused:
-        return ""
-    names = [name for name in taken if name not in ("self", "params")]
-    hints = "".join(unknown_keys.meant(key, names) for key in refused)
-    leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
-    there = ", ".join(names)
-    return f"it takes no {', '.join(refused)}{hints}; it takes {there}. To leave the others out, type {leave_out}"
 
 
 def dataset(node: DictConfig | None) -> Any:
@@ -238,18 +206,6 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     return built
 
 
-def init_parameters(target: str) -> set[str]:
-    """Return the arguments of a class, also those that it hands on to its base class by **options."""
-    taken: set[str] = set()
-    for base in getattr(get_object(target), "__mro__", ()):
-        if "__init__" in vars(base):
-            own = inspect.signature(base.__init__).parameters
-            taken |= own.keys()
-            if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in own.values()):
-                break
-    return taken
-
-
 def callbacks(cfg: DictConfig) -> dict[str, Callback]:
     """Build the callbacks, by their names.
 
@@ -354,14 +310,6 @@ def schedule(
     taken = parameters(node["_target_"])
     arguments = {name: value for name, value in known.items() if name in taken}
     return make(node, optimizer, **(arguments if taken else {"total_steps": total_steps}))
-
-
-def parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the object that a `_target_` names; empty if they can't be found."""
-    try:
-        return inspect.signature(get_object(target)).parameters
-    except (ValueError, ImportError, TypeError, InstantiationException):
-        return {}
 
 
 def device(cfg: DictConfig) -> torch.device:
