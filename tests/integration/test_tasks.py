@@ -63,7 +63,9 @@ def test_a_batch_may_be_a_dict_and_a_model_return_its_loss(client2, train):
 def test_a_small_model_learns_from_a_trained_one(client2, train):
     base = ("data=digits", "model=mlp", "trainer.epochs=3")
     teacher = train(client2, "teacher", *base, "optimizer=adamw", "optimizer.lr=0.01")
-    student = train(client2, "student", "experiment=distillation", f"task.teacher={teacher.folder}", "trainer.epochs=3")
+    student = train(
+        client2, "student", "experiment=distillation", f"task.teacher={teacher.folder}", "trainer.epochs=10"
+    )
     assert student.value["metrics"]["val/accuracy"] > 0.6
     saved = student.checkpoint("last.pt")["model"]
     assert saved.keys() == {"layers.1.0.weight", "layers.1.0.bias", "layers.2.weight", "layers.2.bias"}

@@ -73,6 +73,11 @@ NEEDED = {
     "experiment=imagenet_s3": ["data.bucket=imagenet"],
     "experiment=imagenet_wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=wids": ["data.index=train.json", "data.val_index=val.json"],
+    "data=huggingface": ["data.path=parquet"],
+    "data=parquet_rows": ["data.files=rows.parquet", "data.target=price"],
+    "data=webdataset": ["data.urls='train-{000..127}.tar'"],
+    "task=distillation": ["task.teacher=outputs/teacher"],
+    "experiment=distillation": ["task.teacher=outputs/teacher"],
     "data=image_table": ["data.table=train.csv", "data.val_table=val.csv"],
 }
 """What an option does not work without."""
@@ -255,7 +260,7 @@ def test_a_config_that_was_refused_is_told_with_what_was_typed():
         ("trainer.epoch=3", "Could not override 'trainer.epoch'"),
         ("optimizer.learning_rate=3", "Could not override 'optimizer.learning_rate'"),
         ("sed=3", "Could not override 'sed'"),
-        ("model=resnet19", r"Could not find 'model/resnet19'(?s:.*)lstm\s+resnet18\s+resnet50"),
+        ("model=resnet19", r"Could not find 'model/resnet19'(?s:.*)lstm\s+mlp\s+resnet18\s+resnet50"),
         ("modle=resnet18", "Could not override 'modle'"),
         ("trainer.max_steps", "missing EQUAL"),
     ],
