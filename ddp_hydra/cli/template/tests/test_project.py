@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import torch
+
 from data.spirals import Spirals
 from models.mlp import MLP
 

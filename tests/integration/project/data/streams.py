@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from data.tiny import Points
 from torch.utils.data import IterableDataset
+
+from data.tiny import Points
 
 
 class PointStream(IterableDataset):

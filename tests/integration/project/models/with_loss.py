@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from models.tiny import Tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from models.tiny import Tiny
 
 
 class WithLoss(nn.Module):
