@@ -15,6 +15,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 STEPS = 12
 
 
+def wrapped(model: Any, **options: Any) -> Any:
+    """On a rank: a model in DDP, whose output stands where a task's loss does."""
+    from ddp_hydra.tasks import Task
+    from ddp_hydra.training import parallel
+    from ddp_hydra.training.train_step import TrainStep
+
+    class Output(Task):
+        def step(self, model: Any, batch: Any) -> Any:
+            return model(batch)
+
+    return parallel.ddp(TrainStep(Output(), model), **options)
+
+
 def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     """On each rank: train a small network on this rank's half of the samples; its weights and statistics.
 
@@ -23,30 +36,29 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training import parallel
     from ddp_hydra.training.ema import Ema
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = [nn.Linear(8, 16), nn.BatchNorm1d(16)] if options.pop("norm", False) else [nn.Linear(8, 16)]
-    model = parallel.ddp(nn.Sequential(*layers, nn.Tanh(), nn.Linear(16, 8)), **options)
-    optimizer, ema = torch.optim.SGD(model.model.parameters(), lr=0.2), Ema(model.model, 0.5)
+    model = wrapped(nn.Sequential(*layers, nn.Tanh(), nn.Linear(16, 8)), **options)
+    optimizer, ema = torch.optim.SGD(model.part.parameters(), lr=0.2), Ema(model.part, 0.5)
     x = torch.randn(64, 8)
     y = x @ torch.randn(8, 8)
     losses = []
     for _ in range(steps):
         share = slice(rank * 64 // world_size, (rank + 1) * 64 // world_size)
         with model.sync_gradients(True):
-            loss = nn.functional.mse_loss(model(x[share]), y[share])
+            loss = nn.functional.mse_loss(model(x[share]).loss, y[share])
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
         model.after_step()
-        ema.update(model.model)
+        ema.update(model.part)
         losses.append(loss.item())
     found = {"losses": losses}
     for kept in ("own", "settled"):
-        for name, part in (("", model.model), ("_ema", ema.model)):
+        for name, part in (("", model.part), ("_ema", ema.model)):
             found[f"{kept}{name}"] = {key: value.clone() for key, value in part.state_dict().items()}
         model.synchronise(ema.model)
     return found
@@ -94,15 +106,13 @@ def descend_with_many_buckets() -> float:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training import parallel
-
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.Tanh())]
-    model = parallel.ddp(nn.Sequential(*layers), comm_hook="powersgd", start_step=2, bucket_cap_mb=1)
-    optimizer = torch.optim.SGD(model.model.parameters(), lr=0.1)
+    model = wrapped(nn.Sequential(*layers), comm_hook="powersgd", start_step=2, bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(model.part.parameters(), lr=0.1)
     x = torch.randn(8, 512) + dist.get_rank()
     for _ in range(40):
-        loss = model(x).square().mean()
+        loss = model(x).loss.square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -149,11 +159,9 @@ def test_all_begin_with_the_statistics_of_rank_0(client2, gang, batchnorm):
     def first_statistics() -> list[float]:
         import torch.distributed as dist
 
-        from ddp_hydra.training import parallel
-
         norm = torch.nn.BatchNorm1d(2)
         norm.running_mean.fill_(5.0 + dist.get_rank())  # as of weights that only rank 0 has read
-        parallel.ddp(norm, batchnorm=batchnorm)
+        wrapped(norm, batchnorm=batchnorm)
         return norm.running_mean.tolist()
 
     assert gang(client2, backend="gloo").run(first_statistics) == [[5.0, 5.0]] * 2

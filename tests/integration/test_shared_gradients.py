@@ -18,6 +18,19 @@ from tests.integration.test_exactness import train as train
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
 
+def wrapped(model: Any, **options: Any) -> Any:
+    """On a rank: a model in DDP, whose output stands where a task's loss does."""
+    from ddp_hydra.tasks import Task
+    from ddp_hydra.training import parallel
+    from ddp_hydra.training.train_step import TrainStep
+
+    class Output(Task):
+        def step(self, model: Any, batch: Any) -> Any:
+            return model(batch)
+
+    return parallel.ddp(TrainStep(Output(), model), **options)
+
+
 def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     """On each rank: steps whose gradients are known beforehand, at an uneven pace; those that came out wrong."""
     import random
@@ -26,7 +39,7 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training import parallel, shared_memory
+    from ddp_hydra.training import shared_memory
 
     shared_memory.FEW_RANKS = few
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -39,12 +52,12 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
         def forward(self, gradient):
             return sum((weight * gradient).sum() for weight in self.all)
 
-    model = parallel.ddp(Weights(), comm_hook="shared", bucket_cap_mb=bucket_cap_mb)
+    model = wrapped(Weights(), comm_hook="shared", bucket_cap_mb=bucket_cap_mb)
     pace, wrong = random.Random(rank), []
     for step in range(steps):
-        model(float(step * (rank + 1))).backward()
+        model(float(step * (rank + 1))).loss.backward()
         expected = step * sum(range(1, ranks + 1)) / ranks
-        for index, weight in enumerate(model.model.all):
+        for index, weight in enumerate(model.part.all):
             time.sleep(pace.choice((0, 0, 0, 0.002)))
             if (weight.grad != expected).any():
                 wrong.append(f"step {step}, weight {index}: {weight.grad.unique().tolist()} for {expected}")
@@ -70,18 +83,16 @@ def weights_after(comm_hook: str, **options: Any) -> list[torch.Tensor]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training import parallel
-
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh())]
-    model = parallel.ddp(nn.Sequential(*layers, nn.Linear(64, 2)), comm_hook=comm_hook, **options)
-    optimizer = torch.optim.SGD(model.model.parameters(), lr=0.1, momentum=0.9)
+    model = wrapped(nn.Sequential(*layers, nn.Linear(64, 2)), comm_hook=comm_hook, **options)
+    optimizer = torch.optim.SGD(model.part.parameters(), lr=0.1, momentum=0.9)
     inputs = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(10):
         optimizer.zero_grad()
-        model(torch.randn(16, 64, generator=inputs)).square().mean().backward()
+        model(torch.randn(16, 64, generator=inputs)).loss.square().mean().backward()
         optimizer.step()
-    return [weight.detach() for weight in model.model.parameters()]
+    return [weight.detach() for weight in model.part.parameters()]
 
 
 def test_two_ranks_come_to_the_same_bits_as_with_sockets(client2, gang):
@@ -113,16 +124,16 @@ def told_without_memory(comm_hook: str) -> str:
     import torch.distributed as dist
 
     from ddp_hydra.errors import ConfigError
-    from ddp_hydra.training import parallel, shared_memory
+    from ddp_hydra.training import shared_memory
 
     if dist.get_rank() == 1:
         shared_memory.mapped = lambda *_: None
     try:
-        model = parallel.ddp(torch.nn.Linear(2, 2), comm_hook=comm_hook)
+        model = wrapped(torch.nn.Linear(2, 2), comm_hook=comm_hook)
     except ConfigError as error:
         return str(error)
-    model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
-    return str(model.model.weight.grad.tolist())
+    model(torch.full((1, 2), float(dist.get_rank()))).loss.sum().backward()
+    return str(model.part.weight.grad.tolist())
 
 
 def test_ranks_that_do_not_see_the_same_memory_use_sockets_or_say_so(client2, gang):
@@ -135,11 +146,9 @@ def test_sparse_gradients_travel_as_they_are(client2, gang):
     def gradient() -> list[int]:
         import torch.distributed as dist
 
-        from ddp_hydra.training import parallel
-
-        model = parallel.ddp(torch.nn.Embedding(9, 2, sparse=True))
-        model(torch.tensor([dist.get_rank()])).sum().backward()
-        return model.model.weight.grad.coalesce().indices().flatten().tolist()
+        model = wrapped(torch.nn.Embedding(9, 2, sparse=True))
+        model(torch.tensor([dist.get_rank()])).loss.sum().backward()
+        return model.part.weight.grad.coalesce().indices().flatten().tolist()
 
     assert gang(client2).run(gradient) == [[0, 1]] * 2
 
@@ -160,10 +169,8 @@ def left_over() -> dict[str, Any]:
     def link(fd: Path) -> str:
         return str(fd.readlink()) if fd.is_symlink() else ""
 
-    from ddp_hydra.training import parallel
-
-    model = parallel.ddp(torch.nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
+    model = wrapped(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).loss.sum().backward()
     during = found()
     del model
     gc.collect()
@@ -183,13 +190,11 @@ def killed_in_a_step() -> None:
     """On each rank: train; rank 1 is killed where the other waits for its gradients."""
     import torch.distributed as dist
 
-    from ddp_hydra.training import parallel
-
-    model = parallel.ddp(torch.nn.Linear(2, 2), comm_hook="shared")
+    model = wrapped(torch.nn.Linear(2, 2), comm_hook="shared")
     for step in range(10):
         if step == 5 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2)).loss.sum().backward()
 
 
 def test_a_dead_rank_is_the_cause_and_the_other_says_who_is_gone(client2, gang):
@@ -203,14 +208,12 @@ def error_of_a_lonely_rank() -> str:
     """On each rank: what a step says when rank 1 has left."""
     import torch.distributed as dist
 
-    from ddp_hydra.training import parallel
-
-    model = parallel.ddp(torch.nn.Linear(2, 2), comm_hook="shared")
+    model = wrapped(torch.nn.Linear(2, 2), comm_hook="shared")
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return ""
     try:
-        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2)).loss.sum().backward()
     except RuntimeError as error:
         return str(error)
     return "none"

@@ -159,7 +159,7 @@ def _paths() -> list[str]:
 def test_an_empty_folder_is_enough_for_the_demo_and_for_evaluate(installed):
     there = installed.at("demo")
     there.folder.mkdir()
-    assert "experiment: digits" in there("ddp-hydra", "--help")
+    assert "experiment: digit_tokens, digits" in there("ddp-hydra", "--help")
     assert "lr: 0.02" in there("ddp-hydra", "experiment=digits", "--cfg", "job", "-p", "optimizer")
     there("ddp-hydra", "experiment=digits", *SHORT, "hydra.run.dir=run")
     assert "val/accuracy 0." in there("ddp-hydra", "evaluate", "run=run")

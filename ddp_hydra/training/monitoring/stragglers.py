@@ -39,9 +39,11 @@ class Stragglers:
         step.register_forward_hook(self._end)
 
     def _begin(self, step: nn.Module, inputs: Any) -> None:
-        self.forward_began = self._now()
+        self.forward_began = self._now() if step.training else None
 
     def _end(self, step: nn.Module, inputs: Any, output: Any) -> None:
+        if self.forward_began is None:
+            return
         if self.device.type == "cuda":
             self.events.append((self.forward_began, self._now()))
         else:
