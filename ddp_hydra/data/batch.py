@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hydra.errors import ConfigError
-
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Return a batch whose tensors are changed. All else in it stays as it is, the types of its containers, too."""
@@ -78,23 +76,6 @@ def tensors(batch: Any) -> list[Tensor]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     return [tensor for part in batch for tensor in tensors(part)] if isinstance(batch, (list, tuple)) else []
-
-
-def size(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first tensor that has one, or of its first list.
-
-    Raises:
-        ConfigError: it holds nothing that has a length.
-    """
-    if found := next((len(tensor) for tensor in tensors(batch) if tensor.dim()), None):
-        return found
-    parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
-    if found := next((len(part) for part in parts if isinstance(part, (list, tuple))), len(parts)):
-        return found
-    raise ConfigError(
-        f"the number of samples in a batch of type {type(batch).__name__} is not known, as it holds no tensor or list: "
-        "have collate return tensors"
-    )
 
 
 def described(batch: Any) -> str:

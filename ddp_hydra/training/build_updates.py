@@ -26,7 +26,7 @@ UPDATES_REPEAT = 1000
 
 @dataclass
 class Part:
-    """What one update trains.
+    """Hold what one update trains.
 
     Args:
         step: its optimizer, on the training step among the ranks.

@@ -35,7 +35,7 @@ class TrainStep(nn.Module):
 
     @property
     def call(self) -> Any:
-        """What the task is given as its model: the model itself, or a wrapper of it."""
+        """The model that the task is given: the model itself, or a wrapper of it."""
         return self._others[1]
 
     @call.setter

@@ -19,19 +19,19 @@ class Callback:
     changes_training = False
 
     def on_start(self, run: View) -> None:
-        """Called before the first step, also of a resumed run."""
+        """Act before the first step, also of a resumed run."""
 
     def on_step(self, run: View) -> None:
-        """Called after each step."""
+        """Act after each step."""
 
     def on_validation(self, run: View) -> None:
-        """Called after each validation, whose metrics `run.metrics` has; after each epoch without a validation set."""
+        """Act after each validation, whose metrics `run.metrics` has; after each epoch without a validation set."""
 
     def on_checkpoint(self, run: View) -> None:
-        """Called before each checkpoint is written."""
+        """Act before each checkpoint is written."""
 
     def on_end(self, run: View) -> None:
-        """Called after the last step, also of a run that was asked to stop."""
+        """Act after the last step, also of a run that was asked to stop."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: tensors and plain values; by default, nothing."""

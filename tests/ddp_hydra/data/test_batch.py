@@ -6,11 +6,10 @@ from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from ddp_hydra.data.batch import described, laid_out, mapped, n_bytes, size, to_device
+from ddp_hydra.data.batch import described, laid_out, mapped, n_bytes, to_device
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -74,21 +73,6 @@ def test_images_get_the_layout_of_the_model_and_subclasses_are_left_alone():
     assert last["own"] is own
     assert last["y"] is X
     assert laid_out(last, channels_last=False)["x"].is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("batch", "n"),
-    [
-        (X, 3),
-        ((X, X[:2]), 3),
-        ({"id": torch.tensor(7), "x": X}, 3),
-        (["a", "b"], 2),
-        ({"text": ["a"] * 4}, 4),
-        (Pair(X, 1), 3),
-    ],
-)
-def test_the_number_of_samples(batch, n):
-    assert size(batch) == n
 
 
 def test_bytes_and_descriptions():

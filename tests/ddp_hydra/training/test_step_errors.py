@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification, ModelLoss, Regression, Segmentation
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.train_step import TrainStep
@@ -75,10 +74,3 @@ def test_a_regression_does_not_broadcast():
     x = torch.randn(6, 1)
     step = Regression(nn.MSELoss()).step(lambda x: 2 * x, (x, x[:, 0]))
     assert step.loss.item() == pytest.approx(x.square().mean().item())
-
-
-def test_a_batch_without_a_length_is_refused():
-    from ddp_hydra.data import batch
-
-    with pytest.raises(ConfigError, match="number of samples in a batch of type object is not known"):
-        batch.size(object())
