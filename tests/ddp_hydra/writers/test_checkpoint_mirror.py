@@ -237,7 +237,7 @@ def test_a_copy_of_the_folder_is_a_run_directory(front, tmp_path, checkpoint_rec
 def test_a_bucket_that_fails_for_a_while_gets_everything_in_the_end(
     front, tmp_path, checkpoint_record, caplog, how, where
 ):
-    run = Run(tmp_path / "run", checkpoint_record, timeout_s=0.2)
+    run = Run(tmp_path / "run", checkpoint_record, timeout_s=1.0 if how == "hang" else 10.0)
     run.write(1)
     run.settle()
     front.answer = failing(4, how, *where)  # the client itself tries three times
