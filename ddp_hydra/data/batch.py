@@ -39,6 +39,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     An object that has its own `to`, as batches of some libraries, is asked to do it.
     """
+    if device.type == "cpu":
+        return batch
     if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
         return move(device, **({"non_blocking": True} if "non_blocking" in inspect.signature(move).parameters else {}))
     return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -56,7 +58,7 @@ def laid_out(batch: Any, channels_last: bool) -> Any:
     layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def change(tensor: Tensor) -> Tensor:
-        is_image = type(tensor) is Tensor and tensor.dim() == 4 and tensor.layout == torch.strided
+        is_image = tensor.ndim == 4 and type(tensor) is Tensor and tensor.layout == torch.strided
         return tensor.contiguous(memory_format=layout) if is_image else tensor
 
     return mapped(change, batch)

@@ -5,6 +5,7 @@ It needs no worker processes: reading from an object store and decoding both rel
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,9 @@ from torch.utils.data import default_collate
 
 from ddp_hydra.data.batch import laid_out, n_bytes, pin, to_device
 from ddp_hydra.data.samplers import Partition
+
+QUICK_S = 0.001
+"""A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Loader:
         self.collate = getattr(dataset, "collate", default_collate)
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
+        self._made_in_s = math.inf
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Yield the batch of each list of indices, in order, on the device."""
@@ -118,12 +123,17 @@ class Loader:
             yield self.wait(partial(self.make, indices))
 
     def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
-        """Make `prefetch` batches in the background."""
+        """Make `prefetch` batches in the background, while making one takes longer than `QUICK_S`."""
         with ThreadPoolExecutor(self.prefetch, thread_name_prefix="loader") as pool:
             pending: deque[Future[Any]] = deque()
             depth = 1  # until it is known how large they are
             try:
                 for indices in batches:
+                    if self._made_in_s < QUICK_S:
+                        while pending:
+                            yield self.wait(pending.popleft().result)
+                        yield self.wait(partial(self.make, indices))
+                        continue
                     pending.append(pool.submit(self.make, indices))
                     if len(pending) > depth:
                         yield (batch := self.wait(pending.popleft().result))
@@ -148,9 +158,13 @@ class Loader:
 
     def make(self, indices: list[int]) -> Any:
         """Read one batch of samples."""
+        begin = time.perf_counter()
         if hasattr(self.dataset, "__getitems__"):
-            return self.made(self.dataset.__getitems__(indices))
-        return self.made([self.read(index) for index in indices])
+            batch = self.made(self.dataset.__getitems__(indices))
+        else:
+            batch = self.made([self.read(index) for index in indices])
+        self._made_in_s = time.perf_counter() - begin
+        return batch
 
     def made(self, samples: Any) -> Any:
         """Make a batch of samples."""

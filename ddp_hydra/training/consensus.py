@@ -35,7 +35,7 @@ class Vote:
     Args:
         votes: (5,) int64: the reason to stop; world_size - rank if the step is bad, else 0; whether to log; two counts,
             negated. It is being reduced to the maximum over all ranks.
-        work: the reduction to wait for; None for a single rank.
+        work: has `wait`, which waits for the reduction; None for a single rank.
         world_size: number of ranks.
         take: called with the least counts of all ranks.
     """
@@ -43,7 +43,7 @@ class Vote:
     def __init__(
         self,
         votes: torch.Tensor,
-        work: dist.Work | None,
+        work: Any,
         world_size: int,
         take: Callable[[list[int]], None] = lambda counts: None,
     ) -> None:
@@ -90,7 +90,13 @@ class StepConsensus:
         self.take: Callable[[list[int]], None] = lambda counts: None
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
-    def vote(self, good: bool | Callable[[], bool] = True, stop: int = 0, log: bool = False) -> Vote | DeferredVote:
+    def vote(
+        self,
+        good: bool | Callable[[], bool] = True,
+        stop: int = 0,
+        log: bool = False,
+        send_along: Callable[[torch.Tensor], Any] | None = None,
+    ) -> Vote | DeferredVote:
         """Cast this rank's vote. A collective.
 
         Args:
@@ -98,16 +104,20 @@ class StepConsensus:
                 called when the result is asked for, and other work is done until then.
             stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 for none.
             log: it is time to log.
+            send_along: sends the vote with the gradients of the backward pass that follows, see `SharedGradients`;
+                otherwise it travels by itself.
         """
         if callable(good):
             return DeferredVote(lambda: self._cast(good(), stop, log))
-        return self._cast(good, stop, log)
+        return self._cast(good, stop, log, send_along)
 
-    def _cast(self, good: bool, stop: int, log: bool) -> Vote:
+    def _cast(self, good: bool, stop: int, log: bool, send_along: Callable[[torch.Tensor], Any] | None = None) -> Vote:
         counts = (-count for count in self.counts())
         votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts])
         if self.alone:
             return Vote(votes, None, 1, self.take)
+        if send_along is not None:
+            return Vote(votes, send_along(votes), self.world_size, self.take)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
         return Vote(votes, work, self.world_size, self.take)
 

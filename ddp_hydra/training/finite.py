@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,21 +37,24 @@ class GradientNorms:
 
     Attributes:
         sparse: whether some gradients are sparse tensors.
-        total_norm: the norm of all gradients together, a scalar on the device.
     """
 
     @torch.no_grad()
     def __init__(self, named: Iterable[tuple[str, Tensor]], losses: Sequence[Tensor] = ()) -> None:
         found = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        self.names, self.losses = [name for name, _ in found], losses
+        self.found, self.losses = found, losses
         self.tensors = [gradient for _, gradient in found]
         self.sparse = any(gradient.is_sparse for gradient in self.tensors)
         norms = torch._foreach_norm([_dense(gradient) for gradient in self.tensors]) if found else [torch.zeros(())]
         if len({norm.dtype for norm in norms}) > 1:
             norms = [norm.double() for norm in norms]
         self.norms = torch.stack(norms)
-        self.total_norm = torch.linalg.vector_norm(self.norms)
         self._on_cpu = copy_to_cpu(self.norms)
+
+    @functools.cached_property
+    def total_norm(self) -> Tensor:
+        """The norm of all gradients together, a scalar on the device."""
+        return torch.linalg.vector_norm(self.norms)
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients so that their total norm is at most `max_norm`, as torch does."""
@@ -57,10 +62,10 @@ class GradientNorms:
 
     def nonfinite_names(self) -> list[str]:
         """Return the names of parameters whose gradient is not finite. On a GPU, wait for the backward pass."""
-        finite = self._on_cpu().isfinite()
-        return (
-            [] if finite.all() else [name for name, good in zip(self.names, finite.tolist(), strict=True) if not good]
-        )
+        norms = self._on_cpu()
+        if math.isfinite(norms.sum()):
+            return []
+        return [name for (name, _), good in zip(self.found, norms.isfinite().tolist(), strict=True) if not good]
 
     @property
     def loss(self) -> float:

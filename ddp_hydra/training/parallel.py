@@ -34,9 +34,11 @@ class Parallel:
     Attributes:
         part: what the step trains: the model, or a part of it.
         same_gradients: all ranks have the same gradients after the backward pass.
+        send_along: lets a few numbers travel with the next gradients; see `SharedGradients`. None: it can't.
     """
 
     same_gradients = True
+    send_along: Callable[[torch.Tensor], Any] | None = None
 
     def __init__(self, step: TrainStep, wrapped: nn.Module) -> None:
         self.step, self.wrapped = step, wrapped
@@ -179,7 +181,10 @@ def _hook(
     parallel: DDP, wrapped: DistributedDataParallel, name: str, powersgd_rank: int, start_step: int, every: int
 ) -> None:
     if name in ("auto", "shared"):
-        if not _share(wrapped) and name == "shared":
+        shared = _share(wrapped)
+        if shared is not None:
+            parallel.send_along = shared.send_along
+        elif name == "shared":
             raise ConfigError(
                 "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, where "
                 "each can open the others' memory, and that is not so here: leave it out"
@@ -207,11 +212,11 @@ def _hook(
         parallel.same_gradients = False
 
 
-def _share(wrapped: DistributedDataParallel) -> bool:
-    """Average gradients in shared memory if all ranks can see it; return whether they can."""
+def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:
+    """Average gradients in shared memory; return None if not all ranks can see it."""
     model = wrapped.module
     dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
-    return dense and _ranks_on_host() == dist.get_world_size() and SharedGradients.of(wrapped) is not None
+    return SharedGradients.of(wrapped) if dense and _ranks_on_host() == dist.get_world_size() else None
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

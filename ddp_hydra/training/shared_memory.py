@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 ALIGN = 64
 """Buckets begin at multiples of so many bytes."""
+NUMBERS = 8
+"""So many numbers may travel with the gradients of a step."""
 FEW_RANKS = 4
 """Up to so many ranks, each rank adds up all gradients itself: then they meet once per bucket, not twice."""
 
@@ -32,14 +34,17 @@ class SharedGradients:
     """The state of a DDP communication hook.
 
     Args:
-        arena: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's gradients.
+        memory: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's numbers and
+            gradients.
         group: the ranks, with gloo.
     """
 
-    def __init__(self, arena: torch.Tensor, group: Any) -> None:
-        self.arena, self.group = arena, group
+    def __init__(self, memory: torch.Tensor, group: Any) -> None:
+        self.numbers, self.arena = memory[..., : 8 * NUMBERS].view(torch.int64), memory[..., 8 * NUMBERS :]
+        self.group = group
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
+        self.half_of_numbers = 0
         self.tick = torch.zeros(1)
         self.begun: queue.SimpleQueue[torch.futures.Future[None] | None] = queue.SimpleQueue()
 
@@ -47,17 +52,31 @@ class SharedGradients:
     def of(cls, ddp: DistributedDataParallel) -> SharedGradients | None:
         """Register the hook; return None if not all ranks can map the same memory. A collective."""
         sizes = (part.numel() * part.element_size() for part in ddp.module.parameters() if part.requires_grad)
-        n_bytes = sum(-(-size // ALIGN) * ALIGN for size in sizes)
+        n_bytes = 8 * NUMBERS + sum(-(-size // ALIGN) * ALIGN for size in sizes)
         group = dist.new_group(backend="gloo")
-        arena = seen_by_all(2 * dist.get_world_size() * n_bytes, group)
-        if arena is None:
+        memory = seen_by_all(2 * dist.get_world_size() * n_bytes, group)
+        if memory is None:
             dist.destroy_process_group(group)
             return None
-        shared = cls(arena.view(2, dist.get_world_size(), n_bytes), group)
+        shared = cls(memory.view(2, dist.get_world_size(), n_bytes), group)
         threading.Thread(target=serve, args=(shared.begun,), name="gradients", daemon=True).start()
         weakref.finalize(ddp, shared.begun.put, None)
         ddp.register_comm_hook(shared, hook)
         return shared
+
+    def send_along(self, numbers: torch.Tensor) -> NumbersUnderWay:
+        """Let numbers travel with the gradients of the next backward pass. A collective.
+
+        The ranks meet in each backward pass. When this rank writes to a half again, they have met since all have read
+        it.
+
+        Args:
+            numbers: (n,) int64, at most `NUMBERS`. After `wait` of what is returned, the maximum over all ranks.
+        """
+        self.half_of_numbers ^= 1
+        rows = self.numbers[self.half_of_numbers, :, : len(numbers)]
+        rows[self.rank] = numbers
+        return NumbersUnderWay(rows, numbers)
 
     def place(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return the place of a bucket in the arena, (ranks, n), which is free to be written.
@@ -88,10 +107,31 @@ class SharedGradients:
         dist.all_reduce(self.tick, group=self.group)
 
 
+class NumbersUnderWay:
+    """Numbers that travel with gradients.
+
+    Args:
+        rows: (ranks, n) int64, of all ranks.
+        result: (n,) int64, where their maximum goes.
+    """
+
+    def __init__(self, rows: torch.Tensor, result: torch.Tensor) -> None:
+        self.rows, self.result = rows, result
+
+    def wait(self) -> None:
+        """Take the maximum over all ranks, after the backward pass."""
+        torch.amax(self.rows, 0, out=self.result)
+
+
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text
     """Begin to average a bucket; return a future of the averaged gradients."""
     gradients = bucket.buffer()
     rows = shared.place(bucket.index(), gradients)
+    if bucket.index() == 0 and bucket.is_last():  # the backward pass is over: nothing runs beside it
+        averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        with record_function("shared:average") if torch.autograd._profiler_enabled() else nullcontext():
+            averaged.set_result(shared.average(rows, gradients))
+        return averaged
     begun: torch.futures.Future[None] = torch.futures.Future()
     done = begun.then(lambda _: shared.average(rows, gradients))
     if torch.autograd._profiler_enabled():

@@ -34,7 +34,8 @@ class StepCheck:
             stop: why this rank is asked to stop, a number of `heartbeat.REASONS`; 0 if it is not.
             log: by this rank's clock, it is time to log.
         """
-        return self.consensus.vote(good=are_finite(losses, self.unchecked), stop=stop, log=log)
+        good = are_finite(losses, self.unchecked)
+        return self.consensus.vote(good, stop, log, self.optimizer_step.parallel.send_along)
 
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False

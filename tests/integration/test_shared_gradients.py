@@ -32,7 +32,10 @@ def wrapped(model: Any, **options: Any) -> Any:
 
 
 def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
-    """On each rank: steps whose gradients are known beforehand, at an uneven pace; those that came out wrong."""
+    """On each rank: steps whose gradients are known beforehand, at an uneven pace; those that came out wrong.
+
+    Numbers travel along in each step, and are read late.
+    """
     import random
     import time
 
@@ -55,13 +58,19 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     model = wrapped(Weights(), comm_hook="shared", bucket_cap_mb=bucket_cap_mb)
     pace, wrong = random.Random(rank), []
     for step in range(steps):
-        model(float(step * (rank + 1))).loss.backward()
+        loss = model(float(step * (rank + 1))).loss
+        numbers = torch.tensor([step * 10 + rank, -rank])
+        under_way = model.send_along(numbers)
+        loss.backward()
         expected = step * sum(range(1, ranks + 1)) / ranks
         for index, weight in enumerate(model.part.all):
             time.sleep(pace.choice((0, 0, 0, 0.002)))
             if (weight.grad != expected).any():
                 wrong.append(f"step {step}, weight {index}: {weight.grad.unique().tolist()} for {expected}")
             weight.grad.zero_()
+        under_way.wait()
+        if numbers.tolist() != [step * 10 + ranks - 1, 0]:
+            wrong.append(f"step {step}: the numbers are {numbers.tolist()}")
     return wrong
 
 

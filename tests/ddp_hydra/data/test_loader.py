@@ -10,10 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_hydra.data import loader as loader_module
 from ddp_hydra.data.loader import Loader
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "x y")
+
+
+@pytest.fixture
+def all_slow(monkeypatch) -> None:
+    """Hold each batch for slow, so that it is made ahead."""
+    monkeypatch.setattr(loader_module, "QUICK_S", 0.0)
 
 
 class Squares:
@@ -53,6 +60,7 @@ def test_a_slow_batch_is_not_overtaken():
     assert [x.item() for x, _ in loaded] == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("all_slow")
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_so_many_batches_are_made_ahead_and_no_more(prefetch):
     data = Squares()
@@ -64,6 +72,7 @@ def test_so_many_batches_are_made_ahead_and_no_more(prefetch):
     loaded.close()
 
 
+@pytest.mark.usefixtures("all_slow")
 def test_batches_made_ahead_stay_within_the_memory_given():
     data = Squares()
     batch = 2 * 8 * 1024  # bytes of x and y
@@ -76,6 +85,23 @@ def test_batches_made_ahead_stay_within_the_memory_given():
     loaded.close()
 
 
+def test_quick_batches_are_made_by_the_loop_and_slow_ones_again_in_threads():
+    made_by = {}
+
+    class Noting(Squares):
+        def __getitem__(self, index):
+            made_by[index] = threading.current_thread().name.partition("_")[0]
+            return super().__getitem__(index)
+
+    data = Noting(delays=[0.02] * 4 + [0] * 20 + [0.02] * 6)
+    loaded = [x.item() for x, _ in Loader(data, CPU, prefetch=2).load([[index] for index in range(30)])]
+    assert loaded == list(range(30))
+    assert {made_by[index] for index in range(4)} == {"loader"}
+    assert made_by[23] == "MainThread"
+    assert made_by[29] == "loader"
+
+
+@pytest.mark.usefixtures("all_slow")
 def test_one_batch_is_made_ahead_however_large():
     data = Squares()
     loaded = Loader(data, CPU, prefetch=9, memory_mb=0).load([[index] for index in range(50)])
@@ -142,6 +168,7 @@ def test_closing_early_leaves_no_thread_and_reads_no_further():
     assert len(data.read) <= 5
 
 
+@pytest.mark.usefixtures("all_slow")
 def test_leaving_the_loop_leaves_no_thread():
     for _ in Loader(Squares(), CPU).load([[index] for index in range(50)]):
         break
