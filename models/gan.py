@@ -53,11 +53,13 @@ class Adversarial(Task):
     def step(self, model: Any, batch: Any, update: str = "") -> Step:
         """Compute the loss of one of them."""
         real = batch[0]
-        made = model.generator(torch.randn(len(real), model.noise, device=real.device))
+        noise = torch.randn(len(real), model.noise, device=real.device)
         if update == "generator":
-            opinion = model.discriminator(made)
+            opinion = model.discriminator(model.generator(noise))
             return Step(F.binary_cross_entropy_with_logits(opinion, torch.ones_like(opinion)))
-        on_real, on_made = model.discriminator(real), model.discriminator(made.detach())
+        with torch.no_grad():
+            made = model.generator(noise)
+        on_real, on_made = model.discriminator(torch.cat([real, made])).chunk(2)
         loss = F.binary_cross_entropy_with_logits(on_real, torch.ones_like(on_real))
         loss = loss + F.binary_cross_entropy_with_logits(on_made, torch.zeros_like(on_made))
         right = (on_real > 0).sum() + (on_made < 0).sum()
