@@ -195,14 +195,24 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a key has no value that must have one.
     """
+    cfg = _without_validation_keys(cfg)
     try:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = error.full_key
         if isinstance(error, InterpolationToMissingValueError):  # of the key that points to the missing one
             key = str(error).partition("value: ")[2].split()[0]
-        raise ConfigError(f"{key} is missing: give {key}=...") from None
+        or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
+        raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     assert isinstance(container, dict)
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.of(cfg), strict=True))
     return {str(key): value for key, value in container.items()}
+
+
+def _without_validation_keys(cfg: DictConfig) -> DictConfig:
+    """Return the config with null for the missing keys `data.val_...` if there is no validation set."""
+    if OmegaConf.select(cfg, "data.val", default=True, throw_on_missing=False) is not None:
+        return cfg
+    missing = [key for key in cfg.data if str(key).startswith("val_") and OmegaConf.is_missing(cfg.data, key)]
+    return OmegaConf.merge(cfg, {"data": dict.fromkeys(missing)}) if missing else cfg

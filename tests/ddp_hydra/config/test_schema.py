@@ -104,6 +104,15 @@ def test_a_key_that_is_missing_is_named(option, key):
         schema.resolved(composed(option))
 
 
+@pytest.mark.parametrize("options", [("wids", "index"), ("image_table", "table")])
+def test_without_validation_its_files_need_not_be_given(options):
+    name, key = options
+    job = (f"data={name}", f"data.{key}=here")
+    assert schema.resolved(composed(*job, "data.val=null"))["data"][f"val_{key}"] is None
+    with pytest.raises(ConfigError, match=rf"^data\.val_{key} is missing: .*, or data\.val=null for no validation$"):
+        schema.resolved(composed(*job))
+
+
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
 @pytest.mark.parametrize("debug", ["debug=inline", pytest.param("debug=one_batch", marks=pytest.mark.slow)])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
