@@ -438,6 +438,7 @@ def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, u
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
 
 
+@pytest.mark.slow
 def test_the_command_line_says_130_at_a_time_limit_and_resumes_to_the_same_end(cli, client2, uninterrupted):
     run, resumed = cli.folder / "run", cli.folder / "resumed"
     settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}")

@@ -140,6 +140,7 @@ def test_the_main_job_comes_home_through_the_proxy(cli, gateway):
     assert status_of(run) == "done"
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_kept_serves_the_next_job_which_ends_it(cli, gateway):
     ended = cli.done(*gateway.overrides, "cluster.keep=true", "+cluster.worker_cores=2", "hydra.run.dir=one", **LOGIN)
     ((name, cluster),) = gateway.clusters().items()
@@ -152,6 +153,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_which_ends_it(cli, gateway):
     assert [status_of(cli.folder / run) for run in ("one", "two", "three")] == ["done"] * 3
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_no_cluster_and_has_only_reached_the_gateway(cli, gateway, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run")
     process = cli.start(*gateway.overrides, *endless, "cluster.client_timeout_s=1", **LOGIN)
@@ -172,6 +174,7 @@ def reached(pid: int) -> set[int]:
     return {one.raddr.port for one in found if one.raddr} - own
 
 
+@pytest.mark.slow
 def test_a_sweep_has_one_cluster_for_all_jobs(cli, gateway):
     def created() -> int:
         return (gateway.folder / "server.log").read_text().count("Created cluster")

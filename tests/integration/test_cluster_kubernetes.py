@@ -47,6 +47,7 @@ def test_the_main_job_on_pods(cli, kubernetes, login):
     assert "HTTP Request" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, kubernetes, login):
     ended = cli.done(*TINY, "cluster.keep=true", "cluster.n_workers=1", "hydra.run.dir=one", **login)
     name = kubernetes.cluster["metadata"]["name"]
@@ -59,6 +60,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, kuber
     assert not kubernetes.cluster
 
 
+@pytest.mark.slow
 def test_pods_that_do_not_come_up(cli, kubernetes, login):
     ended = cli.run(*TINY, "cluster.n_workers=5", "cluster.wait_timeout_s=8", **login)
     assert ended.returncode == 1

@@ -59,6 +59,7 @@ def test_the_main_job_with_sizes(cli, saturn, login):
     assert TOKEN not in ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, saturn, login):
     ended = cli.done(*TINY, "cluster.keep=true", "cluster.n_workers=1", "hydra.run.dir=one", **login)
     assert "left running: the next job uses it with cluster=saturn" in ended.stderr
@@ -69,6 +70,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, satur
     assert not saturn.is_running
 
 
+@pytest.mark.slow
 def test_a_sweep_has_one_cluster_and_may_leave_it_running(cli, saturn, login):
     sweep = ("dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", "cluster.keep=true")
     ended = cli.done("-m", *TINY, *sweep, **login)
@@ -78,6 +80,7 @@ def test_a_sweep_has_one_cluster_and_may_leave_it_running(cli, saturn, login):
     assert saturn.is_running
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_no_processes(cli, saturn, login, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
     process = cli.start(*TINY, *endless, "cluster.n_workers=1", **login)

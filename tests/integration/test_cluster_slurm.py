@@ -62,6 +62,7 @@ def test_the_main_job_on_batch_jobs(cli, queue):
     assert f'#SBATCH --output="{cli.folder}/run/logs/slurm-%j.out"\n' in scripts[0]
 
 
+@pytest.mark.slow
 def test_several_workers_in_one_batch_job(cli, queue):
     cli.done(*TINY, "cluster.cores=2", "cluster.processes=2", "hydra.run.dir=run", **queue.variables)
     assert summary_of(cli.folder / "run")["world_size"] == 2
@@ -88,6 +89,7 @@ def test_a_refusal_of_sbatch_ends_the_wait_at_once_in_its_words(cli, queue):
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_no_batch_job(cli, queue, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run")
     process = cli.start(*TINY, *endless, **queue.variables)

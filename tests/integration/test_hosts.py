@@ -360,6 +360,7 @@ def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, uninterrupt
     assert (failure["kind"], failure["rank"], failure["host"]) == ("lost", 0, hosts.address(*killed))
 
 
+@pytest.mark.slow
 def test_ranks_that_no_longer_reach_each_other_are_named(hosts, train, new_run, wait_for):
     """All of them still reach the scheduler."""
     run = new_run("run")
@@ -377,6 +378,7 @@ def test_ranks_that_no_longer_reach_each_other_are_named(hosts, train, new_run, 
     assert not hosts.ranks(1) + hosts.ranks(2) + hosts.ranks(3)
 
 
+@pytest.mark.slow
 def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, uninterrupted, new_run, wait_for):
     whole, run, rest = uninterrupted(), new_run("run"), new_run("rest")
 
@@ -394,6 +396,7 @@ def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, uninterrupted,
     assert_same_weights(rest, whole)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_cut_off_ends_the_job_with_a_sentence_and_all_ranks_end(hosts, client, gang, wait_for):
     def run_on():
         results.text("up", "")

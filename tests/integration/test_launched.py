@@ -68,6 +68,7 @@ def test_the_same_numbers_as_on_dask_in_one_run_directory_and_resumes(cli, clien
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all_and_rank_0_names_it(cli):
     ended = torchrun(cli, "cluster=torchrun", *TINY, "+fault=raise,rank=1,step=3", timeout_s=60)
     assert ended.returncode != 0

@@ -87,11 +87,12 @@ def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
     ],
 )
 def test_a_logger_that_does_not_work_fails_no_job(does, sentence, cli, tmp_path):
-    ended = cli.done(*TINY, "cluster=inline", "results.loggers_timeout_s=15", tracker(tmp_path / "runs", does))
+    ended = cli.done(*TINY, "cluster=inline", "results.loggers_timeout_s=6", tracker(tmp_path / "runs", does))
     assert re.search(sentence, ended.stderr)
     assert "done: 12 steps" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_run_without_its_command_logs_from_the_cluster(cli, tmp_path):
     runs, root = tmp_path / "runs", tmp_path / "root"
     cluster = (*TINY, "cluster.n_workers=1", "results.handler=cluster", f"results.root={root}")

@@ -56,6 +56,7 @@ def client(hosts) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_ranks_meet_on_the_interface_that_was_chosen(hosts, client, gang):
     """On the other network they could not."""
@@ -156,6 +157,7 @@ def six(*overrides: str) -> tuple[str, ...]:
     return ("data=tiny", "model=tiny", "trainer.max_steps=4", *overrides)
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_gang_trains_where_there_is_only_ipv6(warm_server, project, tmp_path):
     with Hosts(2, family=6) as hosts, hosts.client() as client:

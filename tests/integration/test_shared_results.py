@@ -156,6 +156,7 @@ def both(module_cli, remote, root) -> tuple[Path, str, subprocess.CompletedProce
     return module_cli.folder / "outputs/day/here", f"{root}/day/there", said
 
 
+@pytest.mark.slow
 def test_the_bucket_has_what_a_run_directory_has(both, server, access):
     here, url, _ = both
     found, files = names(server, url), {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()}
@@ -273,6 +274,7 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
     assert [*results.metrics(), *second.metrics()] == whole
 
 
+@pytest.mark.slow
 def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, remote, root, access):
     job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
     url = f"{root}/day/alone"
@@ -315,6 +317,7 @@ def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, acces
     cli.done(*SHORT, *remote[:-1])  # the workers are free
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(cli, remote, root, access):
     job = (*SLOW[:-2], "data.delay_s=1", f"results.root={root}", "hydra.run.dir=twice")
     command = cli.start(*job, *remote)
@@ -385,6 +388,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
         wait_for(lambda: not client.run_on_scheduler(kept), 10, "nothing left on the scheduler")
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, access):
     job = (*SLOW, f"results.root={root}", "hydra.run.dir=lost", "dispatch.max_restarts=0", "detach=true")
     cli.done(*job, *remote)
@@ -446,6 +450,7 @@ def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
     assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
 
 
+@pytest.mark.slow
 def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
     """Its environment decides, and here it is that of the command."""
     job = (
@@ -474,6 +479,7 @@ def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
         assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_has_its_own_folder(cli, remote, tmp_path):
     sweep = (*TINY, "trainer.epochs=1", *remote, f"results.root={tmp_path}/shared", "hydra.sweep.dir=multirun/a/b")
     cli.done("-m", *sweep, "seed=1,2")
@@ -484,6 +490,7 @@ def test_each_job_of_a_sweep_has_its_own_folder(cli, remote, tmp_path):
     assert "detach=true: a sweep has to know how its jobs end" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
     folder = tmp_path / "dask"
     folder.mkdir()

@@ -88,7 +88,13 @@ PARQUET = (
 )  # fmt: skip
 
 
-@pytest.fixture(params=["counted", "files", "odd files", "buffer"])
+@pytest.fixture(
+    params=[
+        *("counted", "files"),
+        pytest.param("odd files", marks=pytest.mark.slow),
+        pytest.param("buffer", marks=pytest.mark.slow),
+    ]
+)
 def kind(request, tmp_path) -> list[str]:
     """The settings of a kind of stream."""
     if request.param == "counted":

@@ -48,6 +48,7 @@ def nothing_left(cli, wait_for):
     return lambda: wait_for(lambda: not at_work(), 10, "no process of the sweep left")
 
 
+@pytest.mark.slow
 def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, nothing_left):
     """Six jobs of two ranks on four workers; then the same command again."""
     kinds = "faults=[],['raise,rank=1,step=5'],['segv,rank=0,step=4'],['kill,rank=1,step=3'],['hang,rank=0,step=5'],"
@@ -108,6 +109,7 @@ def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_lef
     nothing_left()
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(cli, nothing_left, wait_for, ranks_alive):
     slow = (*SWEEP, "data.delay_s=0.02", "optimizer.lr=0.1,0.01")
     process = cli.start(*slow)
@@ -133,6 +135,7 @@ def test_a_second_ctrl_c_ends_at_once(cli, nothing_left, wait_for):
     nothing_left()
 
 
+@pytest.mark.slow
 def test_a_scaling_study_has_a_cluster_for_each_size(cli, nothing_left):
     cli.done("-m", *TINY[:3], "cluster.n_workers=1,2", "hydra.sweep.dir=sweep", timeout_s=120)
     assert [row["workers"] for row in rows(cli.folder / "sweep").values()] == [1, 2]
@@ -152,6 +155,7 @@ def test_fail_fast_stops_the_others(cli, nothing_left):
     nothing_left()
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_a_failed_row_and_the_one_that_waits_for_its_workers_is_not(cli, nothing_left):
     words = [*SWEEP, "cluster.n_workers=2", "hydra.launcher.job_timeout_s=6", "data.delay_s=0.5,0"]
     ended = cli.run(*words, timeout_s=100)
@@ -178,6 +182,7 @@ def test_a_dry_run_checks_every_job_without_a_cluster(cli, nothing_left):
     assert "dropout" in rows(folder)[1]["message"]
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_jobs_is_not_written_over(cli):
     cli.done("-m", *TINY[:3], *ALONE, "hydra.sweep.dir=sweep", "seed=1,2")
     before = hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest()
@@ -189,6 +194,7 @@ def test_a_folder_with_other_jobs_is_not_written_over(cli):
     assert states(cli.folder / "sweep") == ["done"] * 4, "what is not part of it this time stays in the table"
 
 
+@pytest.mark.slow
 def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, nothing_left):
     remote = ["cluster=remote", f"cluster.address={client4.scheduler.address}", *SWEEP[1:4], "dispatch.ranks=2"]
     sweeps = [
@@ -288,6 +294,7 @@ def test_a_failed_job_is_run_again_on_request_and_none_that_is_done(app, cli, tm
     assert "job 2" not in third.stderr.replace("job 2 done", ""), "what is done is not run again"
 
 
+@pytest.mark.slow
 def test_an_app_of_others_gets_ranks_in_a_process_group_of_their_own(app, cli, nothing_left):
     ended = app("+how=fine,raise,fine2", "hydra.launcher.ranks=2", "hydra.launcher.cluster={n_workers: 4}")
     assert ended.returncode == 1

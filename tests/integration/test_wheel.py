@@ -207,6 +207,7 @@ for cell in notebook.cells:
 """
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_docs_runs_in_a_kernel(installed):
     there = installed.at("notebook")
     there.folder.mkdir()
@@ -231,6 +232,7 @@ def test_the_notebook_of_the_docs_runs_in_a_kernel(installed):
     assert "\x1b" not in said
 
 
+@pytest.mark.slow
 def test_a_script_of_dask_pytorch_ddp_learns_names_and_makes_new_ones(installed):
     """Its results are in the user's own folder logs/, and the model is sent again after each epoch."""
     there = installed.at("script")

@@ -304,6 +304,7 @@ def test_a_store_that_does_not_start_says_why(tmp_path, monkeypatch):
         store.wait_until_ready(20)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_start_that_takes_too_long_ends_and_leaves_nothing(tmp_path, monkeypatch):
     program = tmp_path / "weed"
@@ -326,6 +327,7 @@ def test_a_start_that_takes_too_long_ends_and_leaves_nothing(tmp_path, monkeypat
     assert children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch):
     free_ports = seaweed._free_ports

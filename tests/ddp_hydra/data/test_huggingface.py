@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
     def load(path: str = "parquet", files: str = "rows-*.parquet", **options: Any) -> Any:
         return huggingface.load(path, files=str(tmp_path / files), cache_dir=str(tmp_path / "cache"), **options)
 

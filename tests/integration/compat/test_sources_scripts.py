@@ -42,6 +42,7 @@ def picture(label: int, number: int, format_: str = "PNG") -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_the_article_trains_over_a_bucket(s3, credentials, tmp_path):  # noqa: F811
     """dask-pytorch-ddp's article: torchvision's transforms, forked loader processes, results at each step."""
     names = ("n01-Red", "n02-Blue")

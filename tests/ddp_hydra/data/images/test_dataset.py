@@ -218,6 +218,7 @@ def test_a_plain_data_loader_reads_it(stored):
     assert same(plain, batches(data, collate_fn=data.collate))
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_plain_data_loader_reads_it_in_processes(stored):
     data = stored(transform=TrainTransform(32))
