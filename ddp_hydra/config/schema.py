@@ -199,7 +199,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     try:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
-        key = error.full_key
+        key = str(error.full_key)
         if isinstance(error, InterpolationToMissingValueError):  # of the key that points to the missing one
             key = str(error).partition("value: ")[2].split()[0]
         or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
@@ -215,4 +215,4 @@ def _without_validation_keys(cfg: DictConfig) -> DictConfig:
     if OmegaConf.select(cfg, "data.val", default=True, throw_on_missing=False) is not None:
         return cfg
     missing = [key for key in cfg.data if str(key).startswith("val_") and OmegaConf.is_missing(cfg.data, key)]
-    return OmegaConf.merge(cfg, {"data": dict.fromkeys(missing)}) if missing else cfg
+    return OmegaConf.merge(cfg, {"data": dict.fromkeys(missing)}) if missing else cfg  # type: ignore[return-value]
