@@ -46,7 +46,7 @@ class Loader:
     """Turns batches of indices into batches on a device.
 
     Args:
-        dataset: a map-style data set; `training/builders.py` lists its optional methods.
+        dataset: a map-style data set; `training/build_data.py` lists its optional methods.
         device: where batches go.
         channels_last: memory layout of 4-d tensors.
         prefetch: number of batches made while the model trains; 0 makes each when it is asked for.

@@ -1,66 +1,20 @@
-"""Builds the objects that the config names, on a rank: data sets, loader, model, optimizer, schedule.
-
-The framework knows no model and no data set. A batch is what the task takes: (x, y), a dict, any structure of tensors.
-A data set has these methods and attributes:
-
-    __len__, __getitem__              as every map-style data set; for an iterable one, see below
-    __getitems__(indices)             optional: a whole batch at once
-    collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
-    prepare(batch) -> batch           optional: works on the device; normalises, encodes
-    classes or num_classes            optional: fills model.num_classes; `classes` are names, for predictions
-    sample_id(index) -> str           optional: identifies a sample that was read, as by its file; for predictions
-    error_of(index) -> str            optional: why a sample that was read is replaced by another; "" if it is not
-    labelled = False                  optional: its targets mean nothing, so that it can only be predicted
-    set_epoch(epoch)                  optional: for augmentation
-    expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
-    shard_lengths, targets            optional: some samplers use them
-    built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
-    bad                               optional: {name: reason} of samples that were replaced
-    bad_counts                        optional: {name: number} of samples, if a name stands for several
-    skipped                           optional: {extension: number} of files that it left out
-    max_bad_fraction                  optional: the largest share of bad samples that is allowed over all ranks
-    stats() -> {name: number}         optional: the cost of reading so far; see `monitoring/data_stats.py`
-    close()                           optional: called at the end
-
-An iterable data set has `__iter__`, and no `__getitem__` or the base class `IterableDataset`. These are optional:
-
-    __len__                           samples in an epoch; `data.n_samples` in the config goes before it
-    set_epoch(epoch)                  the next `iter()` gives the samples of this epoch
-    of_rank(rank, world_size)         returns an iterable of this rank's samples; None: each rank takes its share of all
-    state_dict, load_state_dict       the place reached; the next `iter()` goes on there. Plain values and tensors
-    collate, prepare, classes, num_classes, stats, close    as above
-
-If an exception of a data set has `mistake = True`, only a person can mend its cause: it is shown without a traceback,
-and the job is not tried again.
-
-A sampler takes n_samples, batch_size, rank, world_size, and the arguments in the config. It has
-
-    global_batch                      samples of all ranks in one step
-    steps(position)                   number of steps left in an epoch after so many samples
-    batches(epoch, position)          this rank's batches of indices, as many as every other rank has
-"""
+"""Builds the objects that the config names, on a rank: model, task, callbacks, metrics, optimizer, schedule."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_hydra import heartbeat
 from ddp_hydra.config import objective
-from ddp_hydra.data import streams
-from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import parameter_groups, precision, stream_sampler
+from ddp_hydra.training import parameter_groups, precision
+from ddp_hydra.training.build_data import Classes, fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.evaluation import Evaluation
@@ -69,112 +23,9 @@ from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
 
 
-def dataset(node: DictConfig | None) -> Any:
-    """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective."""
-    if node is None:
-        return None
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not built_once(node):
-        return make(node)
-    box = [make(node) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-@contextmanager
-def datasets(cfg: DictConfig) -> Iterator[tuple[Any, Any]]:
-    """Build the training set and the validation set (or None), and close them at the end."""
-    with ExitStack() as stack:
-        built = []
-        for node in (cfg.data.train, cfg.data.get("val")):
-            built.append(dataset(node))
-            if hasattr(built[-1], "close"):
-                stack.callback(built[-1].close)
-        yield built[0], built[1]
-
-
-def built_once(node: DictConfig) -> bool:
-    """Return whether only one rank builds data sets of this class."""
-    try:
-        return bool(getattr(get_class(node["_target_"]), "built_once", False))
-    except (ValueError, ImportError):  # not a class; a bad name is reported when it is built
-        return False
-
-
-def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
-    """Build the training sampler of a rank; pass the attributes of the data set that it takes."""
-    known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
-    batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
-    if streams.is_stream(data):
-        return stream_sampler.build(cfg, data, batch_size, rank, world_size)
-    taken = parameters(cfg.sampler["_target_"])
-    of_data = {name: value for name, value in known.items() if name in taken and value is not None}
-    arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
-    return make(cfg.sampler, **arguments, **of_data)
-
-
-def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
-    """Build the loader of a data set."""
-    bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
-    if streams.is_stream(data):
-        options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress}
-        return streams.StreamLoader(data, device, channels_last, **bounds, **options)
-    return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
-
-
 def model(cfg: DictConfig, data: Any) -> nn.Module:
     """Build the model. If its `num_classes` is null, the data set fills it."""
     return make(fill_num_classes(cfg.model, data, "model"))
-
-
-@dataclass
-class Classes:
-    """The classes of a data set. A checkpoint keeps those of the training data, so that its model needs no data.
-
-    Args:
-        classes: their names; () if the data set has none.
-        num_classes: their number; 0 if the data set does not know it.
-    """
-
-    classes: tuple[str, ...] = ()
-    num_classes: int = 0
-
-    @classmethod
-    def of(cls, data: Any) -> Classes:
-        """Return the classes of a data set."""
-        names = getattr(data, "classes", None)
-        names = () if names is None else tuple(map(str, names))
-        return cls(names, int(getattr(data, "num_classes", None) or len(names)))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
-        return {"names": list(self.classes), "number": self.num_classes}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> Classes:
-        """Return the classes that a checkpoint holds; none if it holds none."""
-        return cls(tuple(values["names"]), values["number"]) if values else cls()
-
-
-def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
-    """Return a node whose `num_classes`, if it is null, comes from the data set.
-
-    Args:
-        node: of the config.
-        data: the data set.
-        key: of the node, for the error message.
-
-    Raises:
-        ConfigError: the data set does not know its classes.
-    """
-    if "num_classes" not in node or node.num_classes is not None:
-        return node
-    num_classes = Classes.of(data).num_classes
-    if not num_classes:
-        raise ConfigError(
-            f"{key}.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
-            f"take it from: give {key}.num_classes=<n>"
-        )
-    return OmegaConf.merge(node, {"num_classes": num_classes})  # type: ignore[return-value]
 
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:

@@ -68,7 +68,7 @@ class State:
         position: the place that the run has reached.
         config: the part of the config that is saved, see `checkpoint_config.of`.
         extras: name -> another object with a state_dict, or None.
-        classes: of the training data, see `builders.Classes`.
+        classes: of the training data, see `build_data.Classes`.
         best: the objective's best value so far.
         validation_due: an epoch has ended, but its validation is still to come.
         unfrozen: parameters that are trained though they were frozen when the run began; see `unfreeze.Stage`.

@@ -14,7 +14,7 @@ from ddp_hydra.config import objective
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import builders, header, precision, setup
+from ddp_hydra.training import build_data, builders, header, precision, setup
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.optimizer_step import OptimizerStep
@@ -29,7 +29,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
         config: the resolved config as plain dicts.
     """
     cfg = OmegaConf.create(dict(config))
-    with builders.datasets(cfg) as (train_set, val_set):
+    with build_data.datasets(cfg) as (train_set, val_set):
         results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
 
 
@@ -37,13 +37,13 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     """Build the model and take its first step as a rank does; return lines that describe it."""
     device = builders.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
-    sampler = builders.sampler(cfg, train_set, 0, world_size)
+    sampler = build_data.sampler(cfg, train_set, 0, world_size)
     epoch_steps = header.steps_in_epoch(sampler)
     precision.set_float32(cfg.trainer.precision)
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
     task, meter = builders.task(cfg, train_set, device), Meter(device)
     model.train()
-    loader = builders.loader(cfg, train_set, device, channels_last)
+    loader = build_data.loader(cfg, train_set, device, channels_last)
     loader.prefetch = 0
     batches = list(next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)))
     autocast = precision.autocast(cfg.trainer.precision, device)

@@ -21,7 +21,7 @@ from ddp_hydra.data import streams
 from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import replacing
-from ddp_hydra.training import builders
+from ddp_hydra.training import build_data, builders
 from ddp_hydra.training.load_run import Trained
 
 FORMATS = ("safetensors", "torch_export", "onnx")
@@ -100,7 +100,7 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
     cfg = trained.cfg
-    data = builders.dataset(cfg.data.get(split) or cfg.data.train)
+    data = build_data.dataset(cfg.data.get(split) or cfg.data.train)
     try:
         if streams.is_stream(data):
             raise ConfigError(f"{type(data).__name__} is an iterable data set: give input_shape=[…], of one sample")
@@ -108,7 +108,7 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
             raise ConfigError(
                 f"the data set has {len(data)} samples, and an example needs {SIZES[0]}: give input_shape"
             )
-        loader = builders.loader(cfg, data, trained.device, channels_last=False)
+        loader = build_data.loader(cfg, data, trained.device, channels_last=False)
         (batch,) = loader.load([list(range(SIZES[0]))])
         task = builders.task(cfg, trained.classes, trained.device)
         return called_with(trained.model, lambda: task.predict(trained.model, batch))

@@ -19,8 +19,8 @@ from ddp_hydra.data import streams
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection, rows
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import builders, load_run, precision, predictions
-from ddp_hydra.training.builders import Classes
+from ddp_hydra.training import build_data, builders, load_run, precision, predictions
+from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.load_run import Trained
@@ -76,7 +76,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     seed_numpy_and_python(cfg.seed)  # as in training: all ranks split a data set alike
     precision.set_float32(cfg.trainer.precision)
     trained = load_run.restore(content, cfg)
-    data = builders.dataset(cfg.data[split])
+    data = build_data.dataset(cfg.data[split])
     try:
         yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data, rank, world_size)
     finally:
@@ -181,7 +181,7 @@ def send_parts(run: Opened, parts: Sequence[int], length: int, kind: str) -> str
         for begin in range(part * length, ends[part], cfg.data.batch_size)
     ]
     autocast = precision.autocast(cfg.trainer.precision, trained.device)
-    loader = builders.loader(cfg, run.data, trained.device, trained.channels_last)
+    loader = build_data.loader(cfg, run.data, trained.device, trained.channels_last)
     left = iter(parts)
     part = next(left, 0)
     spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115

@@ -15,8 +15,8 @@ from torch import nn
 
 from ddp_hydra.config import checkpoint_config, project
 from ddp_hydra.storage import fetch_checkpoint
-from ddp_hydra.training import builders
-from ddp_hydra.training.builders import Classes
+from ddp_hydra.training import build_data, builders
+from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import load_weights, read
 
 
@@ -43,7 +43,7 @@ class Trained:
     @cached_property
     def train_set(self) -> Any:
         """The data set that it was trained on."""
-        return builders.dataset(self.cfg.data.train)
+        return build_data.dataset(self.cfg.data.train)
 
 
 def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) -> Trained:

@@ -14,7 +14,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import builders, setup
+from ddp_hydra.training import build_data, setup
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.metrics import Count, count
 from ddp_hydra.training.monitoring import memory
@@ -42,7 +42,7 @@ def train(
     heartbeat.at("start", 0)
     seed_numpy_and_python(cfg.seed)  # all ranks split a data set alike
     paths = {name: Path(path) for name, path in (files or {}).items()}
-    with builders.datasets(cfg) as (train_set, val_set):
+    with build_data.datasets(cfg) as (train_set, val_set):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)

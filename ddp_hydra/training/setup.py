@@ -16,7 +16,7 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import builders, parameter_groups, precision, pretrained, resume
+from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates, Part
 from ddp_hydra.training.by_name import together
 from ddp_hydra.training.cadence import Cadence
@@ -66,7 +66,7 @@ def build(
     rank, device = dist.get_rank(), builders.device(cfg)
     memory.begin(device)
     consensus = StepConsensus()
-    sampler = builders.sampler(cfg, train_set, rank, dist.get_world_size())
+    sampler = build_data.sampler(cfg, train_set, rank, dist.get_world_size())
     if isinstance(sampler, StreamSampler):
         consensus.counts, consensus.take = sampler.counts, sampler.heard
         sampler.agree = lambda: consensus.vote().result()
@@ -85,9 +85,9 @@ def build(
     parts = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
     state, changed = build_state(cfg, bare, parts, progress, builders.callbacks(cfg), kept, saved)
-    state.classes = builders.Classes.of(train_set).as_dict()
+    state.classes = build_data.Classes.of(train_set).as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
-    loader = builders.loader(cfg, train_set, device, channels_last)
+    loader = build_data.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
     updates = build_updates.updates(parts, consensus)

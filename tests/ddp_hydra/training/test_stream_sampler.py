@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import builders
+from ddp_hydra.training import build_data
 from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
@@ -30,7 +30,7 @@ class Sized(Endless):
 
 def built(data: Any, *words: str, **trainer: Any) -> tuple[Any, StreamSampler]:
     cfg = OmegaConf.merge(config(**trainer), OmegaConf.from_dotlist(list(words)))
-    return cfg, builders.sampler(cfg, data, 0, 2)
+    return cfg, build_data.sampler(cfg, data, 0, 2)
 
 
 @pytest.mark.parametrize(
