@@ -11,8 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from data.digits import DigitMasks
 from ddp_hydra.cli import evaluate, predict
 from ddp_hydra.cluster import connect
+from models.unet import UNet
 from tests.integration.project.data.tiny import Points
 from tests.integration.project.models.tiny import Tiny
 
@@ -180,3 +182,30 @@ def test_a_data_set_of_another_group_is_evaluated(module_cli, sorter, pictures):
     wrong = module_cli.run("evaluate", f"run={sorter}", "data=no_such")
     assert (wrong.returncode, "Traceback" in wrong.stderr) == (1, False)
     assert "no_such" in wrong.stderr
+
+
+def test_masks_are_a_folder_of_pngs_that_hold_the_class_of_each_pixel(module_cli):
+    words = ("experiment=segmentation", "cluster=inline", "trainer.epochs=1", "trainer.max_steps=20")
+    module_cli.done(*words, "hydra.run.dir=masks_run")
+    run = module_cli.folder / "masks_run"
+    module_cli.done("predict", f"run={run}", "out=masks/", "which=last")
+    folder = module_cli.folder / "masks"
+    table = read(folder / "predictions.csv")
+    assert [int(row["index"]) for row in table] == list(range(360))
+    model = UNet(num_classes=11).eval()
+    model.load_state_dict(torch.load(run / "checkpoints" / "last.pt", weights_only=True)["model"])
+    with torch.no_grad():
+        masks = model(DigitMasks("val").images).argmax(1)
+    written = torch.stack([torch.tensor(np.array(Image.open(folder / row["prediction"]))) for row in table])
+    assert (written == masks).float().mean() > 0.999  # a batch of another size rounds otherwise
+    assert len(masks.unique()) > 1
+
+
+def test_samples_of_shards_are_named_by_shard_and_key_and_keys_are_added(module_cli, sorter, pictures):
+    module_cli.done("make", str(pictures / "val"), "shards", module="ddp_hydra.data.shards")
+    index = module_cli.folder / "shards" / "index.json"
+    words = ("data=wids", f"data.index={index}", f"data.val_index={index}", "data.image_size=8", "data.label=null")
+    module_cli.done("predict", f"run={sorter}", "out=shards.csv", *words, "+data.val.max_bad_fraction=0")
+    table = read(module_cli.folder / "shards.csv")
+    assert len({row["id"] for row in table}) == len(table) == 10
+    assert all("tar" in row["id"] for row in table)
