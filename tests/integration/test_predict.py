@@ -201,11 +201,11 @@ def test_masks_are_a_folder_of_pngs_that_hold_the_class_of_each_pixel(module_cli
     assert len(masks.unique()) > 1
 
 
-def test_samples_of_shards_are_named_by_shard_and_key_and_keys_are_added(module_cli, sorter, pictures):
+def test_samples_of_shards_are_named_by_shard_and_key_and_a_key_is_added(module_cli, sorter, pictures):
     module_cli.done("make", str(pictures / "val"), "shards", module="ddp_hydra.data.shards")
     index = module_cli.folder / "shards" / "index.json"
     words = ("data=wids", f"data.index={index}", f"data.val_index={index}", "data.image_size=8", "data.label=null")
-    module_cli.done("predict", f"run={sorter}", "out=shards.csv", *words, "+data.val.max_bad_fraction=0")
+    module_cli.done("predict", f"run={sorter}", "out=shards.csv", *words, "+data.val.transform.smooth=false")
     table = read(module_cli.folder / "shards.csv")
     assert len({row["id"] for row in table}) == len(table) == 10
     assert all("tar" in row["id"] for row in table)
