@@ -22,9 +22,9 @@ from benchmarks.report import Figure
 from ddp_hydra import results
 from ddp_hydra.results import Record
 from ddp_hydra.training import checkpoint
-from ddp_hydra.training.checkpoint import Position, State
 from ddp_hydra.training.lr_schedules import constant
 from ddp_hydra.training.metrics import Meter, count
+from ddp_hydra.training.state import Position, State
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 from models.resnet import resnet18
 

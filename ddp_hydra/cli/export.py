@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import export, load_run
+from ddp_hydra.training import export, export_example, load_run
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint> format=safetensors|torch_export|onnx
@@ -52,11 +52,11 @@ def main(words: Sequence[str]) -> None:
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} exists: give overwrite=true, or another file")
     trained = load_run.load(options.run, options.which, overrides)
-    example = export.example_of(trained, options.split, options.input_shape)
+    example = export_example.example_of(trained, options.split, options.input_shape)
     found = export.export(trained, example, options.format, out, options.tolerance)
     sizes = " and ".join(map(str, found["sizes"]))
     batch = "any batch size" if found["dynamic"] else f"a batch size of {sizes} only"
     print(f"{out}: step {trained.step}, {out.stat().st_size / 2**20:.2f} MiB, for {batch}")  # noqa: T201
-    for name, shape in export.described(example).items():
+    for name, shape in example.described().items():
         print(f"takes {name} {shape}")  # noqa: T201
     print(f"differs from the model by at most {found['difference']:.3g}, on batches of {sizes}")  # noqa: T201

@@ -1,160 +1,21 @@
-"""Captures the state of a training run, writes it in the background, and restores it.
-
-A checkpoint is a dict of tensors and plain values that `torch.load(weights_only=True)` can read. It holds no state of
-random generators: the order of samples, their augmentation and the seed of each step follow from the position.
-"""
+"""Writes checkpoints in the background, and reads them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training.by_name import each
 from ddp_hydra.training.finite import not_finite
-
-FORMAT = 2
-
-
-@dataclass
-class Position:
-    """The place that a run has reached.
-
-    Args:
-        step: optimizer steps done.
-        epoch: epochs completed.
-        samples: samples that all ranks together have seen.
-        offset: those among them that belong to the epoch under way.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
-    offset: int = 0
-
-    def advance(self, samples: int) -> None:
-        """Count one step.
-
-        Args:
-            samples: the step's samples on all ranks.
-        """
-        self.step += 1
-        self.samples += samples
-        self.offset += samples
-
-    def end_epoch(self) -> None:
-        """Begin the next epoch."""
-        self.epoch += 1
-        self.offset = 0
-
-
-@dataclass
-class State:
-    """Everything that a checkpoint saves.
-
-    Args:
-        model: the model, not wrapped in DDP.
-        optimizer: its optimizer, or several by name; see `update.together`.
-        scheduler: its learning-rate schedule, or several by name.
-        position: the place that the run has reached.
-        config: the part of the config that is saved, see `checkpoint_config.of`.
-        extras: name -> another object with a state_dict, or None.
-        classes: of the training data, see `build_data.Classes`.
-        best: the objective's best value so far.
-        validation_due: an epoch has ended, but its validation is still to come.
-        unfrozen: parameters that are trained though they were frozen when the run began; see `unfreeze.Stage`.
-    """
-
-    model: nn.Module
-    optimizer: Any
-    scheduler: Any
-    position: Position
-    config: dict[str, Any]
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    classes: Mapping[str, Any] = field(default_factory=dict)
-    best: float | None = None
-    validation_due: bool = False
-    unfrozen: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def schedulers(self) -> list[tuple[str, Any]]:
-        """Each learning-rate schedule with the name of its update."""
-        return list(each(self.scheduler))
-
-    def capture(self) -> dict[str, Any]:
-        """Return a copy of the state on the CPU, which later steps don't change."""
-        return self.begin_capture()()
-
-    def begin_capture(self) -> Callable[[], dict[str, Any]]:
-        """Begin to copy the state to the CPU; return a function that waits for the copy. See `begin_copy`."""
-        return begin_copy(
-            {
-                "format": FORMAT,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict(),
-                **{name: part.state_dict() for name, part in self.extras.items() if part is not None},
-                "position": asdict(self.position),
-                "best": self.best,
-                "validation_due": self.validation_due,
-                **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
-                "config": self.config,
-                "classes": dict(self.classes),
-                "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-                "torch": str(torch.__version__),
-            }
-        )
-
-    def restore(self, content: dict[str, Any]) -> None:
-        """Put a captured state back.
-
-        Raises:
-            CheckpointError: it is of another model or optimizer.
-        """
-        load_weights(self.model, content)
-        try:
-            self.optimizer.load_state_dict(content["optimizer"])
-            self.scheduler.load_state_dict(content["scheduler"])
-            for name, part in self.extras.items():
-                if part is not None and content.get(name):
-                    part.load_state_dict(content[name])
-            vars(self.position).update(asdict(Position(**content["position"])))
-            for _, optimizer in each(self.optimizer):
-                for group in optimizer.param_groups:
-                    if missing := optimizer.defaults.keys() - group.keys():
-                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was "
-                "made with (resume=<run dir> brings it along)"
-            ) from error
-        self.best = content.get("best")
-        self.validation_due = bool(content.get("validation_due"))
-        self.unfrozen = list(content.get("unfrozen") or [])
-
-    def improves_best(self, value: float | None, direction: str) -> bool:
-        """Return whether the objective is better than ever before, and remember its value if it is.
-
-        Args:
-            value: of the objective; None or NaN is never better.
-            direction: maximize or minimize it.
-        """
-        if value is None or value != value:
-            return False
-        sign = 1 if direction == "maximize" else -1
-        if self.best is not None and sign * value <= sign * self.best:
-            return False
-        self.best = value
-        return True
+from ddp_hydra.training.state import FORMAT, State
 
 
 def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
@@ -170,21 +31,6 @@ def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
             "gradients were, so it is not saved. Lower optimizer.lr, or give trainer.clip_norm, and resume from the "
             "last checkpoint with resume=<run dir>"
         )
-
-
-def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model.
-
-    Raises:
-        CheckpointError: they are of another model.
-    """
-    try:
-        model.load_state_dict(content["model"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        lines = str(error).splitlines()
-        raise CheckpointError(
-            f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
-        ) from None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -221,36 +67,6 @@ def read_on_all_ranks(path: Path) -> dict[str, Any]:
         box[0] = read(path)
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def begin_copy(value: Any) -> Callable[[], Any]:
-    """Begin to copy all tensors of a nested state to the CPU; return a function that waits for the copy.
-
-    Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
-    """
-    copied = _copy(value)
-    if not torch.cuda.is_initialized():
-        return lambda: copied
-    done = torch.cuda.Event()
-    done.record()
-
-    def wait() -> Any:
-        done.synchronize()
-        return copied
-
-    return wait
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if not value.is_cuda:
-            return value.detach().clone()
-        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _copy(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(part) for part in value)
-    return value
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> None:

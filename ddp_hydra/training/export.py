@@ -6,9 +6,8 @@ import inspect
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +16,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_hydra.config import redact
-from ddp_hydra.data import streams
 from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import replacing
-from ddp_hydra.training import build_data, builders
+from ddp_hydra.training import builders
+from ddp_hydra.training.export_example import SIZES, Example
 from ddp_hydra.training.load_run import Trained
 
 FORMATS = ("safetensors", "torch_export", "onnx")
-SIZES = (2, 3)
-"""Sizes of the batches that an export is checked with, where the batch may have any size."""
 _ONE_FILE_BYTES = 1_500_000_000
 """An ONNX file may have 2 GB; a larger model's weights go into a file beside it."""
-
-
-@dataclass
-class Example:
-    """The arguments with which a task calls the model.
-
-    Args:
-        args: by position.
-        kwargs: by name.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def of_size(self, size: int) -> Example:
-        """Return arguments with so many samples: the first ones, repeated."""
-
-        def resize(tensor: Tensor) -> Tensor:
-            return tensor[torch.arange(size) % len(tensor)] if self.is_batched(tensor) else tensor
-
-        return Example(mapped(resize, self.args), mapped(resize, self.kwargs))
-
-    def is_batched(self, tensor: Tensor) -> bool:
-        """Tell whether the first axis of a tensor is that of the samples."""
-        return bool(tensor.ndim) and len(tensor) == self.size
-
-    @property
-    def size(self) -> int:
-        """The number of samples."""
-        return next((len(tensor) for tensor in tensors([*self.args, *self.kwargs.values()]) if tensor.ndim), 0)
-
-    def dynamic(self) -> dict[str, Any]:
-        """Return the shapes for torch.export by argument: the first axis of each batched tensor may have any size."""
-        batch = torch.export.Dim("batch")
-
-        def shape(tensor: Any) -> Any:
-            return {0: batch} if isinstance(tensor, Tensor) and self.is_batched(tensor) else None
-
-        return {"args": pytree.tree_map(shape, self.args), "kwargs": pytree.tree_map(shape, self.kwargs)}
 
 
 class Positional(nn.Module):
@@ -86,54 +44,6 @@ class Positional(nn.Module):
         """Call the model."""
         count = len(args) - len(self.names)
         return self.model(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
-
-
-def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) -> Example:
-    """Return arguments for the model: those with which its task predicts samples of the run's data.
-
-    Args:
-        trained: the model.
-        split: the data set, "val" or "train"; "train" where the run has no other.
-        input_shape: of one sample of random numbers instead, without the batch axis.
-    """
-    if input_shape is not None:
-        generator = torch.Generator().manual_seed(0)
-        return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
-    cfg = trained.cfg
-    data = build_data.dataset(cfg.data.get(split) or cfg.data.train)
-    try:
-        if streams.is_stream(data):
-            raise ConfigError(f"{type(data).__name__} is an iterable data set: give input_shape=[…], of one sample")
-        if len(data) < SIZES[0]:
-            raise ConfigError(
-                f"the data set has {len(data)} samples, and an example needs {SIZES[0]}: give input_shape"
-            )
-        loader = build_data.loader(cfg, data, trained.device, channels_last=False)
-        (batch,) = loader.load([list(range(SIZES[0]))])
-        task = builders.task(cfg, trained.classes, trained.device)
-        return called_with(trained.model, lambda: task.predict(trained.model, batch))
-    finally:
-        if hasattr(data, "close"):
-            data.close()
-
-
-def called_with(model: nn.Module, call: Callable[[], Any]) -> Example:
-    """Return the arguments of the first call of a model."""
-    calls: list[Example] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append(Example(tuple(args), dict(kwargs))), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            call()
-    finally:
-        hook.remove()
-    if not calls:
-        raise ConfigError(
-            "the task predicts without calling the whole model, so it is not known what the model takes: give "
-            "input_shape=[…], the shape of one sample"
-        )
-    return calls[0]
 
 
 def export(trained: Trained, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
@@ -188,7 +98,7 @@ def check_call(model: nn.Module, example: Example) -> None:
     try:
         model(*example.args, **example.kwargs)
     except Exception as error:
-        taken = ", ".join(f"{name} {shape}" for name, shape in described(example).items())
+        taken = ", ".join(f"{name} {shape}" for name, shape in example.described().items())
         raise ConfigError(
             f"{type(model).__name__} can't be called with {taken}: {type(error).__name__}: {error!s:.300}"
         ) from error
@@ -304,13 +214,3 @@ def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tu
 def missing(form: str, package: str) -> ConfigError:
     """Return the error for a package that is not installed."""
     return ConfigError(f"format={form} needs {package}: type pip install 'ddp-hydra[export]'")
-
-
-def described(example: Example) -> Mapping[str, str]:
-    """Return the shape and type of each argument."""
-    named = {**{f"input {number}": part for number, part in enumerate(example.args)}, **example.kwargs}
-    return {
-        name: f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
-        for name, part in named.items()
-        if isinstance(part, Tensor)
-    }

@@ -12,9 +12,9 @@ from torch import nn
 
 from ddp_hydra.console.plural import counted
 from ddp_hydra.data.streams import StreamSampler
-from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.monitoring.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps
+from ddp_hydra.training.state import Position
 
 
 def describe(

@@ -17,7 +17,8 @@ from ddp_hydra.config import checkpoint_config, project
 from ddp_hydra.storage import fetch_checkpoint
 from ddp_hydra.training import build_data, builders
 from ddp_hydra.training.build_data import Classes
-from ddp_hydra.training.checkpoint import load_weights, read
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.state import load_weights
 
 
 @dataclass

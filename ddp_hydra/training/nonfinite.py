@@ -12,7 +12,8 @@ import torch
 
 from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.training.checkpoint import State, begin_copy, refuse_nonfinite
+from ddp_hydra.training.checkpoint import refuse_nonfinite
+from ddp_hydra.training.state import State, begin_copy
 
 SHOWN = 64
 """A message names so many sample ids; the record has all of them."""

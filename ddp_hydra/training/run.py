@@ -16,7 +16,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.cadence import Cadence
 from ddp_hydra.training.callbacks.caller import Callbacks
-from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State
+from ddp_hydra.training.checkpoint import CheckpointWriter
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
@@ -25,6 +25,7 @@ from ddp_hydra.training.log_clock import LogClock
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
 from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.state import Position, State
 from ddp_hydra.training.update import Update
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddp_hydra.training.by_name import each
-from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.lr_schedules import FactorLR
+from ddp_hydra.training.state import Position
 
 
 class ScheduleProgress:

@@ -22,7 +22,7 @@ from ddp_hydra.training.by_name import together
 from ddp_hydra.training.cadence import Cadence
 from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.caller import Callbacks
-from ddp_hydra.training.checkpoint import CheckpointWriter, Position, State, read_on_all_ranks
+from ddp_hydra.training.checkpoint import CheckpointWriter, read_on_all_ranks
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
@@ -38,6 +38,7 @@ from ddp_hydra.training.monitoring.throughput import Throughput
 from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
+from ddp_hydra.training.state import Position, State
 
 
 def build(

@@ -78,3 +78,13 @@ def test_what_it_cannot_do_is_said_and_nothing_is_written(module_cli, run, argum
     ended = module_cli.run("export", f"run={run}", *arguments, "out=never")
     assert (ended.returncode, said in ended.stderr) == (1, True), ended.stderr
     assert not [path for path in module_cli.folder.iterdir() if "never" in path.name]
+
+
+def test_a_model_that_was_trained_on_a_stream_gets_its_example_from_there(module_cli):
+    words = ("model=tiny", "data=stream", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "cluster=inline")
+    module_cli.done(*words, "trainer.max_steps=3", "hydra.run.dir=streamed")
+    run = module_cli.folder / "streamed"
+    said = module_cli.done("export", f"run={run}", "format=torch_export", "out=streamed.pt2").stdout
+    assert "on batches of 2 and 3" in said
+    few = module_cli.run("export", f"run={run}", "format=safetensors", "out=few.safetensors", "data.val.n=1")
+    assert (few.returncode, "the data set has 1 samples, and an example needs 2" in few.stderr) == (1, True)

@@ -14,17 +14,8 @@ from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import lr_schedules
-from ddp_hydra.training.checkpoint import (
-    FORMAT,
-    CheckpointWriter,
-    Position,
-    ReportingFile,
-    State,
-    load_weights,
-    read,
-    read_on_all_ranks,
-    write,
-)
+from ddp_hydra.training.checkpoint import CheckpointWriter, ReportingFile, read, read_on_all_ranks, write
+from ddp_hydra.training.state import FORMAT, Position, State, load_weights
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.training import lr_schedules
-from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.state import Position
 
 
 def rates(schedule, total_steps, steps=None, **options):

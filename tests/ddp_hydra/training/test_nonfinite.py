@@ -9,8 +9,8 @@ from torch import nn
 
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training import lr_schedules, nonfinite
-from ddp_hydra.training.checkpoint import Position, State
 from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFinite, NonFiniteStep
+from ddp_hydra.training.state import Position, State
 
 NAN = float("nan")
 BAD = NonFiniteStep(0, NAN)

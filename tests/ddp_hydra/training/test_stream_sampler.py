@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import build_data
-from ddp_hydra.training.checkpoint import Position
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
+from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.test_loop import config
 
 
