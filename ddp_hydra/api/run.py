@@ -15,6 +15,7 @@ from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
+from ddp_hydra.runs import status
 from ddp_hydra.writers.run_dir import locked, read_summary
 
 if TYPE_CHECKING:
@@ -39,8 +40,12 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, done, failed or interrupted."""
-        return str(self.summary.get("status") or _read_json(self.dir / "status.json").get("status") or "running")
+        """running, done, failed, interrupted, or killed: its process has ended without a word.
+
+        It is lost where that can't be seen, but is silent for long; detached, if its results are elsewhere; unknown, if
+        it has not begun.
+        """
+        return status.of_run_dir(self.dir)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -149,6 +154,11 @@ class StartedRun(Run):
             self._error = error
 
     @property
+    def status(self) -> str:
+        """The status of the run, which is running until its thread has ended; see `Run.status`."""
+        return "running" if self._thread.is_alive() else super().status
+
+    @property
     def objective(self) -> float | None:
         """The last value of the objective; None before the end."""
         return self._objective
@@ -218,11 +228,3 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     else:
         started.begin()
     return started
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

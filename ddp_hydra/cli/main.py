@@ -31,7 +31,7 @@ from ddp_hydra.job.explain import explain
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
-COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict")
+COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs")
 """First words that name a command instead of a job; each is a module of this package."""
 
 

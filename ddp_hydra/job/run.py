@@ -83,6 +83,7 @@ def train(
         stack.enter_context(hparams.session(run_dir, overrides))
         config = remote.spec.config if remote else schema.resolved(cfg)
         saved_config = remote.spec.saved_config if remote else checkpoint_config.of(cfg)
+        summary["objective"] = dict(config["objective"])
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None

@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage.base import NoBucketError, OtherRegionError, WritableStore
+from ddp_hydra.storage.base import NoBucketError, OtherRegionError, Store, WritableStore
 from ddp_hydra.storage.files import passing
 from ddp_hydra.storage.fsspec_schemes import is_known
 from ddp_hydra.storage.fsspec_store import FsspecStore
@@ -43,7 +43,7 @@ class ResultsFolder:
     """
 
     def __init__(self, url: str, store: WritableStore, prefix: str = "") -> None:
-        self.url, self.store, self._prefix = url, store, prefix
+        self.url, self.store, self.prefix = url, store, prefix
 
     def get(self, key: str) -> bytes:
         """Return the content of a small object."""
@@ -71,6 +71,17 @@ class ResultsFolder:
         with self._explained(key, writes=True):
             self.store.delete(self._key(key))
 
+    def objects(self) -> Iterator[tuple[str, int]]:
+        """Yield the name below this folder, and the size in bytes, of each object in it.
+
+        Only for a folder from `open_folder`: not all stores that can be written can be listed.
+        """
+        with self._explained(""):
+            for key, size in cast("Store", self.store).objects(self.prefix):
+                name = key.removeprefix(self.prefix).lstrip("/")
+                if name:
+                    yield name, size
+
     def etag(self, key: str) -> str | None:
         """Return a text that differs for each content of an object, None if there is no object."""
         with self._explained(key):
@@ -82,7 +93,7 @@ class ResultsFolder:
             return self.store.put_if(self._key(key), content, etag)
 
     def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}".lstrip("/")
+        return f"{self.prefix}/{key}".lstrip("/")
 
     @contextmanager
     def _explained(self, key: str, writes: bool = False) -> Iterator[None]:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ LOCK = ".lock"
 SUMMARY = "summary.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TAIL_BYTES = 2**16
+_LOOKS = 5
+_LOOK_S = 0.02
+"""A lock that is held is tried again so often, after so many seconds: `is_locked` holds it for an instant."""
 
 
 @contextmanager
@@ -55,6 +59,25 @@ def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
         os.close(handle)
 
 
+def is_locked(run_dir: Path) -> bool | None:
+    """Return whether a process writes a run directory; None if its file system can't tell."""
+    try:
+        handle = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    return False
+
+
 def _open_locked(path: Path) -> int:
     """Return a descriptor that holds the lock.
 
@@ -63,8 +86,7 @@ def _open_locked(path: Path) -> int:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            with _tolerated():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), path.stat()):
                     os.ftruncate(handle, 0)
@@ -73,6 +95,18 @@ def _open_locked(path: Path) -> int:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    for look in range(_LOOKS):
+        try:
+            with _tolerated():
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if look == _LOOKS - 1:
+                raise
+            time.sleep(_LOOK_S)
 
 
 @contextmanager

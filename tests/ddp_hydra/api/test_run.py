@@ -9,6 +9,7 @@ from ddp_hydra.api.compose import Composed
 from ddp_hydra.api.run import Run
 from ddp_hydra.cli import init
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.writers.run_dir import locked
 
 
 @pytest.fixture
@@ -81,9 +82,9 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "tra')
     run = Run(tmp_path)
     assert run.records() == lines
-    assert (run.status, run.summary) == ("running", {})
-    (tmp_path / "status.json").write_text('{"status": "interrupted"}')
-    assert run.status == "interrupted"
+    assert (run.status, run.summary) == ("killed", {})
+    with locked(tmp_path):
+        assert run.status == "running"
     (tmp_path / "summary.json").write_text('{"status": "done", "steps": 2}')
     assert (run.status, run.summary["steps"], repr(run)) == ("done", 2, f"<Run {tmp_path}: done>")
     table = run.metrics()

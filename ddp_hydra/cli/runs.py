@@ -1,0 +1,254 @@
+"""`ddp-hydra runs ls|show|diff|rm|du|tag|reproduce`: find runs again, compare, tag and remove them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ddp_hydra.cli import runs_text
+from ddp_hydra.cli.key_value import parse
+from ddp_hydra.cli.runs_text import shown
+from ddp_hydra.errors import ConfigError, Interrupted
+
+USAGE = """ddp-hydra runs ls [<folder or URL> ...] [status=done,failed] [tag=good] [model=resnet18] [data=digits]
+    [since=2026-11-01|7d] ['val/accuracy>0.9' ...] [sort=when|duration|steps|status|folder|objective|<metric>]
+    [limit=100] [json=true]
+ddp-hydra runs show <run> [json=true]
+ddp-hydra runs diff <run> <run> [json=true]
+ddp-hydra runs rm <run or sweep> ... [yes=true]
+ddp-hydra runs du [<folder or URL> ...] [json=true]
+ddp-hydra runs tag <run> +<tag> ... -<tag> ...
+ddp-hydra runs reproduce <run> [run=true]
+A run is a run directory, outputs/<date>/<time>, or the URL of its results."""
+LIMIT = 100
+T = TypeVar("T")
+
+
+@dataclass
+class List:
+    """The options of `ls`.
+
+    Args:
+        status: one or more, with commas.
+        tag: of the run; * stands for any characters, as in `model` and `data`.
+        model: option of the group `model`.
+        data: option of the group `data`.
+        since: a date, or a time up to now, 7d.
+        sort: the order; see the usage.
+        limit: how many to show; 0 for all.
+        json: print a JSON object for each run.
+    """
+
+    status: str = ""
+    tag: str = ""
+    model: str = ""
+    data: str = ""
+    since: str = ""
+    sort: str = "when"
+    limit: int = -1
+    json: bool = False
+
+
+@dataclass
+class Printed:
+    """The options of `show`, `diff` and `du`.
+
+    Args:
+        json: print JSON.
+    """
+
+    json: bool = False
+
+
+@dataclass
+class Remove:
+    """The options of `rm`.
+
+    Args:
+        yes: do not ask.
+    """
+
+    yes: bool = False
+
+
+@dataclass
+class Reproduce:
+    """The options of `reproduce`.
+
+    Args:
+        run: run it, instead of printing what to type.
+    """
+
+    run: bool = False
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the command that the first word names.
+
+    Raises:
+        ConfigError: a word is not allowed, or there is no such run.
+    """
+    if not words or {"-h", "--help"} & set(words):
+        print(USAGE)  # noqa: T201
+        return
+    if words[0] not in COMMANDS:
+        raise ConfigError(f"runs {shown(words[0])!r}: give {', '.join(COMMANDS)}; usage:\n{USAGE}")
+    COMMANDS[words[0]](list(words[1:]))
+
+
+def ls(words: Sequence[str]) -> None:
+    """List runs."""
+    from ddp_hydra.runs import find, select
+
+    roots, rest = split(words)
+    compared = {word: found for word in rest if (found := select.comparison(word)) is not None}
+    options = options_of(List, [word for word in rest if word not in compared])
+    chosen = select.Filter(
+        options.status, options.tag, options.model, options.data, options.since, tuple(compared.values())
+    )
+    if options.limit < -1:
+        raise ConfigError(f"limit={options.limit}: give how many runs to show, 0 for all")
+    rows = find.rows(roots)
+    rows = select.ordered(chosen.choose(rows), options.sort)
+    limit = LIMIT if options.limit == -1 and not options.json else max(0, options.limit)
+    most = rows[:limit] if limit else rows
+    if options.json:
+        for row in most:
+            print(json.dumps(vars(row)))  # noqa: T201
+        return
+    print(runs_text.table_of(most) if rows else "no runs")  # noqa: T201
+    if len(most) < len(rows):
+        print(f"{len(rows) - len(most):,} more: limit=0 shows all {len(rows):,}")  # noqa: T201
+
+
+def show(words: Sequence[str]) -> None:
+    """Show all that is known of a run."""
+    from ddp_hydra.runs import details, run_files
+
+    runs, options = runs_and_options(words, Printed, 1, "show")
+    found = details.of(run_files.open_run(runs[0]))
+    print(json.dumps(found, default=str) if options.json else runs_text.details_text(found))  # noqa: T201
+
+
+def diff(words: Sequence[str]) -> None:
+    """Show what differs between two runs."""
+    from ddp_hydra.runs import diff as of_runs
+    from ddp_hydra.runs import run_files
+
+    runs, options = runs_and_options(words, Printed, 2, "diff")
+    found = of_runs.between(run_files.open_run(runs[0]), run_files.open_run(runs[1]))
+    print(json.dumps(found, default=str) if options.json else runs_text.diff_text(found))  # noqa: T201
+
+
+def rm(words: Sequence[str]) -> None:
+    """Remove runs, after a question on a terminal."""
+    from ddp_hydra.runs import disk
+
+    runs, rest = split(words)
+    options = options_of(Remove, rest)
+    if not runs:
+        raise ConfigError(f"rm needs a run; usage:\n{USAGE}")
+    count = sum(len(disk.removable(run)) for run in runs)
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("rm asks on a terminal only: give yes=true")
+        what = shown(runs[0]) if len(runs) == 1 else f"{len(runs)} folders"
+        answer = input(f"remove {what} with {count} run{'s' if count != 1 else ''}? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            raise Interrupted("nothing was removed")
+    for run in runs:
+        freed = disk.remove(run)
+        print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
+
+
+def du(words: Sequence[str]) -> None:
+    """Show the size of runs."""
+    from ddp_hydra.runs import disk, find
+
+    roots, rest = split(words)
+    options = options_of(Printed, rest)
+    found = disk.usage(roots or [name for name in find.DEFAULT_ROOTS if Path(name).is_dir()])
+    if options.json:
+        for run, kinds in found.items():
+            print(json.dumps({"run": run, **kinds, "total": sum(kinds.values())}))  # noqa: T201
+        return
+    print(runs_text.usage_text(found) if found else "no runs")  # noqa: T201
+
+
+def tag(words: Sequence[str]) -> None:
+    """Add and remove tags of a run."""
+    from ddp_hydra.runs import run_files, tags
+    from ddp_hydra.runs.details import row
+
+    changes = [word for word in words if word[:1] in ("+", "-")]
+    runs, others = split([word for word in words if word not in changes])
+    if others or len(runs) != 1:
+        raise ConfigError(f"tag takes one run, +<tag> and -<tag>; usage:\n{USAGE}")
+    files = run_files.open_run(runs[0])
+    found = row(files).tags
+    if changes:
+        found = tags.change(files, found, changes)
+    print(f"{shown(runs[0])}: {', '.join(map(shown, found)) or 'no tags'}")  # noqa: T201
+
+
+def reproduce(words: Sequence[str]) -> None:
+    """Print or run the command that trains with the config of a run again, in a new run directory."""
+    from ddp_hydra.runs import reproduce as of_runs
+    from ddp_hydra.runs import run_files
+
+    runs, options = runs_and_options(words, Reproduce, 1, "reproduce")
+    again = of_runs.of(run_files.open_run(runs[0]))
+    print(runs_text.again_text(again), file=sys.stderr)  # noqa: T201
+    if not options.run:
+        print(shown(shlex.join(["ddp-hydra", *again.words])))  # noqa: T201
+        return
+    if again.hidden:
+        raise ConfigError(
+            f"{shown(again.hidden[0])} looks like a secret, so the run does not keep it: type the command"
+        )
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "ddp_hydra", *again.words])  # noqa: S606
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "ls": ls, "show": show, "diff": diff, "rm": rm, "du": du, "tag": tag, "reproduce": reproduce,
+}  # fmt: skip
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the places, which are folders and URLs, and the other words. A folder's name may hold "="."""
+    places = [word for word in words if not set("=<>") & set(word) or os.path.lexists(word)]
+    return places, [word for word in words if word not in places]
+
+
+def options_of(kind: type[T], words: Sequence[str]) -> T:
+    """Return the options in "key=value" words.
+
+    Raises:
+        ConfigError: a word is none of them.
+    """
+    options, others = parse(kind, words, USAGE)
+    if others:
+        keys = ", ".join(vars(kind()))
+        raise ConfigError(f"{shown(others[0])!r}: the keys are {keys}; usage:\n{USAGE}")
+    return options
+
+
+def runs_and_options(words: Sequence[str], kind: type[T], count: int, command: str) -> tuple[list[str], Any]:
+    """Return the runs and the options of a command.
+
+    Raises:
+        ConfigError: there are more or fewer runs than `count`, or another word.
+    """
+    runs, rest = split(words)
+    options = options_of(kind, rest)
+    if len(runs) != count:
+        what = "one run" if count == 1 else f"{count} runs"
+        raise ConfigError(f"{command} takes {what}, not {len(runs)}; usage:\n{USAGE}")
+    return runs, options

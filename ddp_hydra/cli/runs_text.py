@@ -1,0 +1,238 @@
+"""Write runs as text for a terminal. All that comes from a run is one line without control characters."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from ddp_hydra.console.plural import counted
+from ddp_hydra.console.text import plain
+from ddp_hydra.runs.describe import Row, number, numbers, text
+from ddp_hydra.runs.disk import KINDS
+from ddp_hydra.runs.reproduce import Again
+
+_MOST = 60
+"""Longer cells are cut, except the first one, which is typed again."""
+_MESSAGE = 2_000
+
+
+def shown(value: object, most: int = 0) -> str:
+    """Return a text as one line that does nothing in a terminal.
+
+    Args:
+        value: anything.
+        most: how many characters to keep; 0: all.
+    """
+    line = plain(str(value).replace("\n", " ").replace("\t", " "))
+    line = "".join(one if one.isprintable() else "?" for one in line)  # also what turns the direction of writing
+    return f"{line[: most - 1]}…" if most and len(line) > most else line
+
+
+def width(line: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if line.isascii():
+        return len(line)
+    return sum(
+        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in line
+    )
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
+    """Return a table as text.
+
+    Args:
+        headings: of the columns.
+        lines: the cells, safe for a terminal.
+        right: headings of the columns whose cells are at the right.
+    """
+    every = [tuple(headings), *map(tuple, lines)]
+    widths = [max(map(width, column)) for column in zip(*every, strict=True)]
+    ends = [heading in right for heading in headings]
+
+    def cell(word: str, wide: int, at_end: bool) -> str:
+        space = " " * (wide - width(word))
+        return space + word if at_end else word + space
+
+    return "\n".join("  ".join(map(cell, line, widths, ends)).rstrip() for line in every)
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """Return the table of `ls`."""
+    headings = ("run", "when", "status", "steps", "objective", "model", "data", "tags", "took")
+    lines = [
+        (
+            shown(row.run),
+            when(row.started),
+            row.status,
+            steps(row),
+            shown(f"{row.objective} {digits(row.value)}" if row.value is not None else "", _MOST),
+            shown(row.model, _MOST),
+            shown(row.data, _MOST),
+            shown(", ".join(row.tags), _MOST),
+            duration(row.wall_s),
+        )
+        for row in rows
+    ]
+    return table(headings, lines, right=("steps", "took"))
+
+
+def details_text(found: Mapping[str, Any]) -> str:
+    """Return the text of `show`."""
+    row = Row(**{name: found[name] for name in Row.__dataclass_fields__})
+    lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), _took(row)))))]
+    lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))
+    if row.value is not None:
+        better = {True: " (more is better)", False: " (less is better)"}.get(row.maximize, "")  # type: ignore[arg-type]
+        lines.append(("objective", f"{shown(row.objective)} {digits(row.value)}{better}"))
+    ranks = number(found["world_size"])
+    speed = f", {found['samples_per_s']:,.0f} samples/s" if found["samples_per_s"] else ""
+    lines.append(("ranks", f"{ranks:.0f}{speed}" if ranks else ""))
+    lines += [("model", shown(row.model)), ("data", shown(row.data)), ("tags", shown(", ".join(row.tags)))]
+    lines += [("typed", shown(word)) for word in row.overrides]
+    lines.append(("code", shown(row.project[:16])))
+    lines += [("metric", f"{shown(name)} {digits(value)}") for name, value in numbers(found["metrics"]).items()]
+    lines += [("attempt", _attempt(attempt)) for attempt in found["attempts"]]
+    failure = found["failure"]
+    if failure:
+        lines.append(("failure", _failure(failure)))
+        lines.append(("at", shown(text(failure.get("place")))))
+    elif row.message:
+        lines.append(("failure", shown(row.message, _MESSAGE)))
+    lines += [
+        ("checkpoint", f"{shown(name)}, step {digits(entry['step'])}, {size_text(entry['bytes'] or 0)}")
+        for name, entry in found["checkpoints"].items()
+    ]
+    kinds = [f"{kind} {size_text(count)}" for kind, count in found["bytes"].items() if count]
+    lines.append(("size", f"{size_text(sum(found['bytes'].values()))}: {', '.join(kinds)}" if kinds else "0 B"))
+    return "\n".join([shown(row.run), *_without_repeats((name, value) for name, value in lines if value)])
+
+
+def _without_repeats(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Return lines with their names in front, but a name only once if it repeats."""
+    found, before = [], ""
+    for name, value in lines:
+        found.append(f"  {'' if name == before else name:<11} {value}")
+        before = name
+    return found
+
+
+def _took(row: Row) -> str:
+    return f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
+
+
+def _attempt(attempt: Mapping[str, Any]) -> str:
+    failure = attempt.get("failure")
+    parts = [
+        counted(ranks, "rank") if (ranks := number(attempt.get("world_size"))) else "",
+        counted(done, "step") if (done := number(attempt.get("steps_done"))) is not None else "",
+        duration(number(attempt.get("wall_s"))),
+    ]
+    how = f": {_failure(failure)}" if isinstance(failure, dict) else ""
+    return f"{digits(number(attempt.get('attempt')))}: {', '.join(filter(None, parts))}{how}"
+
+
+def _failure(failure: Mapping[str, Any]) -> str:
+    rank, step = number(failure.get("rank")), number(failure.get("step"))
+    where = [f"rank {rank:.0f}"] if rank is not None else []
+    where += [f"on {shown(failure['host'])}"] if text(failure.get("host")) else []
+    where += [f"at step {step:.0f}"] if step is not None else []
+    message = str(failure.get("message") or failure.get("kind") or "")
+    return shown(f"{' '.join(where)}{': ' if where else ''}{message}", _MESSAGE)
+
+
+def diff_text(found: Mapping[str, Any]) -> str:
+    """Return the text of `diff`."""
+    lines = [("", *map(shown, found["runs"]))]
+    if found["status"][0] != found["status"][1]:
+        lines.append(("status", *found["status"]))
+    if found["code"]:
+        lines.append(("code", *(shown(code[:16]) for code in found["code"])))
+    for part in ("choices", "config"):
+        lines += [(shown(key), *(shown(_value(one), _MOST) for one in pair)) for key, pair in found[part].items()]
+    if len(lines) == 1:
+        lines.append(("(config and code are the same)", "", ""))
+    lines += [(shown(key), *(shown(_value(one), _MOST) for one in pair)) for key, pair in found["metrics"].items()]
+    return table(lines[0], lines[1:])
+
+
+def _value(value: object) -> str:
+    return "null" if value is None else digits(value) if isinstance(value, float) else str(value)
+
+
+def usage_text(found: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the table of `du`, the largest run first, and the total."""
+    largest = sorted(found, key=lambda run: (-sum(found[run].values()), run))
+    lines = [(shown(run), *_sizes(found[run])) for run in largest]
+    total = {kind: sum(kinds[kind] for kinds in found.values()) for kind in KINDS}
+    lines.append((f"total of {counted(len(found), 'run')}", *_sizes(total)))
+    headings = ("run", *KINDS, "total")
+    return table(headings, lines, right=headings[1:])
+
+
+def _sizes(kinds: Mapping[str, int]) -> list[str]:
+    return [size_text(kinds[kind]) for kind in KINDS] + [size_text(sum(kinds.values()))]
+
+
+def again_text(again: Again) -> str:
+    """Return what is to be known before a run is run again."""
+    lines = []
+    if not again.code_then:
+        lines.append("the run has not noted the hash of its code, so it is not known whether this one is the same")
+    elif again.code_then != again.code_now:
+        lines.append(
+            f"the code is not the same: {shown(again.code_then[:16])} then, {again.code_now[:16]} in this folder; a "
+            "run does not keep its code, so check out what it was made with"
+        )
+    else:
+        lines.append(f"the code is the same: {again.code_now[:16]}")
+    if again.folder:
+        lines.append(f"it was typed in {shown(again.folder)}")
+    if again.hidden:
+        lines.append(f"secrets were not kept: fill in {', '.join(map(shown, again.hidden))}")
+    return "\n".join(lines)
+
+
+def steps(row: Row) -> str:
+    """Return for example "40/400"."""
+    if row.step is None:
+        return ""
+    return f"{row.step:,}/{row.total_steps:,}" if row.total_steps and row.status != "done" else f"{row.step:,}"
+
+
+def when(started: float | None) -> str:
+    """Return a time in seconds since 1970 as the local date and time."""
+    if started is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def duration(seconds: float | None) -> str:
+    """Return for example "12.3 s", "4:05 min" or "3:04:05 h"."""
+    if seconds is None or seconds < 0:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+def digits(value: object) -> str:
+    """Return a number with four digits; a whole one with all."""
+    found = number(value)
+    if found is None:
+        return ""
+    return f"{found:.0f}" if found == int(found) and abs(found) < 1e15 else f"{found:.4g}"
+
+
+def size_text(count: float) -> str:
+    """Return for example "12.3 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"

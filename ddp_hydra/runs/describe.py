@@ -1,0 +1,196 @@
+"""Describe a run in one row, from the small files in its folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_hydra.job.remote.status import ENDED
+from ddp_hydra.runs import tags
+from ddp_hydra.runs.run_files import RunFiles, json_object, yaml_value
+
+MOST_TEXT = 500
+"""Longer texts of a run are cut."""
+_LATEST = 4e9
+"""Later times, in seconds since 1970, are no times of a run."""
+
+
+@dataclass
+class Row:
+    """Describe one run.
+
+    Args:
+        run: its path or URL.
+        status: one of `status.STATUSES`.
+        started: when its newest process began, in seconds since 1970; None if not known.
+        wall_s: how long that process took, or takes so far, in seconds.
+        step: the last step.
+        total_steps: of the whole job.
+        epoch: of `step`.
+        epochs: of the whole job.
+        objective: the name of the metric that it goes by.
+        maximize: whether more of it is better.
+        value: the last value of it.
+        metrics: the last value of each metric.
+        model: the option of the group `model`.
+        data: the option of the group `data`.
+        tags: words to find it by.
+        overrides: as typed.
+        project: sha256 of its code.
+        message: why it failed.
+    """
+
+    run: str
+    status: str = "unknown"
+    started: float | None = None
+    wall_s: float | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: float | None = None
+    epochs: float | None = None
+    objective: str = ""
+    maximize: bool | None = None
+    value: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    model: str = ""
+    data: str = ""
+    tags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    project: str = ""
+    message: str = ""
+
+
+def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any]) -> Row:
+    """Return the row of a run; its `status` is left to the caller, who knows whether it goes on.
+
+    Args:
+        files: of the run.
+        summary: content of its summary.json, {} if there is none.
+        status: content of its status.json, {} if there is none.
+    """
+    newest = newest_of(summary, status)
+    chosen = choices(files.read(".hydra/hydra.yaml"))
+    config: Any = None
+    if not isinstance(summary.get("objective"), dict):
+        config = yaml_value(files.read(".hydra/config.yaml"))
+    metric, maximize = _objective(summary.get("objective"), config)
+    typed = yaml_value(files.read(".hydra/overrides.yaml"))
+    config_tags = config.get("tags") if isinstance(config, dict) else None
+    metrics = numbers(newest.get("metrics"))
+    failure = summary.get("failure")
+    return Row(
+        run=files.place,
+        started=_time(summary.get("started")) or _time(status.get("started")),
+        wall_s=number(summary.get("wall_s")),
+        step=_count(newest.get("step", newest.get("steps"))),
+        total_steps=_count(newest.get("total_steps")),
+        epoch=number(newest.get("epoch")),
+        epochs=number(newest.get("epochs")),
+        objective=metric,
+        maximize=maximize,
+        value=metrics.get(metric),
+        metrics=metrics,
+        model=chosen.get("model", ""),
+        data=chosen.get("data", ""),
+        tags=tags.read(files, summary.get("tags") or config_tags),
+        overrides=texts(typed),
+        project=text(summary.get("project") or status.get("project")),
+        message=text(failure.get("message")) if isinstance(failure, dict) else "",
+    )
+
+
+def choices(content: bytes) -> dict[str, str]:
+    """Return the options of the groups, from a hydra.yaml.
+
+    Only these lines are read: parsing the whole file takes a hundred times as long.
+    """
+    _, _, rest = content.decode(errors="replace").partition("\n    choices:\n")
+    found: dict[str, str] = {}
+    for line in rest.splitlines():
+        name, colon, value = line.strip().partition(": ")
+        if not line.startswith("      ") or not colon:
+            break
+        found[name] = "" if value == "null" else text(value.strip("'\""))
+    return found
+
+
+def _objective(given: object, config: object) -> tuple[str, bool | None]:
+    """Return the metric and whether more of it is better, from the summary, or from the config."""
+    if isinstance(given, dict):
+        return text(given.get("metric")), _maximize(given.get("direction"))
+    if not isinstance(config, dict):
+        return "", None
+    own = config.get("objective")
+    if isinstance(own, dict) and isinstance(own.get("metric"), str) and own.get("direction"):
+        return text(own["metric"]), _maximize(own["direction"])
+    return _derived(config) if isinstance(own, dict) else ("", None)
+
+
+def _derived(config: Mapping[str, Any]) -> tuple[str, bool | None]:
+    """Return the objective that a job derives from the rest of its config."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from ddp_hydra.config import objective
+    from ddp_hydra.errors import ConfigError
+
+    parts = {name: config[name] for name in ("objective", "task", "loss", "mix") if name in config}
+    data = config.get("data")
+    if isinstance(data, dict):
+        parts["data"] = {"val": None if data.get("val") is None else {}}
+    try:
+        metric, direction = objective.of(OmegaConf.create(parts))
+    except (ConfigError, OmegaConfBaseException, AttributeError, TypeError, ValueError):
+        return "", None
+    return text(metric), _maximize(direction)
+
+
+def _maximize(direction: object) -> bool | None:
+    return {"maximize": True, "minimize": False}.get(str(direction))
+
+
+def text(value: object) -> str:
+    """Return a text, cut if it is long; "" for anything else."""
+    return value[:MOST_TEXT] if isinstance(value, str) else ""
+
+
+def texts(value: object) -> list[str]:
+    """Return the texts in a list; [] for anything else."""
+    found = value if isinstance(value, list) else []
+    return [str(one)[:MOST_TEXT] for one in found if isinstance(one, str | int | float)]
+
+
+def number(value: object) -> float | None:
+    """Return a finite number; None for anything else."""
+    try:
+        is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return None
+    return float(value) if is_one else None  # type: ignore[arg-type]
+
+
+def numbers(value: object) -> dict[str, float | None]:
+    """Return the numbers of a table by name; None for one that is not finite."""
+    return {text(name): number(inner) for name, inner in value.items()} if isinstance(value, dict) else {}
+
+
+def _count(value: object) -> int | None:
+    found = number(value)
+    return None if found is None else int(found)
+
+
+def _time(value: object) -> float | None:
+    found = number(value)
+    return found if found is not None and 0 < found < _LATEST else None
+
+
+def newest_of(summary: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the one that is newer: status.json while it is there, unless it says that the run has ended."""
+    return summary if not status or (status.get("state") in ENDED and summary) else status
+
+
+def read_both(files: RunFiles) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of summary.json and of status.json."""
+    return json_object(files.read("summary.json")), json_object(files.read("status.json"))

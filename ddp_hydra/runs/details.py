@@ -1,0 +1,92 @@
+"""Collect all that is known of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.runs import disk, status
+from ddp_hydra.runs.describe import Row, newest_of, number, read_both, row_of, text
+from ddp_hydra.runs.find import local_rows
+from ddp_hydra.runs.find_stored import row as stored_row
+from ddp_hydra.runs.run_files import RunFiles, StoredRun, json_object, yaml_value
+from ddp_hydra.storage.manifest import FOLDER, NAME
+
+_LAST_BYTES = 2**16
+ATTEMPTS = 50
+"""At most so many attempts and checkpoints are shown."""
+
+
+def of(files: RunFiles) -> dict[str, Any]:
+    """Return the row of a run, its attempts, its failure, checkpoints and size, as JSON has them.
+
+    Raises:
+        ConfigError: a store does not answer.
+    """
+    summary, now = read_both(files)
+    attempts = summary.get("attempts", now.get("attempts"))
+    failure = summary.get("failure")
+    return {
+        **vars(row(files)),
+        "metrics": last_metrics(files, summary, now),
+        "world_size": summary.get("world_size") or now.get("world_size"),
+        "restarts": summary.get("restarts") or 0,
+        "steps_lost": summary.get("steps_lost") or 0,
+        "samples_per_s": number(summary.get("samples_per_s")),
+        "attempts": [one for one in attempts if isinstance(one, dict)][:ATTEMPTS] if isinstance(attempts, list) else [],
+        "failure": failure if isinstance(failure, dict) else None,
+        "checkpoints": checkpoints(files),
+        "bytes": disk.by_kind(files.sizes()),
+    }
+
+
+def row(files: RunFiles) -> Row:
+    """Return the row of one run, with its status."""
+    if isinstance(files, StoredRun):
+        return stored_row(files)
+    found = next((one for one in local_rows(files.place, cached=False)), None)
+    if found is None:  # removed meanwhile
+        found = row_of(files, {}, {})
+        found.status = status.of_run_dir(Path(files.place))
+    found.run = files.place
+    return found
+
+
+def last_metrics(files: RunFiles, summary: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the last value of each metric; of a run that was killed, those of the last lines of metrics.jsonl."""
+    known = newest_of(summary, now).get("metrics")
+    if isinstance(known, dict) and known:
+        return known
+    found: dict[str, Any] = {}
+    for line in files.read("metrics.jsonl", _LAST_BYTES).splitlines():
+        found |= {name: value for name, value in json_object(line).items() if "/" in name}
+    return found
+
+
+def checkpoints(files: RunFiles) -> dict[str, Any]:
+    """Return step and size of each checkpoint of the manifest, by file name."""
+    entries = json_object(files.read(f"{FOLDER}/{NAME}")).get("files")
+    if not isinstance(entries, dict):
+        return {}
+    return {
+        text(name): {"step": number(entry.get("step")), "bytes": number(entry.get("size"))}
+        for name, entry in list(entries.items())[-ATTEMPTS:]
+        if isinstance(entry, dict)
+    }
+
+
+def config(files: RunFiles) -> dict[str, Any]:
+    """Return the config of a run as it was composed, by dotted key; {} if the run has none."""
+    return dict(leaves(yaml_value(files.read(".hydra/config.yaml"))))
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a config."""
+    if not isinstance(node, dict):
+        return
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,138 @@
+"""Measure the size of runs, and remove them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.runs import status
+from ddp_hydra.runs.find import run_dirs
+from ddp_hydra.runs.find_stored import run_below, run_names
+from ddp_hydra.runs.run_files import LocalRun, RunFiles, is_run
+from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
+from ddp_hydra.runs.sweep_jobs import SweepJobs
+from ddp_hydra.storage import results_root
+from ddp_hydra.writers.run_dir import LOCK, locked
+
+KINDS = ("checkpoints", "logs", "other")
+_LOGS = ("logs", "tensorboard", "profile")
+_LAST = (".hydra", "summary.json", "status.json", LOCK)
+"""Removed last, so that a folder that is removed in part is still known as a run."""
+
+
+def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of each of `KINDS` from the sizes of files."""
+    found = dict.fromkeys(KINDS, 0)
+    for name, size in sizes.items():
+        top = name.partition("/")[0]
+        kind = "checkpoints" if top == "checkpoints" else "logs" if top in (*_LOGS, "metrics.jsonl") else "other"
+        found[kind] += size
+    return found
+
+
+def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Return the bytes of each kind for each run below some folders and URLs, by run.
+
+    Raises:
+        ConfigError: there is no such folder, or a store does not answer.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for root in roots:
+        place = results_root.find(root)
+        runs: Iterable[RunFiles]
+        if results_root.is_url(place):
+            folder = results_root.open_folder(place)
+            runs = [run_below(folder, name) for name in run_names(folder)]
+        elif Path(place).is_dir():
+            runs = map(LocalRun, sorted(name for name, _ in run_dirs(place)))
+        else:
+            raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
+        for files in runs:
+            found[files.place] = by_kind(files.sizes())
+    return found
+
+
+def removable(run: str) -> list[Path]:
+    """Return the run directories that go with a run or a sweep.
+
+    Args:
+        run: a run directory, or the folder of a sweep.
+
+    Raises:
+        ConfigError: it is a URL, a link or no run, or the sweep goes on.
+    """
+    if results_root.is_url(run) and not run.startswith("file://"):
+        raise ConfigError(
+            f"{run}: runs in a store are not removed by this command, because it can't keep others from resuming one "
+            "meanwhile; remove the folder with the tool of the store"
+        )
+    folder = Path(results_root.plain_path(run))
+    if folder.is_symlink():
+        raise ConfigError(f"{run} is a link: give the folder itself, {shown_target(folder)}")
+    if not folder.is_dir():
+        raise ConfigError(f"{run}: there is no such folder")
+    names = set(os.listdir(folder))  # noqa: PTH208
+    if SWEEP in names:
+        if SweepJobs(str(folder)).is_held():
+            raise ConfigError(f"{run}: the sweep is running; end it first")
+        return [Path(name) for name, _ in run_dirs(str(folder))]
+    if not is_run(names):
+        raise ConfigError(
+            f"{run} is no run directory, nor the folder of a sweep: it has no .hydra, status.json, summary.json or "
+            f"{SWEEP}; ddp-hydra runs ls {run} lists the runs below it"
+        )
+    inner = [name for name, _ in run_dirs(str(folder)) if name != os.path.normpath(folder)]
+    if inner:
+        raise ConfigError(f"{run} holds other runs, too, such as {inner[0]}: remove these first")
+    return [folder]
+
+
+def shown_target(link: Path) -> str:
+    """Return where a link leads."""
+    try:
+        return str(link.resolve())
+    except (OSError, RuntimeError):
+        return "which is not there"
+
+
+def remove(run: str) -> int:
+    """Remove a run directory, or the folder of a sweep with its runs, and return the bytes that are freed.
+
+    No link is followed: a link inside is removed itself. Nobody can write the runs meanwhile.
+
+    Raises:
+        ConfigError: as `removable`, or a run is running, or a file cannot be removed.
+    """
+    folder, runs = Path(results_root.plain_path(run)), removable(run)
+    for one in runs:
+        if status.of_run_dir(one) == "running":
+            raise ConfigError(f"{one} is running: end it first")
+    freed = sum(LocalRun(folder).sizes().values())
+    with ExitStack() as stack:
+        for one in runs:
+            stack.enter_context(locked(one, "end it first"))
+        try:
+            for one in runs:
+                _remove_run(one)
+            if folder not in runs:
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from None
+    return freed
+
+
+def _remove_run(run_dir: Path) -> None:
+    names = sorted(os.listdir(run_dir), key=lambda name: _LAST.index(name) if name in _LAST else -1)  # noqa: PTH208
+    for name in names:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        run_dir.rmdir()

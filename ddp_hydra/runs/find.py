@@ -1,0 +1,142 @@
+"""Find the run directories below folders, and return their rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.runs import find_stored, status
+from ddp_hydra.runs.describe import Row, read_both, row_of
+from ddp_hydra.runs.index import Index, Stamp
+from ddp_hydra.runs.run_files import MARKS, LocalRun
+from ddp_hydra.runs.sweep_jobs import SweepJobs
+from ddp_hydra.storage import results_root
+from ddp_hydra.writers.run_dir import LOCK
+
+DEFAULT_ROOTS = ("outputs", "multirun")
+STAMPED = (".hydra", "summary.json", "status.json", "tags.json")
+"""What a row is made of; a row of the index counts while none of them has changed."""
+_OF_RUNS = frozenset({"checkpoints", "logs", "tensorboard", "profile"})
+"""Folders of a run, in which no other run is looked for."""
+_MOST_DEPTH = 16
+
+
+def rows(roots: list[str], cached: bool = True) -> list[Row]:
+    """Return the rows of all runs below some places.
+
+    Args:
+        roots: folders and URLs; [] for outputs and multirun of the current folder.
+        cached: whether to use the index, and to keep it up to date.
+
+    Raises:
+        ConfigError: there is no such folder, or a store does not answer.
+    """
+    found: dict[str, Row] = {}
+    for root in roots or [name for name in DEFAULT_ROOTS if Path(name).is_dir()]:
+        place = results_root.plain_path(root)
+        below: Iterable[Row]
+        if results_root.is_url(place):
+            below = find_stored.rows(place)
+        elif Path(place).is_dir():
+            below = local_rows(place, cached)
+        else:
+            raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
+        for row in below:
+            found.setdefault(row.run, row)
+    return list(found.values())
+
+
+def local_rows(root: str, cached: bool = True) -> Iterator[Row]:
+    """Yield the row of each run below a folder; arguments as for `rows`."""
+    index = Index(root) if cached else None
+    earlier = index.read() if index else {}
+    kept: dict[str, tuple[Stamp, Row]] = {}
+    sweeps: dict[str, SweepJobs] = {}
+    for folder, entries in run_dirs(root):
+        stamp, known = stamp_of(entries), earlier.get(folder)
+        if known is not None and known[0] == stamp:
+            row, content = known[1], None
+        else:
+            files = LocalRun(folder)
+            content = read_both(files)
+            row = row_of(files, *content)
+            row.status = str(content[0].get("status"))
+        kept[folder] = stamp, row
+        yield _now(folder, entries, row, content, sweeps)
+    if index:
+        index.write(kept, earlier)
+
+
+def _now(
+    folder: str,
+    entries: dict[str, os.DirEntry[str]],
+    row: Row,
+    content: tuple[dict[str, object], dict[str, object]] | None,
+    sweeps: dict[str, SweepJobs],
+) -> Row:
+    """Return a row as it is now: the files of a run do not tell whether its process lives."""
+    ended = row.status
+    if ended in status.ENDED and LOCK not in entries and "status.json" not in entries:
+        return row
+    of_status = (content or read_both(LocalRun(folder)))[1] if "status.json" in entries else {}
+    shown = Row(**vars(row))
+    shown.status = status.of_local(folder, entries, ended, of_status)
+    if shown.status == "running" and (begun := _begun(entries)) is not None:
+        shown.started, shown.wall_s = begun, max(0.0, time.time() - begun)
+    parent = os.path.dirname(folder)  # noqa: PTH120
+    if shown.status == "unknown":
+        sweeps.setdefault(parent, SweepJobs(parent)).fill(shown)
+    if shown.started is None:
+        shown.started = _begun(entries)
+    return shown
+
+
+def _begun(entries: dict[str, os.DirEntry[str]]) -> float | None:
+    """Return when the newest process of a run began: it has made the lock, or Hydra's folder."""
+    for name in (LOCK, ".hydra"):
+        if name in entries:
+            try:
+                return entries[name].stat(follow_symlinks=False).st_mtime
+            except OSError:
+                continue
+    return None
+
+
+def run_dirs(root: str) -> Iterator[tuple[str, dict[str, os.DirEntry[str]]]]:
+    """Yield each run directory below a folder, itself included, and its entries by name. Links are not followed."""
+    pending = [(os.path.normpath(root), 0)]
+    while pending:
+        folder, depth = pending.pop()
+        try:
+            with os.scandir(folder) as found:
+                entries = {entry.name: entry for entry in found}
+        except OSError:  # removed meanwhile, or not ours to read
+            continue
+        is_run = not MARKS.isdisjoint(entries)
+        if is_run:
+            yield folder, entries
+        if depth < _MOST_DEPTH:
+            prefix = "" if folder == "." else f"{folder.rstrip(os.sep)}/"
+            pending += [
+                (f"{prefix}{name}", depth + 1)
+                for name, entry in entries.items()
+                if name[0] != "." and not (is_run and name in _OF_RUNS) and entry.is_dir(follow_symlinks=False)
+            ]
+
+
+def stamp_of(entries: dict[str, os.DirEntry[str]]) -> Stamp:
+    """Return what changes when one of the files of a row changes: times, sizes and inodes."""
+    stamp = []
+    for name in STAMPED:
+        if name in entries:
+            try:
+                found = entries[name].stat(follow_symlinks=False)
+            except OSError:
+                continue
+            stamp += [found.st_mtime_ns, found.st_size, found.st_ino]
+        else:
+            stamp.append(0)
+    return stamp

@@ -1,0 +1,177 @@
+"""Read the files of a run, which are in a folder or in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage import results_root
+from ddp_hydra.storage.results_root import ResultsFolder
+
+MOST_BYTES = 4 * 2**20
+"""Larger files are not read: none that a run writes about itself comes near."""
+
+
+class RunFiles(Protocol):
+    """The files of one run.
+
+    Attributes:
+        place: the path or the URL of the run.
+    """
+
+    place: str
+
+    def read(self, name: str, last_bytes: int = 0) -> bytes:
+        """Return the content of a file; b"" if there is none, or it is no file, or too large.
+
+        Args:
+            name: below the run.
+            last_bytes: read only so many bytes at the end, of a file of any size; 0: all of it.
+        """
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each file, by name. Further names of a file have size 0."""
+
+
+class LocalRun:
+    """The files of a run in a folder.
+
+    Args:
+        folder: the run directory.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.place = str(folder)
+
+    def read(self, name: str, last_bytes: int = 0) -> bytes:
+        """Return the content of a file; see `RunFiles`."""
+        try:
+            handle = os.open(f"{self.place}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError):
+            return b""
+        with open(handle, "rb", closefd=True) as file, contextlib.suppress(OSError):  # noqa: PTH123
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or (found.st_size > MOST_BYTES and not last_bytes):
+                return b""
+            if last_bytes:
+                file.seek(max(0, found.st_size - last_bytes))
+            return file.read(last_bytes or MOST_BYTES)
+        return b""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file; see `RunFiles`. Links are not followed, and have size 0."""
+        found: dict[str, int] = {}
+        seen: set[tuple[int, int]] = set()
+        for folder, _, names in os.walk(self.place):
+            for name in names:
+                path = os.path.join(folder, name)  # noqa: PTH118, a run may have very many files
+                with contextlib.suppress(OSError):
+                    status = os.lstat(path)
+                    inode = (status.st_dev, status.st_ino)
+                    counts = stat.S_ISREG(status.st_mode) and inode not in seen
+                    found[os.path.relpath(path, self.place)] = status.st_size if counts else 0
+                    seen.add(inode)
+        return found
+
+
+class StoredRun:
+    """The files of a run in a store.
+
+    Args:
+        store: the run's folder.
+
+    Its methods raise ConfigError if the store does not answer or may not be read.
+    """
+
+    def __init__(self, store: ResultsFolder) -> None:
+        self.store, self.place = store, store.url
+
+    def read(self, name: str, last_bytes: int = 0) -> bytes:
+        """Return the content of an object; see `RunFiles`."""
+        with contextlib.suppress(FileNotFoundError), reachable():
+            size = self.store.size(name)
+            if not size or (size > MOST_BYTES and not last_bytes):
+                return b""
+            return self.store.get_range(name, max(0, size - last_bytes) if last_bytes else 0, size)
+        return b""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each object."""
+        with reachable():
+            return dict(self.store.objects())
+
+
+@contextlib.contextmanager
+def reachable() -> Any:
+    """Turn the error of a store that does not answer into a sentence.
+
+    Raises:
+        ConfigError: the store does not answer.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except ConnectionError as error:
+        raise ConfigError(f"{error}: try again later") from None
+
+
+def open_run(run: str) -> RunFiles:
+    """Return the files of the run that a user names.
+
+    Args:
+        run: a run directory, the URL of a run, or a run directory that points to results elsewhere.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    place = results_root.find(run)
+    if results_root.is_url(place):
+        stored = StoredRun(results_root.open_folder(place))
+        if not any(stored.read(name) for name in ("status.json", "summary.json", ".hydra/config.yaml")):
+            raise ConfigError(
+                f"{place} holds no run: give the URL that a run has printed; ddp-hydra runs ls <URL> lists"
+            )
+        return stored
+    folder = Path(place)
+    if not folder.is_dir():
+        raise ConfigError(f"{place}: there is no such folder; ddp-hydra runs ls lists the runs of outputs and multirun")
+    if not is_run(set(os.listdir(folder))):  # noqa: PTH208
+        raise ConfigError(
+            f"{place} is no run directory: it has no .hydra, status.json or summary.json; "
+            f"ddp-hydra runs ls {place} lists the runs below it"
+        )
+    return LocalRun(place)
+
+
+MARKS = frozenset({".hydra", "summary.json", "status.json", "metrics.jsonl", results_root.POINTER})
+"""Names of which a run directory has at least one."""
+
+
+def is_run(names: set[str]) -> bool:
+    """Return whether a folder with these names is a run directory."""
+    return not MARKS.isdisjoint(names)
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in a content; {} if it is none."""
+    try:
+        found = json.loads(content) if content else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def yaml_value(content: bytes) -> Any:
+    """Return the plain values in a YAML content; None if it is none. Interpolations stay texts."""
+    import yaml
+
+    try:
+        return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if content else None  # noqa: S506
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None

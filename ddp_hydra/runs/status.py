@@ -1,0 +1,97 @@
+"""Tell whether a run goes on, and how it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.job.remote.status import ENDED, LOST_S
+from ddp_hydra.runs.run_files import LocalRun, json_object
+from ddp_hydra.storage.results_root import POINTER
+from ddp_hydra.writers.run_dir import LOCK, is_locked
+
+STATUSES = ("running", *ENDED, "killed", "lost", "detached", "unknown")
+"""killed: its process ended without a word. lost: maybe so, on another host. detached: its results are elsewhere.
+unknown: it has not begun, or belongs to another program."""
+SILENT_S = 600.0
+"""A run on another host, whose lock can't be seen here, counts as lost after so long without a sign of life."""
+
+
+def of_run_dir(run_dir: Path) -> str:
+    """Return the status of a run by its directory, one of `STATUSES`."""
+    files = LocalRun(run_dir)
+    summary, status = (json_object(files.read(name)) for name in ("summary.json", "status.json"))
+    try:
+        names = {path.name for path in run_dir.iterdir()}
+    except OSError:
+        names = set()
+    return of_local(str(run_dir), names, summary.get("status"), status)
+
+
+def of_local(run_dir: str, names: Iterable[str], ended: object, status: Mapping[str, Any]) -> str:
+    """Return the status of a run in a folder.
+
+    Args:
+        run_dir: the run directory.
+        names: of its files and folders.
+        ended: the status in its summary.json, if any.
+        status: content of its status.json, {} if there is none.
+    """
+    names = set(names)
+    if "scheduler" in status:  # a driver has written this folder, through a store
+        return of_stored(ended, status)
+    held = is_locked(Path(run_dir)) if LOCK in names else False
+    if held:
+        return "running"
+    if ended in ENDED and not (LOCK in names and _begun_since(run_dir)):
+        return str(ended)
+    if LOCK in names:
+        return _without_word(Path(run_dir), held)
+    if POINTER in names:
+        return "detached"
+    if status.get("state") in ENDED:
+        return str(status["state"])
+    return "unknown" if names.isdisjoint({"status.json", "metrics.jsonl", "checkpoints"}) else "killed"
+
+
+def _begun_since(run_dir: str) -> bool:
+    """Return whether a process has begun after the one that wrote summary.json, and has left its lock."""
+    try:
+        return os.lstat(f"{run_dir}/{LOCK}").st_mtime_ns > os.lstat(f"{run_dir}/summary.json").st_mtime_ns
+    except OSError:
+        return False
+
+
+def _without_word(run_dir: Path, held: bool | None) -> str:
+    """Return the status of a run that has left its lock and no summary.
+
+    Args:
+        run_dir: the run directory.
+        held: False: nobody on this host holds the lock; None: the file system can't tell.
+    """
+    holder = LocalRun(run_dir).read(LOCK).decode(errors="replace")
+    if held is False and holder.endswith(f" on {socket.gethostname()}"):
+        return "killed"
+    # Some file systems show the locks of one host only.
+    signs = [0.0]
+    for name in (LOCK, "status.json", "metrics.jsonl"):
+        with contextlib.suppress(OSError):
+            signs.append((run_dir / name).lstat().st_mtime)
+    return "lost" if time.time() - max(signs) > SILENT_S else "running"
+
+
+def of_stored(ended: object, status: Mapping[str, Any]) -> str:
+    """Return the status of a run that a driver writes into a store; arguments as for `of_local`."""
+    state = status.get("state")
+    if state in ENDED:
+        return str(state)
+    if not status:
+        return str(ended) if ended in ENDED else "unknown"
+    written = status.get("time")
+    is_silent = not isinstance(written, int | float) or time.time() - written > LOST_S
+    return "lost" if state == "lost" or is_silent else "running"

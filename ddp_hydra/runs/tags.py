@@ -1,0 +1,110 @@
+"""Keep the tags of a run. The first ones are those of its config; tags.json holds them once they are changed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.runs.run_files import RunFiles, StoredRun, reachable
+from ddp_hydra.storage.base import ObjectChangedError
+from ddp_hydra.storage.files import write_atomic
+
+NAME = "tags.json"
+MOST = 100
+"""A run has so many tags at most."""
+_TAG = re.compile(r"[^\W_][\w.:/@-]{0,63}")
+_TRIES = 5
+
+
+def read(files: RunFiles, of_config: object) -> list[str]:
+    """Return the tags of a run.
+
+    Args:
+        files: of the run.
+        of_config: the tags of its config.
+    """
+    try:
+        kept = json.loads(files.read(NAME) or b"null")
+    except (ValueError, RecursionError):
+        kept = None
+    found = kept if isinstance(kept, list) else of_config
+    return [str(one)[:64] for one in found if isinstance(one, str | int)][:MOST] if isinstance(found, list) else []
+
+
+def change(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str]:
+    """Add and remove tags, and return those that the run has now. It may be running.
+
+    Args:
+        files: of the run.
+        of_config: the tags of its config.
+        words: "+good" adds a tag, "-old" removes one.
+
+    Raises:
+        ConfigError: a word is none of them, the run has no such tag, or it cannot be written.
+    """
+    for word in words:
+        if word[:1] not in ("+", "-") or not _TAG.fullmatch(word[1:]):
+            raise ConfigError(
+                f"{word!r}: +good adds a tag, -old removes one; a tag has letters, digits and . _ : / @ -, 64 at most"
+            )
+    if isinstance(files, StoredRun):
+        return _change_stored(files, of_config, words)
+    with _changing(Path(files.place)):
+        found = changed(read(files, of_config), words)
+        write_atomic(Path(files.place) / NAME, _encode(found), durable=False)
+    return found
+
+
+def changed(tags: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return tags with the changes of `words`.
+
+    Raises:
+        ConfigError: a tag to remove is not there, or there are too many.
+    """
+    found = list(dict.fromkeys(tags))
+    for word in words:
+        sign, tag = word[0], word[1:]
+        if sign == "-" and tag not in found:
+            raise ConfigError(f"the run has no tag {tag}; it has {', '.join(found) or 'none'}")
+        found = [one for one in found if one != tag] + [tag] * (sign == "+")
+    if len(found) > MOST:
+        raise ConfigError(f"a run has {MOST} tags at most: remove some with -<tag>")
+    return found
+
+
+def _change_stored(files: StoredRun, of_config: object, words: Sequence[str]) -> list[str]:
+    """Write the tags only if nobody else has written them since they were read."""
+    for _ in range(_TRIES):
+        with reachable():
+            etag = files.store.etag(NAME)
+            found = changed(read(files, of_config), words)
+            with contextlib.suppress(ObjectChangedError):
+                try:
+                    files.store.put_if(NAME, _encode(found), etag)
+                except NotImplementedError:  # a store without conditional writes
+                    files.store.put(NAME, _encode(found))
+                return found
+    raise ConfigError(f"others change the tags of {files.place} all the time: try again")
+
+
+@contextmanager
+def _changing(run_dir: Path) -> Iterator[None]:
+    """Keep other commands from changing the tags inside the block."""
+    handle = os.open(run_dir, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _encode(tags: Sequence[str]) -> bytes:
+    return (json.dumps(list(tags)) + "\n").encode()

@@ -1,0 +1,200 @@
+"""`ddp-hydra runs`: its words and what it prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ddp_hydra.cli import runs, runs_text
+from ddp_hydra.cli.main import COMMANDS
+from ddp_hydra.errors import ConfigError, Interrupted
+from tests.ddp_hydra.runs.conftest import hydra_files as hydra_files
+from tests.ddp_hydra.runs.conftest import make_run as make_run
+from tests.ddp_hydra.runs.conftest import own_cache as own_cache
+
+
+@pytest.fixture
+def three(make_run, tmp_path, monkeypatch):
+    """Three runs below the current folder."""
+    make_run("outputs/a", "model=resnet18", tags=["good"], loss=0.5)
+    make_run("outputs/b", end="failed", loss=0.1)
+    make_run("multirun/s/0", "optimizer.lr=0.5", loss=0.7)
+    monkeypatch.chdir(tmp_path)
+
+
+def listed(capsys, *words: str) -> list[str]:
+    runs.main(["ls", *words, "json=true"])
+    return [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_it_is_a_command():
+    assert "runs" in COMMANDS
+
+
+def test_runs_are_listed_newest_first(three, capsys):
+    runs.main(["ls"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "when", "status", "steps", "objective", "model", "data", "tags", "took"]
+    assert [line.split()[0] for line in lines[1:]] == ["multirun/s/0", "outputs/b", "outputs/a"]
+    assert "val/loss 0.5" in lines[3]
+    assert "resnet18" in lines[3]
+    runs.main(["ls", "limit=1"])
+    assert capsys.readouterr().out.splitlines()[-1] == "2 more: limit=0 shows all 3"
+
+
+def test_words_choose_and_order(three, capsys):
+    assert listed(capsys, "outputs", "status=failed") == ["outputs/b"]
+    assert listed(capsys, "val/loss<=0.5", "sort=val/loss") == ["outputs/b", "outputs/a"]
+    assert listed(capsys, "objective>0.6") == ["multirun/s/0"]
+    assert listed(capsys, "tag=go*", "model=resnet18", "since=1d") == ["outputs/a"]
+    assert listed(capsys, "limit=1", "sort=folder") == ["multirun/s/0"]
+    assert listed(capsys, "since=2999-01-01") == []
+
+
+def test_a_folder_may_have_an_equals_sign_in_its_name(make_run, tmp_path, monkeypatch, capsys):
+    make_run("lr=0.1,x=2/a")
+    monkeypatch.chdir(tmp_path)
+    assert listed(capsys, "lr=0.1,x=2") == ["lr=0.1,x=2/a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list"], "runs 'list': give ls, show, diff, rm, du, tag, reproduce"),
+        (["ls", "stats=done"], "'stats=done': the keys are status, tag, model"),
+        (["ls", "optimizer.lr=1"], "'optimizer.lr=1': the keys are status"),
+        (["ls", "limit=some"], "limit"),
+        (["ls", "limit=-5"], "limit=-5: give how many"),
+        (["ls", "sort=val/los"], "no run has this metric"),
+        (["show"], "show takes one run, not 0"),
+        (["show", "outputs"], "outputs is no run directory.*runs ls outputs lists"),
+        (["show", "no_such"], "there is no such folder"),
+        (["diff", "outputs/a"], "diff takes 2 runs, not 1"),
+        (["rm"], "rm needs a run"),
+        (["rm", "outputs/a"], "rm asks on a terminal only: give yes=true"),
+        (["tag", "outputs/a", "color=red"], "tag takes one run"),
+        (["reproduce", "outputs/a", "force=true"], "the keys are run"),
+    ],
+)
+def test_mistakes_are_said(three, words, said):
+    with pytest.raises(ConfigError, match=said):
+        runs.main(words)
+
+
+def test_a_run_is_shown(three, capsys):
+    runs.main(["show", "outputs/b"])
+    shown = capsys.readouterr().out
+    for part in ("status      failed", "rank 1 on far at step 3: red", "last.pt, step 4", "val/loss 0.1", "code"):
+        assert part in shown
+    runs.main(["show", "outputs/a", "json=true"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["overrides"], found["restarts"]) == ("done", ["model=resnet18"], 0)
+    assert found["bytes"]["checkpoints"] > 0
+
+
+def test_two_runs_are_compared(three, capsys):
+    runs.main(["diff", "outputs/b", "multirun/s/0"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["outputs/b", "multirun/s/0"]
+    assert ["status", "failed", "done"] in lines
+    assert ["val/loss", "0.1", "0.7"] in lines
+    assert [line[-1] for line in lines if line[0] == "optimizer.lr"] == ["0.5"]
+    runs.main(["diff", "outputs/a", "outputs/a"])
+    assert "config and code are the same" in capsys.readouterr().out
+
+
+def test_sizes_are_shown(three, capsys):
+    runs.main(["du"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "checkpoints", "logs", "other", "total"]
+    assert lines[-1].startswith("total of 3 runs")
+    runs.main(["du", "outputs", "json=true"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_tags_are_added_and_removed(three, capsys):
+    runs.main(["tag", "outputs/a", "+best", "-good"])
+    assert capsys.readouterr().out == "outputs/a: best\n"
+    assert listed(capsys, "tag=best") == ["outputs/a"]
+    runs.main(["tag", "outputs/b"])
+    assert capsys.readouterr().out == "outputs/b: no tags\n"
+
+
+def test_a_removal_asks(three, monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    with pytest.raises(Interrupted, match="nothing was removed"):
+        runs.main(["rm", "outputs/a"])
+    assert asked == ["remove outputs/a with 1 run? [y/N] "]
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    runs.main(["rm", "outputs/a"])
+    runs.main(["rm", "outputs/b", "yes=true"])
+    assert list((tmp_path / "outputs").iterdir()) == []
+    assert capsys.readouterr().out.startswith("removed outputs/a, ")
+
+
+def test_a_run_is_repeated_by_its_words(three, capsys, monkeypatch):
+    runs.main(["reproduce", "multirun/s/0"])
+    printed = capsys.readouterr()
+    assert printed.out == "ddp-hydra optimizer.lr=0.5\n"
+    assert "the code is not the same: c0dec0dec0dec0de then, " in printed.err
+    assert "does not keep its code" in printed.err
+    called = []
+    monkeypatch.setattr("os.execv", lambda program, words: called.append(words[1:]))
+    runs.main(["reproduce", "multirun/s/0", "run=true"])
+    assert called == [["-m", "ddp_hydra", "optimizer.lr=0.5"]]
+
+
+def test_secrets_and_options_are_not_repeated(three, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("it was run"))
+    saved = tmp_path / "outputs" / "a" / ".hydra" / "overrides.yaml"
+    saved.write_text("- +cluster.password=***\n")
+    runs.main(["reproduce", "outputs/a"])
+    assert "fill in +cluster.password" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        runs.main(["reproduce", "outputs/a", "run=true"])
+    saved.write_text("- --config-dir=/tmp/evil\n")
+    with pytest.raises(ConfigError, match="which is no override"):
+        runs.main(["reproduce", "outputs/a", "run=true"])
+
+
+HOSTILE = "a\x1b]0;owned\x07[bold]\x1b[2J\nb\u202e\tc"
+
+
+def test_nothing_of_a_run_does_anything_in_the_terminal(three, tmp_path, capsys):
+    folder = tmp_path / "outputs" / "a"
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {
+        "metrics": {HOSTILE: 1.0}, "tags": [HOSTILE], "project": HOSTILE, "objective": {"metric": HOSTILE},
+        "attempts": [{"attempt": 0, "failure": {"message": HOSTILE, "host": HOSTILE, "rank": 0}}],
+        "failure": {"kind": HOSTILE, "message": HOSTILE, "place": HOSTILE},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([f"x={HOSTILE}"]))
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps({HOSTILE: HOSTILE}))
+    manifest = {"files": {HOSTILE: {"step": HOSTILE, "size": 1}}}
+    (folder / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
+    odd = folder.rename(folder.with_name(HOSTILE))
+    place = str(odd)
+    for words in (["ls"], ["show", place], ["diff", place, "outputs/b"], ["du"], ["tag", place], ["reproduce", place]):
+        runs.main(words)
+        printed = capsys.readouterr()
+        text = printed.out + printed.err
+        assert all(one.isprintable() or one == "\n" for one in text), text
+        assert "a[bold]" in text
+        assert "\nb" not in text.replace("\nbatch", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, ""), (0.04, "0.0 s"), (59, "59.0 s"), (245, "4:05 min"), (11_045, "3:04:05 h"), (-1, "")],
+)
+def test_durations(seconds, text):
+    assert runs_text.duration(seconds) == text
+
+
+def test_columns_are_straight_with_wide_letters():
+    table = runs_text.table(["a", "b"], [["日本", "1"], ["x", "22"]], right=["b"])
+    assert table.splitlines() == ["a      b", "日本   1", "x     22"]

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.api.compose import Composed
+from ddp_hydra.errors import Failure, JobFailed
+from ddp_hydra.job.summary import summarised
+from ddp_hydra.results import Record
+from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.run_dir import locked
+from tests.support.s3_server import credentials as credentials
+from tests.support.s3_server import s3 as s3
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """No index of the user is read or written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def hydra_files(tmp_path_factory) -> Callable[..., Path]:
+    """Return a folder with what Hydra saves for a run with some overrides; each is composed once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def compose(*words: str) -> Path:
+        if words not in made:
+            run_dir = tmp_path_factory.mktemp("composed")
+            Composed([*words, f"hydra.run.dir={run_dir}"]).save()
+            made[words] = run_dir / ".hydra"
+        return made[words]
+
+    return compose
+
+
+@pytest.fixture
+def make_run(tmp_path, hydra_files) -> MakeRun:
+    """Write a run by the writers of jobs: `make_run("outputs/a", "model=mlp", loss=0.5, end="done")`."""
+
+    def make(
+        name: str, *words: str, end: str = "done", steps: int = 4, tags: list[str] | None = None, **metrics: float
+    ) -> Path:
+        run_dir = tmp_path / name
+        shutil.copytree(hydra_files(*words), run_dir / ".hydra")
+        cfg = OmegaConf.create({"tags": tags or []})
+        try:
+            with locked(run_dir), summarised(run_dir, cfg) as summary:
+                summary["project"] = "c0de" * 16
+                summary["objective"] = {"metric": "val/loss", "direction": "minimize"}
+                write_records(run_dir, steps, metrics or {"loss": 0.5})
+                value = {f"val/{key}": number for key, number in (metrics or {"loss": 0.5}).items()}
+                summary |= {"steps": steps, "metrics": value, "world_size": 2}
+                if end == "failed":
+                    raise JobFailed("a rank failed", Failure("killed", 1, "far", "\x1b[31mred", step=3))
+                if end == "interrupted":
+                    raise KeyboardInterrupt
+                summary["status"] = "done"
+        except (JobFailed, KeyboardInterrupt):
+            pass
+        return run_dir
+
+    return make
+
+
+def write_records(run_dir: Path, steps: int, metrics: dict[str, float]) -> None:
+    """Write metrics, and two checkpoints."""
+    handler = ResultsHandler(default_writers(run_dir, tensorboard=False, progress=False))
+    named = {f"val/{key}": number for key, number in metrics.items()}
+    handler.handle(Record("start", {"total_steps": 2 * steps, "epochs": 2, "world_size": 2}, step=0))
+    for step in range(1, steps + 1):
+        handler.handle(Record("metrics", {"metrics": named, "epoch": 1, "samples": step * 8}, 0, step))
+    for step in (steps - 1, steps):
+        content = b"weights %d" % step
+        data = {
+            "path": f"checkpoints/step-{step:06d}.pt",
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "inline": base64.b64encode(content).decode(),
+            "checkpoint": {"step": step, "epoch": 1, "samples": step * 8, "metrics": named, "best": step == steps},
+        }
+        handler.handle(Record("file", data))
+    handler.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from ddp_hydra.results import Record
+from ddp_hydra.writers.run_dir import locked
+from ddp_hydra.writers.status import StatusWriter
+run_dir = Path(sys.argv[1])
+with locked(run_dir):
+    StatusWriter(run_dir).write(Record("start", {"total_steps": 9, "epochs": 1, "world_size": 2}, step=0))
+    print("ready", flush=True)
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def process_of():
+    """Start a process that writes a run directory, until its stdin is closed: then it is killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(run_dir: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", KILLED, str(run_dir)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.communicate()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.communicate()
+    assert process.returncode == -9

@@ -1,0 +1,102 @@
+"""Sizes of runs, and their removal, which leaves all else alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.runs import disk, tags
+from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.summary_files import json_text
+from ddp_hydra.sweep.sweep import lock
+from tests.ddp_hydra.runs.conftest import kill
+
+
+def test_a_file_with_two_names_counts_once(make_run, tmp_path):
+    run_dir = make_run("outputs/a")
+    (run_dir / "big").symlink_to("/dev/zero")
+    files = {path: path.stat() for path in run_dir.rglob("*") if path.is_file() and not path.is_symlink()}
+    kinds = disk.usage([str(tmp_path)])[str(run_dir)]
+    saved = {found.st_ino: found.st_size for path, found in files.items() if path.parent.name == "checkpoints"}
+    assert kinds["checkpoints"] == sum(saved.values())
+    assert len(saved) < len(list((run_dir / "checkpoints").iterdir()))
+    assert sum(kinds.values()) == sum({found.st_ino: found.st_size for found in files.values()}.values())
+    assert kinds["logs"] == (run_dir / "metrics.jsonl").stat().st_size
+
+
+def test_a_run_is_removed_and_nothing_behind_its_links(make_run, tmp_path):
+    run_dir, other = make_run("outputs/a"), make_run("outputs/b")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("1")
+    (run_dir / "link").symlink_to(precious)
+    (run_dir / "checkpoints" / "link").symlink_to(precious)
+    (run_dir / "checkpoints" / "file").hardlink_to(precious / "file")
+    assert disk.remove(str(run_dir)) > 0
+    assert not run_dir.exists()
+    assert (precious / "file").read_text() == "1"
+    assert (other / "summary.json").exists()
+
+
+def test_a_running_run_is_refused_and_a_killed_one_is_not(make_run, process_of):
+    run_dir = make_run("outputs/a")
+    before = set(run_dir.rglob("*"))
+    process = process_of(run_dir)
+    with pytest.raises(ConfigError, match="is running: end it first"):
+        disk.remove(str(run_dir))
+    assert before <= set(run_dir.rglob("*"))
+    kill(process)
+    disk.remove(str(run_dir))
+    assert not run_dir.exists()
+
+
+def test_what_is_no_run_is_refused(make_run, tmp_path):
+    run_dir = make_run("outputs/a")
+    make_run("outputs/a/inner")
+    (tmp_path / "link").symlink_to(run_dir)
+    (tmp_path / "notes").mkdir()
+    for run, said in {
+        "notes": "is no run directory",
+        "link": "is a link: give the folder itself",
+        "outputs": "is no run directory",
+        "no_such": "there is no such folder",
+        "outputs/a": "holds other runs, too",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            disk.remove(str(tmp_path / run))
+    with pytest.raises(ConfigError, match="runs in a store are not removed"):
+        disk.remove("s3://bucket/a")
+    assert (run_dir / "inner" / "summary.json").exists()
+
+
+def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
+    for number in range(2):
+        make_run(f"multirun/a/{number}")
+    folder = tmp_path / "multirun" / "a"
+    (folder / "sweep.json").write_text(json_text([Row(0, [], "0", State.done), Row(1, [], "1", State.done)], None))
+    handle = lock(folder)
+    with pytest.raises(ConfigError, match="the sweep is running"):
+        disk.remove(str(folder))
+    os.close(handle)
+    assert len(disk.removable(str(folder))) == 2
+    disk.remove(str(folder))
+    assert list((tmp_path / "multirun").iterdir()) == []
+
+
+def test_tags_are_kept_in_the_run(make_run):
+    run_dir = make_run("outputs/a", tags=["first"])
+    files = LocalRun(run_dir)
+    assert tags.read(files, ["first"]) == ["first"]
+    assert tags.change(files, ["first"], ["+good", "+v1.0:a/b", "-first", "+good"]) == ["v1.0:a/b", "good"]
+    assert tags.read(files, ["first"]) == ["v1.0:a/b", "good"]
+    with pytest.raises(ConfigError, match=r"has no tag bad; it has v1\.0:a/b, good"):
+        tags.change(files, [], ["-bad"])
+    for word in ("+", "+a b", "+\x1b[1m", "good", "+" + "a" * 65, "+-x"):
+        with pytest.raises(ConfigError, match="adds a tag, -old removes one"):
+            tags.change(files, [], [word])
+    assert tags.read(files, []) == ["v1.0:a/b", "good"]
+    assert not list(Path(run_dir).glob(".part-*"))
