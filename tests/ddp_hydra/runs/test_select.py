@@ -74,7 +74,7 @@ def test_comparisons(word, found):
         (lambda: comparison("val/loss<low"), "compared with a number"),
         (lambda: Filter(status="finished").choose(ROWS), "status=finished: give running, done"),
         (lambda: Filter(since="yesterday").choose(ROWS), "since=yesterday: give a date"),
-        (lambda: ordered(ROWS, "val/acuracy"), r"val/acuracy: no run has this metric; there are .*val/accuracy"),
+        (lambda: ordered(ROWS, "val/accuracies"), r"val/accuracies: no run has this metric; there are .*val/accuracy"),
         (lambda: Filter(comparisons=[Comparison("loss", ">", 1)]).choose(ROWS), "loss: no run has this metric"),
     ],
 )
