@@ -13,9 +13,11 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import checkpoint_config
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates, Part
 from ddp_hydra.training.by_name import together
@@ -39,6 +41,7 @@ from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
 from ddp_hydra.training.state import Position, State
+from ddp_hydra.training.update import Update
 
 
 def build(
@@ -102,11 +105,6 @@ def build(
         results.emit("start", header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision)
-    stragglers = Stragglers(loader, device)
-    for update in updates.values():
-        stragglers.watch(update.parallel.step)
-    throughput = Throughput(position.samples)
-    monitor = Monitor(consensus, task, Meter(device), throughput, DataStats(loader), stragglers, profiler)
     profiler.check_length(total_steps)
     callbacks = state.extras.get("callbacks") or Callbacks({}, state)
     run = Run(
@@ -133,7 +131,7 @@ def build(
         nonfinite=nonfinite,
         epochs=cfg.trainer.epochs,
         checkpoints=CheckpointWriter(),
-        monitor=monitor,
+        monitor=build_monitor(consensus, task, loader, updates, profiler, position.samples),
         fault=fault,
         stop_signal=stop_signal,
         log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
@@ -141,6 +139,31 @@ def build(
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
+
+
+def build_monitor(
+    consensus: StepConsensus,
+    task: Task,
+    loader: Loader,
+    updates: Mapping[str, Update],
+    profiler: Profiler,
+    samples: int,
+) -> Monitor:
+    """Build what measures a run.
+
+    Args:
+        consensus: gathers what each rank measured.
+        task: makes metrics of what was counted.
+        loader: of the training data.
+        updates: the updates of a step, by name.
+        profiler: traces a few steps.
+        samples: that all ranks have seen so far.
+    """
+    stragglers = Stragglers(loader, loader.device)
+    for update in updates.values():
+        stragglers.watch(update.parallel.step)
+    meter, throughput = Meter(loader.device), Throughput(samples)
+    return Monitor(consensus, task, meter, throughput, DataStats(loader), stragglers, profiler)
 
 
 def build_model(
