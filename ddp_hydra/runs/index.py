@@ -70,7 +70,7 @@ class Index:
             "rows": [[run, stamp, _values(row)] for run, (stamp, row) in entries.items()],
         }
         with contextlib.suppress(OSError, ValueError, RecordError):
-            write_atomic(self._path(), json.dumps(content).encode(), durable=False)
+            write_atomic(self._path(), json.dumps(content, separators=(",", ":")).encode(), durable=False)
 
     def _path(self) -> Path:
         return private_folder(user_cache() / "runs") / self.name
