@@ -149,6 +149,7 @@ def diff(words: Sequence[str]) -> None:
 def rm(words: Sequence[str]) -> None:
     """Remove runs, after a question on a terminal."""
     from ddp_hydra.runs import disk
+    from ddp_hydra.storage import results_root
 
     runs, rest = split(words)
     options = options_of(Remove, rest)
@@ -163,8 +164,11 @@ def rm(words: Sequence[str]) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:
+        elsewhere = results_root.find(run)
         freed = disk.remove(run)
         print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
+        if results_root.is_url(elsewhere):
+            print(f"its results stay in {shown(elsewhere)}")  # noqa: T201
 
 
 def du(words: Sequence[str]) -> None:

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import status
+from ddp_hydra.runs import find_stored, status
 from ddp_hydra.runs.find import run_dirs
-from ddp_hydra.runs.find_stored import run_below, run_names
-from ddp_hydra.runs.run_files import LocalRun, RunFiles, is_run
+from ddp_hydra.runs.run_files import LocalRun, is_run
 from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
 from ddp_hydra.runs.sweep_jobs import SweepJobs
 from ddp_hydra.storage import results_root
@@ -44,16 +43,13 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for root in roots:
         place = results_root.find(root)
-        runs: Iterable[RunFiles]
         if results_root.is_url(place):
-            folder = results_root.open_folder(place)
-            runs = [run_below(folder, name) for name in run_names(folder)]
+            found |= {files.place: by_kind(files.sizes()) for files in find_stored.runs(place)}
         elif Path(place).is_dir():
-            runs = map(LocalRun, sorted(name for name, _ in run_dirs(place)))
+            names = {name for name, _ in run_dirs(place)}
+            found |= {name: by_kind(LocalRun(name).sizes(without=names)) for name in sorted(names)}
         else:
             raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
-        for files in runs:
-            found[files.place] = by_kind(files.sizes())
     return found
 
 

@@ -20,31 +20,42 @@ def rows(url: str) -> list[Row]:
     Raises:
         ConfigError: the store does not answer, or may not be read.
     """
-    root = results_root.open_folder(url)
     with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(row, [run_below(root, name) for name in run_names(root)]))
+        return list(threads.map(row, runs(url)))
 
 
-def run_names(root: ResultsFolder) -> list[str]:
-    """Return the names of the runs below a folder of a store, "" for the folder itself."""
-    found: dict[str, None] = {}
+def runs(url: str) -> list[StoredRun]:
+    """Return all runs below a URL, from one listing.
+
+    Raises:
+        ConfigError: the store does not answer, or may not be read.
+    """
+    root = results_root.open_folder(url)
     try:
         with reachable():
-            for name, _ in root.objects():
-                folder, _, file = name.rpartition("/")
-                if file in ("status.json", "summary.json"):
-                    found[folder] = None
-                elif folder.endswith(".hydra"):
-                    found[folder.removesuffix(".hydra").rstrip("/")] = None
+            objects = dict(root.objects())
     except FileNotFoundError as error:
         raise ConfigError(f"{error}: check the URL") from None
-    return list(found)
+    found: dict[str, dict[str, int]] = {}
+    for name in objects:
+        folder, _, file = name.rpartition("/")
+        if file in ("status.json", "summary.json"):
+            found.setdefault(folder, {})
+        elif folder.rpartition("/")[2] == ".hydra":
+            found.setdefault(folder.removesuffix(".hydra").rstrip("/"), {})
+    for name, size in objects.items():
+        folder = name
+        while folder:  # the innermost run that holds it
+            folder = folder.rpartition("/")[0]
+            if folder in found:
+                found[folder][name[len(folder) :].lstrip("/")] = size
+                break
+    return [StoredRun(_below(root, name), listed) for name, listed in found.items()]
 
 
-def run_below(root: ResultsFolder, name: str) -> StoredRun:
-    """Return the files of a run below a folder; arguments as `run_names` returns them."""
+def _below(root: ResultsFolder, name: str) -> ResultsFolder:
     prefix = "/".join(filter(None, (root.prefix, name)))
-    return StoredRun(ResultsFolder(f"{root.url}/{name}".rstrip("/"), root.store, prefix))
+    return ResultsFolder(f"{root.url}/{name}".rstrip("/"), root.store, prefix)
 
 
 def row(files: StoredRun) -> Row:

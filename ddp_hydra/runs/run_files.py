@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,11 +64,16 @@ class LocalRun:
             return file.read(last_bytes or MOST_BYTES)
         return b""
 
-    def sizes(self) -> dict[str, int]:
-        """Return the size of each file; see `RunFiles`. Links are not followed, and have size 0."""
+    def sizes(self, without: Collection[str] = ()) -> dict[str, int]:
+        """Return the size of each file; see `RunFiles`. Links are not followed, and have size 0.
+
+        Args:
+            without: folders that are left out: other runs inside this one.
+        """
         found: dict[str, int] = {}
         seen: set[tuple[int, int]] = set()
-        for folder, _, names in os.walk(self.place):
+        for folder, inner, names in os.walk(self.place):
+            inner[:] = [name for name in inner if os.path.join(folder, name) not in without]  # noqa: PTH118
             for name in names:
                 path = os.path.join(folder, name)  # noqa: PTH118, a run may have very many files
                 with contextlib.suppress(OSError):
@@ -84,24 +90,29 @@ class StoredRun:
 
     Args:
         store: the run's folder.
+        listed: the size of each object, if they are listed already.
 
     Its methods raise ConfigError if the store does not answer or may not be read.
     """
 
-    def __init__(self, store: ResultsFolder) -> None:
-        self.store, self.place = store, store.url
+    def __init__(self, store: ResultsFolder, listed: dict[str, int] | None = None) -> None:
+        self.store, self.place, self._listed = store, store.url, listed
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
         """Return the content of an object; see `RunFiles`."""
         with contextlib.suppress(FileNotFoundError), reachable():
-            size = self.store.size(name)
+            size = self.store.size(name) if self._listed is None or last_bytes else self._listed.get(name)
             if not size or (size > MOST_BYTES and not last_bytes):
                 return b""
-            return self.store.get_range(name, max(0, size - last_bytes) if last_bytes else 0, size)
+            if not last_bytes:
+                return self.store.get(name)
+            return self.store.get_range(name, max(0, size - last_bytes), size)
         return b""
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each object."""
+        if self._listed is not None:
+            return self._listed
         with reachable():
             return dict(self.store.objects())
 

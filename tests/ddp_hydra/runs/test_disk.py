@@ -28,6 +28,13 @@ def test_a_file_with_two_names_counts_once(make_run, tmp_path):
     assert kinds["logs"] == (run_dir / "metrics.jsonl").stat().st_size
 
 
+def test_a_run_inside_another_counts_once(make_run, tmp_path):
+    outer, inner = make_run("outputs/a"), make_run("outputs/a/inner")
+    sizes = disk.usage([str(tmp_path)])
+    assert set(sizes) == {str(outer), str(inner)}
+    assert sizes[str(inner)]["checkpoints"] == sizes[str(outer)]["checkpoints"]
+
+
 def test_a_run_is_removed_and_nothing_behind_its_links(make_run, tmp_path):
     run_dir, other = make_run("outputs/a"), make_run("outputs/b")
     precious = tmp_path / "precious"
