@@ -203,6 +203,7 @@ def tag(words: Sequence[str]) -> None:
 
 def reproduce(words: Sequence[str]) -> None:
     """Print or run the command that trains with the config of a run again, in a new run directory."""
+    from ddp_hydra.config import project
     from ddp_hydra.runs import reproduce as of_runs
     from ddp_hydra.runs import run_files
 
@@ -210,14 +211,16 @@ def reproduce(words: Sequence[str]) -> None:
     again = of_runs.of(run_files.open_run(runs[0]))
     print(runs_text.again_text(again), file=sys.stderr)  # noqa: T201
     if not options.run:
-        print(shown(shlex.join(["ddp-hydra", *again.words])))  # noqa: T201
+        variable = [f"{project.VARIABLE}={shlex.quote(again.kept)}"] if again.kept else []
+        print(shown(" ".join([*variable, shlex.join(["ddp-hydra", *again.words])])))  # noqa: T201
         return
     if again.hidden:
         raise ConfigError(
             f"{shown(again.hidden[0])} looks like a secret, so the run does not keep it: type the command"
         )
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "ddp_hydra", *again.words])  # noqa: S606
+    variables = {**os.environ, **({project.VARIABLE: again.kept} if again.kept else {})}
+    os.execve(sys.executable, [sys.executable, "-m", "ddp_hydra", *again.words], variables)  # noqa: S606
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -181,10 +181,10 @@ def again_text(again: Again) -> str:
     if not again.code_then:
         lines.append("the run has not noted the hash of its code, so it is not known whether this one is the same")
     elif again.code_then != again.code_now:
-        lines.append(
-            f"the code is not the same: {shown(again.code_then[:16])} then, {again.code_now[:16]} in this folder; a "
-            "run does not keep its code, so check out what it was made with"
-        )
+        taken = f"that of the run is taken: {shown(again.kept)}"
+        missing = "the run has not kept its own, so check out what it was made with"
+        hashes = f"{shown(again.code_then[:16])} then, {again.code_now[:16]} in this folder"
+        lines.append(f"the code is not the same: {hashes}; {taken if again.kept else missing}")
     else:
         lines.append(f"the code is the same: {again.code_now[:16]}")
     if again.folder:

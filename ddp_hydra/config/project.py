@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ PACKAGES = ("models", "data")
 FOLDERS = (*PACKAGES, "conf")
 SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml", ".txt")
 MAX_BYTES = 10 * 2**20
+ARCHIVE = "project.zip"
+"""In a run directory: the project space that the run was made with."""
 VARIABLE = "DDP_HYDRA_PROJECT"
 """Environment variable that names the project's folder."""
 
@@ -133,13 +136,33 @@ def pack(*roots: Path) -> Project:
     for name in PACKAGES:
         # Without it, a regular package of that name anywhere on a worker's path would win over the project's.
         contents.setdefault(f"{name}/__init__.py", b"")
-    digest = hashlib.sha256()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted(contents.items()):
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-    return Project(digest.hexdigest(), buffer.getvalue())
+    return Project(_hash(contents), buffer.getvalue())
+
+
+def packed(archive: bytes) -> Project:
+    """Return the project space in an archive that `pack` has made.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            if sum(info.file_size for info in opened.infolist()) > 2 * MAX_BYTES:
+                raise ValueError("it is too large")
+            return Project(_hash({info.filename: opened.read(info) for info in opened.infolist()}), archive)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"it is no archive of a project space ({error})") from None
+
+
+def _hash(contents: dict[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, content in sorted(contents.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def _files(root: Path) -> list[Path]:

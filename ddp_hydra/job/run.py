@@ -19,7 +19,7 @@ from ddp_hydra.job import loggers
 from ddp_hydra.job.checks import check, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
-from ddp_hydra.job.run_dir import refuse_other_run
+from ddp_hydra.job.run_dir import keep_project, refuse_other_run
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
 from ddp_hydra.writers.run_dir import locked
@@ -89,6 +89,7 @@ def train(
             files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None
         packed = remote.spec.project if remote else packed_project(cfg, config)
         summary["project"] = packed.sha256
+        keep_project(run_dir, packed)
         if cfg.trainer.profile_steps:
             summary["profile"] = "profile/table.md"
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)

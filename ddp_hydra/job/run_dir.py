@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.config import project
+from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
 from ddp_hydra.writers.run_dir import locked, read_summary
 
@@ -57,6 +60,12 @@ def is_resumed(run_dir: Path, resume: str | None) -> bool:
         return False
     given, own = Path(resume).resolve(), run_dir.resolve()
     return given == own or own in given.parents
+
+
+def keep_project(run_dir: Path, packed: project.Project) -> None:
+    """Keep the code and the configs of a run in its directory. No job fails because that can't be written."""
+    with contextlib.suppress(RecordError):
+        write_atomic(run_dir / project.ARCHIVE, packed.archive, durable=False)
 
 
 def saved_step(run_dir: Path) -> int | None:

@@ -14,7 +14,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.results_root import ResultsFolder
 
-MOST_BYTES = 4 * 2**20
+MOST_BYTES = 16 * 2**20
 """Larger files are not read: none that a run writes about itself comes near."""
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from ddp_hydra.cli import runs, runs_text
 from ddp_hydra.cli.main import COMMANDS
+from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.job.run_dir import keep_project
 from tests.ddp_hydra.runs.conftest import hydra_files as hydra_files
 from tests.ddp_hydra.runs.conftest import make_run as make_run
 from tests.ddp_hydra.runs.conftest import own_cache as own_cache
@@ -146,15 +150,35 @@ def test_a_run_is_repeated_by_its_words(three, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert printed.out == "ddp-hydra optimizer.lr=0.5\n"
     assert "the code is not the same: c0dec0dec0dec0de then, " in printed.err
-    assert "does not keep its code" in printed.err
+    assert "has not kept its own" in printed.err
     called = []
-    monkeypatch.setattr("os.execv", lambda program, words: called.append(words[1:]))
+    monkeypatch.setattr("os.execve", lambda program, words, variables: called.append((words[1:], variables)))
     runs.main(["reproduce", "multirun/s/0", "run=true"])
-    assert called == [["-m", "ddp_hydra", "optimizer.lr=0.5"]]
+    assert called == [(["-m", "ddp_hydra", "optimizer.lr=0.5"], dict(os.environ))]
+
+
+def test_a_run_is_repeated_with_the_code_that_it_has_kept(three, tmp_path, monkeypatch, capsys):
+    own, run_dir = tmp_path / "own", tmp_path / "outputs" / "a"
+    (own / "models").mkdir(parents=True)
+    (own / "models" / "mine.py").write_text("x = 1\n")
+    packed = project.pack(own, project.starter())
+    keep_project(run_dir, packed)
+    runs.main(["reproduce", "outputs/a"])  # another hash is in summary.json
+    assert capsys.readouterr().out == "ddp-hydra model=resnet18\n"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps({**summary, "project": packed.sha256}))
+    called = []
+    monkeypatch.setattr("os.execve", lambda program, words, variables: called.append(variables))
+    runs.main(["reproduce", "outputs/a", "run=true"])
+    folder = Path(called[0]["DDP_HYDRA_PROJECT"])
+    assert (folder / "models" / "mine.py").read_text() == "x = 1\n"
+    assert project.pack(folder, project.starter()).sha256 == packed.sha256
+    runs.main(["reproduce", "outputs/a"])
+    assert capsys.readouterr().out == f"DDP_HYDRA_PROJECT={folder} ddp-hydra model=resnet18\n"
 
 
 def test_secrets_and_options_are_not_repeated(three, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr("os.execve", lambda *_: pytest.fail("it was run"))
     saved = tmp_path / "outputs" / "a" / ".hydra" / "overrides.yaml"
     saved.write_text("- +cluster.password=***\n")
     runs.main(["reproduce", "outputs/a"])

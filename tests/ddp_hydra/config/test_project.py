@@ -87,6 +87,22 @@ def test_the_archive_is_compressed(tmp_path):
     assert len(packed.archive) < 10_000
 
 
+def test_an_archive_tells_its_hash_and_another_is_none(tmp_path):
+    packed = pack(make(tmp_path))
+    assert project.packed(packed.archive) == packed
+    for damaged in (b"", b"no zip", packed.archive[:-30], packed.archive[:60] + b"x" + packed.archive[61:]):
+        with pytest.raises(ValueError, match="it is no archive of a project space"):
+            project.packed(damaged)
+
+
+def test_an_archive_that_grows_beyond_code_is_refused(tmp_path):
+    path = tmp_path / "large.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("models/large.py", bytes(2 * project.MAX_BYTES + 1))
+    with pytest.raises(ValueError, match="it is too large"):
+        project.packed(path.read_bytes())
+
+
 def test_too_much_to_be_code_is_refused_with_the_largest_file(tmp_path, monkeypatch):
     make(tmp_path, **{"data/small.txt": "x", "data/huge.json": "x" * 3 * 2**20})
     pack(tmp_path)
