@@ -19,7 +19,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +141,14 @@ def pack(*roots: Path) -> Project:
         for name, content in sorted(contents.items()):
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     return Project(_hash(contents), buffer.getvalue())
+
+
+def texts(project: Project) -> Iterator[str]:
+    """Yield the content of each file of a project space that holds settings, not code."""
+    with zipfile.ZipFile(io.BytesIO(project.archive)) as archive:
+        for name in archive.namelist():
+            if not name.endswith((".py", ".txt")):
+                yield archive.read(name).decode(errors="replace")
 
 
 def packed(archive: bytes) -> Project:

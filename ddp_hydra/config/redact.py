@@ -25,6 +25,12 @@ HIDDEN = "***"
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
 
+_PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,}\]]*)""")
+"""Matches a key and its value in a line of YAML, JSON or TOML."""
+_SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END), "://"]), re.IGNORECASE)
+"""Matches in each line that may hold a secret, and in others."""
+_NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
+
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
 """Matches user and password in an address. A name alone may be a token of a web server, but not elsewhere."""
 
@@ -99,6 +105,23 @@ def hidden(config: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
         else:
             yield from hidden(value, f"{prefix}{key}.")
+
+
+def secret_line(text: str) -> str | None:
+    """Return the first line of a YAML, JSON or TOML text that seems to hold a secret itself; None if none does.
+
+    The text is not parsed: a project has many files, and a line that only looks like one does little harm.
+    """
+    for line in text.splitlines():
+        if not _SUSPECT.search(line) or line.lstrip().startswith("#"):
+            continue
+        bare_line = line.partition(" #")[0]
+        pairs = ((found[1] or found[3], (found[2] or found[4] or "").strip()) for found in _PAIR.finditer(bare_line))
+        if _LOGIN.search(bare_line) or any(
+            named_secret(key) and value not in _NO_SECRETS and _hidden(value) == HIDDEN for key, value in pairs
+        ):
+            return line
+    return None
 
 
 def _override(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ddp_hydra.config import project
+from ddp_hydra.config import project, redact
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
@@ -63,7 +63,12 @@ def is_resumed(run_dir: Path, resume: str | None) -> bool:
 
 
 def keep_project(run_dir: Path, packed: project.Project) -> None:
-    """Keep the code and the configs of a run in its directory. No job fails because that can't be written."""
+    """Keep the code and the configs of a run in its directory, unless a config holds a secret.
+
+    No job fails because that can't be written.
+    """
+    if any(redact.secret_line(text) for text in project.texts(packed)):
+        return
     with contextlib.suppress(RecordError):
         write_atomic(run_dir / project.ARCHIVE, packed.archive, durable=False)
 

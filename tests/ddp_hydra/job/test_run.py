@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ddp_hydra.cli.main import error_message
-from ddp_hydra.config.project import Project
+from ddp_hydra.config import project
 from ddp_hydra.config.schema import Config, resolved
 from ddp_hydra.dispatch.restarts import Ended
 from ddp_hydra.errors import (
@@ -43,6 +43,7 @@ from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import write_manifest_text
 
 KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
+PACKED = project.Project("0" * 64, b"PK\x05\x06" + bytes(18))
 VALUE = {
     "steps": 20,
     "samples": 160,
@@ -256,7 +257,7 @@ def returned(monkeypatch) -> dict[str, Any]:
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
     monkeypatch.setattr(checks.project, "find", Path)
-    monkeypatch.setattr(checks.project, "pack", lambda root: Project("0" * 64, b"packed"))
+    monkeypatch.setattr(checks.project, "pack", lambda root: PACKED)
     return value
 
 
@@ -278,7 +279,7 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
     }
     assert summary["metrics"] == {"val/accuracy": 0.5, "train/loss": None}
     assert summary["objective"] == {"metric": "val/accuracy", "direction": "maximize"}
-    assert (tmp_path / "run" / "project.zip").read_bytes() == b"packed"
+    assert (tmp_path / "run" / "project.zip").read_bytes() == PACKED.archive
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == f"ddp_hydra  ->  {tmp_path / 'run'}"
     assert second.startswith("done: 20 steps in 1.5 s, 107 samples/s, val/accuracy 0.5")

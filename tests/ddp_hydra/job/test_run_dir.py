@@ -10,7 +10,9 @@ from contextlib import ExitStack
 import pytest
 from omegaconf import OmegaConf
 
+from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.job import run_dir
 from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run
 from ddp_hydra.writers.run_dir import locked, next_attempt
 
@@ -24,6 +26,28 @@ with locked(pathlib.Path(sys.argv[1])):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("password: hunter2", False),
+        ("  auth: {user: me, token: 'abc'}", False),
+        ('"api_key": "abc"', False),
+        ("url: https://me:hunter2@host/", False),
+        ("password: null", True),
+        ("password: ${oc.env:PASSWORD}   # of the cluster", True),
+        ("# password: hunter2", True),
+        ("seed: 0", True),
+    ],
+)
+def test_code_is_kept_unless_a_config_holds_a_secret(line, kept, tmp_path):
+    (tmp_path / "own" / "conf").mkdir(parents=True)
+    (tmp_path / "own" / "conf" / "config.yaml").write_text(f"{line}\n")
+    packed = project.pack(tmp_path / "own", project.starter())
+    run_dir.keep_project(tmp_path, packed)
+    assert (tmp_path / "project.zip").is_file() is kept
+    run_dir.keep_project(tmp_path / "missing", packed)
+
+
 def test_one_process_at_a_time_writes_and_a_dead_one_lets_go(tmp_path):
     run_dir = tmp_path / "run"
     with subprocess.Popen(
