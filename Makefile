@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
@@ -12,6 +12,9 @@ READY14 := $(VENV14)/.ready
 TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hydra/sweep \
 	$(addprefix tests/ddp_hydra/,cli config job training/test_loop.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
+
+# Without bytecode on the disk, each process of the tests would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Install packages into a virtual environment, with uv where it is there.
 define installed

@@ -231,7 +231,7 @@ def test_on_several_hosts_ranks_count_by_host(warm_server):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("ranks", [6, 32])
+@pytest.mark.parametrize("ranks", [6, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_gang_may_be_of_many(warm_server, ranks):
     """Once Dask told of five workers only."""
     with scale.workers(ranks) as (client, _):

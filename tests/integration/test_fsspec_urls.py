@@ -44,6 +44,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
 
 
+@pytest.mark.slow
 def test_results_are_written_there_and_gone_on_with(cli, sftp):
     job = (*TINY, "results.handler=cluster", f"results.root={sftp.url}/runs")
     cli.done(*TINY, "trainer.epochs=2", "hydra.run.dir=here")

@@ -284,6 +284,7 @@ def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]
         assert line == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, uninterrupted, new_run, wait_for):
     whole, run = uninterrupted(), new_run("run")
 
@@ -299,6 +300,7 @@ def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, uninterrupte
     assert run.summary()["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, uninterrupted, new_run, wait_for):
     """It has rank 0, which writes the checkpoints and is where the others meet.
 

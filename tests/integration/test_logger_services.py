@@ -101,6 +101,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_wandb_offline(cli):
     first = ran(cli, "wandb", "a", "results.wandb.checkpoints=best")
     second = ran(cli, "wandb", "b", "resume=outputs/a", "trainer.epochs=2")
@@ -113,6 +114,7 @@ def test_wandb_offline(cli):
         assert json.loads(read.stdout.splitlines()[-1]) == {"steps": list(steps), **expected}
 
 
+@pytest.mark.slow
 def test_clearml_offline(cli):
     run = ran(cli, "clearml", "a")
     (archive,) = (cli.folder / "home" / ".clearml" / "cache" / "offline").glob(f"{run['id']}.zip")
@@ -125,6 +127,7 @@ def test_clearml_offline(cli):
     assert (task["name"], task["tags"]) == ("a", ["mine"])
 
 
+@pytest.mark.slow
 def test_a_server_that_was_never_there(cli):
     needs("mlflow")
     with socket.socket() as taken:

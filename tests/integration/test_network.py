@@ -133,6 +133,7 @@ def test_records_and_checkpoints_come_home_to_a_client_that_reaches_only_the_sch
 # -- mapped ports ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_hosts
 def test_a_worker_behind_mapped_ports_hosts_rank_0(warm_server, gang):
     """Known by an address of another machine, as in a container; what that machine maps are two ports."""

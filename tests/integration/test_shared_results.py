@@ -299,6 +299,7 @@ def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, 
     assert results.json("summary.json")["status"] == "done"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, access, ranks_alive):
     for number, name in ((signal.SIGINT, "asked"), (signal.SIGKILL, "killed")):
         url = f"{root}/{name}"
@@ -421,6 +422,7 @@ def test_what_cannot_work_is_a_sentence_before_anything_is_trained(cli, remote, 
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
     shared = tmp_path / "shared"
     cli.done(*SHORT, *remote, f"results.root=file://{shared}", "hydra.run.dir=outputs/a/b")
@@ -434,6 +436,7 @@ def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
     assert json.loads((shared / "a" / "c" / "summary.json").read_text())["steps"] == 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "security",
     [pytest.param((), marks=pytest.mark.slow), ("+cluster.protocol=tls", SECURITY)],

@@ -123,6 +123,7 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(cli, nothing_left, wai
     assert states(cli.folder / "sweep") == ["done"] * 2
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(cli, nothing_left, wait_for):
     process = cli.start(*SWEEP, "data.delay_s=1", "optimizer.lr=0.1,0.01")
     status = cli.folder / "sweep" / "0" / "status.json"
@@ -142,6 +143,7 @@ def test_a_scaling_study_has_a_cluster_for_each_size(cli, nothing_left):
     nothing_left()
 
 
+@pytest.mark.slow
 def test_fail_fast_stops_the_others(cli, nothing_left):
     ended = cli.run(
         *SWEEP, "hydra.launcher.fail_fast=true", "dispatch.max_restarts=0", "data.delay_s=0.05",

@@ -100,6 +100,7 @@ def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):
     assert whole.metrics()[-1] == resumed.metrics()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_gan_that_loses_a_rank_comes_to_the_same(module_cli, tmp_path):
     given = (*GAN, "trainer.checkpoint_every_steps=5", "trainer.threads=1", "data.batch_size=32")

@@ -71,6 +71,7 @@ def names(wheel) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_no_top_level_but_the_framework_and_the_plugins(names):
     """Top-level models, data or conf would overwrite other people's."""
     assert {name.partition("/")[0] for name in names} == {"ddp_hydra", "hydra_plugins"}

@@ -28,6 +28,7 @@ def killed(monkeypatch) -> list[tuple[int, int]]:
     """Signals that would have been sent, to whom."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(fault_injection, "_sleep", lambda seconds: None)
     return sent
 
 
