@@ -70,6 +70,7 @@ def test_the_run_directory_is_as_designed(digits):
         "checkpoints/manifest.json",
         "logs/rank-0.log",
         "logs/rank-1.log",
+        "project.zip",
         "summary.json",
     }
 
