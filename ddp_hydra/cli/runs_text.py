@@ -84,7 +84,7 @@ def details_text(found: Mapping[str, Any]) -> str:
     lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), _took(row)))))]
     lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))
     if row.value is not None:
-        better = {True: " (more is better)", False: " (less is better)"}.get(row.maximize, "")  # type: ignore[arg-type]
+        better = "" if row.maximize is None else f" ({'more' if row.maximize else 'less'} is better)"
         lines.append(("objective", f"{shown(row.objective)} {digits(row.value)}{better}"))
     ranks = number(found["world_size"])
     speed = f", {found['samples_per_s']:,.0f} samples/s" if found["samples_per_s"] else ""

@@ -39,7 +39,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     An object that has its own `to`, as batches of some libraries, is asked to do it.
     """
-    if device.type == "cpu":
+    if device.type == "cpu":  # where data sets make their batches
         return batch
     if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
         return move(device, **({"non_blocking": True} if "non_blocking" in inspect.signature(move).parameters else {}))

@@ -164,11 +164,13 @@ def texts(value: object) -> list[str]:
 
 def number(value: object) -> float | None:
     """Return a finite number; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
     try:
-        is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        found = float(value)
     except OverflowError:
         return None
-    return float(value) if is_one else None  # type: ignore[arg-type]
+    return found if math.isfinite(found) else None
 
 
 def numbers(value: object) -> dict[str, float | None]:

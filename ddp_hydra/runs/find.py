@@ -88,7 +88,9 @@ def _now(
         shown.started, shown.wall_s = begun, max(0.0, time.time() - begun)
     parent = os.path.dirname(folder)  # noqa: PTH120
     if shown.status == "unknown":
-        sweeps.setdefault(parent, SweepJobs(parent)).fill(shown)
+        if parent not in sweeps:
+            sweeps[parent] = SweepJobs(parent)
+        sweeps[parent].fill(shown)
     if shown.started is None:
         shown.started = _begun(entries)
     return shown

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,7 +118,7 @@ class StoredRun:
 
 
 @contextlib.contextmanager
-def reachable() -> Any:
+def reachable() -> Iterator[None]:
     """Turn the error of a store that does not answer into a sentence.
 
     Raises:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
+from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs.describe import Row, number, numbers, text, texts
 from ddp_hydra.runs.run_files import LocalRun, json_object
+from ddp_hydra.writers.run_dir import is_held
 
 NAME = "sweep.json"
-_STATUSES = {"done": "done", "failed": "failed", "interrupted": "interrupted", "running": "running"}
 
 
 class SweepJobs:
@@ -34,7 +33,8 @@ class SweepJobs:
         job = self.jobs.get(Path(row.run).name)
         if job is None:
             return
-        row.status = _STATUSES.get(text(job.get("state")), row.status)
+        if (state := text(job.get("state"))) in ("running", *ENDED):
+            row.status = state
         if row.status == "running" and not self.is_held():
             row.status = "killed"
         row.objective = text(self.objective.get("metric"))
@@ -46,15 +46,5 @@ class SweepJobs:
         row.message = text(job.get("message"))
 
     def is_held(self) -> bool:
-        """Return whether the process of the sweep lives, as far as can be told: it locks the folder."""
-        try:
-            handle = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(handle)
-        return False
+        """Return whether the process of the sweep lives, or may live: it locks the folder."""
+        return is_held(Path(self.folder).resolve()) is not False

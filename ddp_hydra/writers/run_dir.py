@@ -61,8 +61,13 @@ def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
 
 def is_locked(run_dir: Path) -> bool | None:
     """Return whether a process writes a run directory; None if its file system can't tell."""
+    return is_held(run_dir / LOCK)
+
+
+def is_held(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a file or folder, which is no link; None if that can't be told."""
     try:
-        handle = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
