@@ -24,8 +24,8 @@ UNREADY = ("join", "run", "start")
 """Phases in which the rank does not look at requests and has nothing to save."""
 DONE = ("log", "validate", "save", "end")
 """Phases after the optimizer's step."""
-REASONS = ("", "interrupt", "time_limit", "preemption", "callback")
-"""Reasons to ask a rank to finish; the page holds their index."""
+REASONS = ("", "interrupt", "time_limit", "preemption", "callback", "pause")
+"""Reasons why a rank finishes early. The page holds the index of one that it is asked for; a pause needs no asking."""
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first
 _TICKS, _PLACE = struct.Struct("<Q"), struct.Struct("<qBB")

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, done, failed, interrupted, or killed: its process has ended without a word.
+        """running, done, paused, failed, interrupted, or killed: its process has ended without a word.
 
         It is lost where that can't be seen, but is silent for long; detached, if its results are elsewhere; unknown, if
         it has not begun.

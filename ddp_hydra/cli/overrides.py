@@ -43,7 +43,13 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     if saved is None:
         return arguments
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
-    given = {_key(word) for word in arguments} | {"resume", "dry_run", "faults", "detach"}
+    given = {_key(word) for word in arguments} | {
+        "resume",
+        "dry_run",
+        "faults",
+        "detach",
+        "trainer.pause_after_validations",
+    }
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()

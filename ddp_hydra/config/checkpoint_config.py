@@ -22,6 +22,8 @@ _OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
 """Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster."""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
+_LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}
+"""Keys that end a command, but not the run."""
 _NEEDED = ("data", "model", "task", "loss", "metrics")
 """Keys that are needed to load a trained model."""
 
@@ -140,7 +142,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         now: config of the job that continues from it.
     """
     old, new = dict(_leaves(before)), dict(_leaves(now))
-    keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND]
+    keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     return [
         f"{key} {_shown(old, key)} -> {_shown(new, key)}"
         for key in keys

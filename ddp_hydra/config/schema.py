@@ -98,6 +98,7 @@ class TrainerConfig:
     checkpoint_every_steps: int = 0
     checkpoint_every_epochs: int = 1
     time_limit_s: float | None = None
+    pause_after_validations: int | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.abort
     max_nonfinite: int = 10
     early_stopping_patience: int | None = None

@@ -21,6 +21,7 @@ _AT_LEAST_1 = (
     "trainer.gradient_accumulation_steps",
     "trainer.base_batch_size",
     "trainer.early_stopping_patience",
+    "trainer.pause_after_validations",
     "dispatch.min_ranks",
     "results.keep_checkpoints",
 )

@@ -76,7 +76,7 @@ def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
             config["model"]["weights"] = None
         results = inline.run(TRAIN, config, on_record=inline.ignore, spec=spec, **_inline_settings(cfg))
         value = read_value(results[0])
-        if value["interrupted"]:
+        if value["interrupted"] not in ("", "pause"):
             raise Interrupted(f"rank {spec.rank}: {why_stopped(value['interrupted'], value['steps'])}")
 
 

@@ -98,12 +98,15 @@ def train(
         spec = torchrun.place(cfg.cluster)
         is_here = spec is not None or connect.is_inline(cfg.cluster)
         value = read_value(job.run_here(spec or inline.ALONE) if is_here else job.run_on_dask(packed, stop))
-        summary |= {**value, "metrics": finite(value["metrics"])}
-        if value["interrupted"]:
+        # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
+        summary |= {**value, "metrics": {**summary.get("metrics", {}), **finite(value["metrics"])}}
+        is_paused = value["interrupted"] == "pause"
+        if value["interrupted"] and not is_paused:
             raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={shown_dir}")
-        summary["status"] = "done"
+        summary["status"] = "paused" if is_paused else "done"
     print(closing_lines(summary, shown_dir))  # noqa: T201
-    return value["metrics"].get(config["objective"]["metric"])
+    metric = config["objective"]["metric"]
+    return value["metrics"].get(metric, summary["metrics"].get(metric))
 
 
 def _dry_run(config: dict[str, Any]) -> None:

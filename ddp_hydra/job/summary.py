@@ -93,7 +93,7 @@ def _finish(run_dir: Path, summary: dict[str, Any], begin: float, error: BaseExc
 
 
 def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
-    """Return the lines that are printed when a job is done.
+    """Return the lines that are printed when a job is done or has paused.
 
     Args:
         summary: of the job.
@@ -103,14 +103,16 @@ def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
     names = ("train/loss", "val/loss", "val/accuracy")
     shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
-    steps = summary["steps"]
+    steps, status = summary["steps"], summary.get("status", "done")
+    took = f"{counted(steps, 'step')} in {summary['train_s']:.1f} s"
     lines = [
-        f"done: {counted(steps, 'step')} in {summary['train_s']:.1f} s, {', '.join([speed, *shown])}  ->  {shown_dir}",
+        f"{status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         describe_data(summary["data"], summary["train_s"], steps),
         describe_straggler(summary["slowest"], steps),
         f"profile: {shown_dir}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
         if summary.get("profile")
         else None,
+        f"{why_stopped('pause', steps)}: go on with resume={shown_dir}" if status == "paused" else None,
     ]
     return "\n".join(filter(None, lines))
 
@@ -167,6 +169,7 @@ def why_stopped(reason: str, steps: int) -> str:
         "time_limit": "the time of trainer.time_limit_s is up",
         "preemption": "a worker is being shut down (SIGTERM)",
         "callback": "a callback asked to stop",
+        "pause": "paused by trainer.pause_after_validations",
     }
     return f"{reasons[reason]}; saved at step {steps}"
 

@@ -55,6 +55,7 @@ def train(
 def fit(run: Run) -> None:
     """Train until the run is over. If it should stop early, save first; `run.stop` then holds the reason."""
     run.callbacks.call("start")
+    run.pause_if_due()
     while not run.is_over:
         run.begin_epoch()
         for micro_batches in run.steps():
@@ -136,8 +137,11 @@ def end_epoch(run: Run) -> None:
     is_unknown = validated and objective.is_unknown(run.metric, run.metrics)
     ends_early = validated and run.early_stopping.update(run.metrics)
     run.state.validation_due = bool(run.stop) or is_unknown  # a resume with another objective validates first
+    may_be_best = validated and not run.stop
+    run.state.validations += validated and not is_unknown
+    run.pause_if_due()
     if run.stop or is_unknown or ends_early or due.save:
-        run.save_after_epoch(may_be_best=validated and not run.stop)
+        run.save_after_epoch(may_be_best)
     if is_unknown:
         run.checkpoints.wait()
         run.consensus.vote().result()  # no rank ends before the run is saved

@@ -62,6 +62,7 @@ class Run:
         stop_signal: tells whether this rank should stop.
         log_clock: tells when it is time to log.
         callbacks: of the user.
+        pause_after: pause after so many validations of the run; None: never.
         metrics: the last value of each metric.
         stop: the reason to stop early, a number of `heartbeat.REASONS`; 0 for none.
     """
@@ -94,6 +95,7 @@ class Run:
     stop_signal: StopSignal
     log_clock: LogClock
     callbacks: Callbacks
+    pause_after: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     stop: int = 0
 
@@ -110,8 +112,13 @@ class Run:
     @property
     def is_over(self) -> bool:
         """True if nothing is left to do, or the run should end early."""
-        is_complete = self.position.step >= self.cadence.total_steps and not self.state.validation_due
-        return is_complete or bool(self.stop) or self.early_stopping.should_stop
+        return self.is_complete or bool(self.stop)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the run has reached its end, or early stopping has ended it."""
+        is_at_end = self.position.step >= self.cadence.total_steps and not self.state.validation_due
+        return is_at_end or self.early_stopping.should_stop
 
     @property
     def epoch_is_over(self) -> bool:
@@ -121,6 +128,12 @@ class Run:
     def _samples_are_used_up(self, samples: int = 0) -> bool:
         """Return whether no full global batch is left in the epoch after the position plus so many samples."""
         return not self.sampler.steps(self.position.offset + samples)
+
+    def pause_if_due(self) -> None:
+        """Stop the run if it has had the validations after which it pauses. All ranks count them alike."""
+        is_due = self.pause_after is not None and self.state.validations >= self.pause_after
+        if is_due and not self.is_over:
+            self.stop = heartbeat.REASONS.index("pause")
 
     # -- epochs and steps --------------------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ def build(
         stop_signal=stop_signal,
         log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
         callbacks=callbacks,
+        pause_after=cfg.trainer.pause_after_validations,
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run

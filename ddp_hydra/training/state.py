@@ -65,6 +65,7 @@ class State:
         extras: name -> another object with a state_dict, or None.
         classes: of the training data, see `build_data.Classes`.
         best: the objective's best value so far.
+        validations: those of the run so far; without a validation set, those that were due.
         validation_due: an epoch has ended, but its validation is still to come.
         unfrozen: parameters that are trained though they were frozen when the run began; see `unfreeze.Stage`.
     """
@@ -77,6 +78,7 @@ class State:
     extras: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
+    validations: int = 0
     validation_due: bool = False
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
 
@@ -100,6 +102,7 @@ class State:
                 **{name: part.state_dict() for name, part in self.extras.items() if part is not None},
                 "position": asdict(self.position),
                 "best": self.best,
+                "validations": self.validations,
                 "validation_due": self.validation_due,
                 **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
                 "config": self.config,
@@ -133,6 +136,7 @@ class State:
                 "made with (resume=<run dir> brings it along)"
             ) from error
         self.best = content.get("best")
+        self.validations = int(content.get("validations") or 0)
         self.validation_due = bool(content.get("validation_due"))
         self.unfrozen = list(content.get("unfrozen") or [])
 

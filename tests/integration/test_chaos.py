@@ -439,6 +439,16 @@ def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, u
 
 
 @pytest.mark.slow
+def test_a_paused_job_ends_well_and_a_resume_comes_to_the_same_end(cli, client2, uninterrupted):
+    run, resumed = cli.folder / "run", cli.folder / "resumed"
+    settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}", "trainer.pause_after_validations=1")
+    assert "go on with resume=run" in cli.done(*settings).stdout
+    assert Story(run).summary["status"] == "paused"
+    cli.done("resume=run", f"hydra.run.dir={resumed}")
+    assert_same(Story(resumed).checkpoint(), uninterrupted(client2, 2).checkpoint())
+
+
+@pytest.mark.slow
 def test_the_command_line_says_130_at_a_time_limit_and_resumes_to_the_same_end(cli, client2, uninterrupted):
     run, resumed = cli.folder / "run", cli.folder / "resumed"
     settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
-from ddp_hydra.job.remote.status import ENDED, LOST, STOP, read
+from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
@@ -84,7 +84,7 @@ class Attached:
         state, message = self.status.get("state"), self.final_message()
         if state == "interrupted":
             raise Interrupted(message)
-        if state != "done":
+        if state not in SUCCEEDED:
             raise RunFailed(message)
         print(message)  # noqa: T201
 

@@ -27,6 +27,7 @@ from ddp_hydra.job import checks, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.remote.messages import LivenessWatch, stop_topic
+from ddp_hydra.job.remote.status import SUCCEEDED
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
@@ -85,7 +86,7 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
         summary |= {**end.summary, "status": end.state, "results": driver.url}
         if end.state == "interrupted":
             raise Interrupted(end.message)
-        if end.state != "done":
+        if end.state not in SUCCEEDED:
             raise RunFailed(end.message)
     print(end.message)  # noqa: T201
     return _number(end.summary.get("metrics", {}).get(objective.of(cfg)[0]))

@@ -181,7 +181,8 @@ class RemoteJobRunner:
         )
         try:
             run_job(cfg, self.run_dir, spec.overrides, remote)
-            return "done", closing_lines(read_summary(self.run_dir), spec.url)
+            summary = read_summary(self.run_dir)
+            return summary["status"], closing_lines(summary, spec.url)
         except KeyboardInterrupt as error:
             return "interrupted", str(error) or "interrupted"
         except Exception as error:

@@ -14,7 +14,9 @@ from ddp_hydra.writers.status import NAME, JobStatus, encode
 
 STOP = "stop"
 """The object that asks a run to end."""
-ENDED = ("done", "failed", "interrupted")
+SUCCEEDED = ("done", "paused")
+"""States of a run that went as it was asked to."""
+ENDED = (*SUCCEEDED, "failed", "interrupted")
 LOST = "lost"
 """The state of a run whose driver has ended because it lost the scheduler; another driver resumes the run."""
 HEARTBEAT_S = 2.0

@@ -15,6 +15,7 @@ def run(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(
         "- experiment=digits\n- cluster.n_workers=4\n- optimizer.lr=0.1\n- +model.extra=1\n- resume=elsewhere\n"
+        "- trainer.pause_after_validations=1\n"
     )
     return tmp_path
 

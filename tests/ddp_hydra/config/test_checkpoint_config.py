@@ -66,6 +66,7 @@ def test_changes_are_told_by_what_was_given():
         config(optimizer={"lr": 0.01, "betas": [0.9, 0.99]}, data={"bucket": "b", "val": None}, resume="x")
     )
     del now["trainer"]["epochs"]
+    now["trainer"] |= {"pause_after_validations": 3, "time_limit_s": 9.0}  # they end a command, not the run
     assert checkpoint_config.changes(before, before) == []
     assert checkpoint_config.changes(before, now) == [
         "data.bucket photos -> b",

@@ -301,6 +301,27 @@ def test_a_job_that_was_asked_to_end_says_why_and_how_to_go_on(reason, words, re
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["interrupted"]) == ("interrupted", reason)
 
 
+def test_a_paused_job_went_well_and_says_how_to_go_on(returned, tmp_path, capsys):
+    returned |= {"interrupted": "pause", "metrics": {"train/loss": 0.5}}
+    cfg = config(objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
+    run_job(cfg, tmp_path / "run")
+    assert (summary_of(tmp_path / "run")["status"], summary_of(tmp_path / "run")["interrupted"]) == ("paused", "pause")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("paused: 20 steps")
+    assert lines[-1].endswith(f"saved at step 20: go on with resume={tmp_path / 'run'}")
+
+
+def test_the_objective_of_a_validation_just_before_a_restart_is_returned(returned, monkeypatch, tmp_path):
+    def run_on_dask(self, packed, stop):
+        self.summarise(SimpleNamespace(step=20, samples=160, metrics={"val/accuracy": 0.75}))
+        return {**returned, "metrics": {}}
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    cfg = config(objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
+    assert run_job(cfg, tmp_path / "run") == 0.75
+    assert summary_of(tmp_path / "run")["metrics"] == {"val/accuracy": 0.75}
+
+
 def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned, tmp_path):
     returned.update(train_s=float("nan"), status="done")
     with pytest.raises(RecordError):
@@ -309,7 +330,9 @@ def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned
     assert (summary["status"], summary["failure"]["kind"], summary["steps"]) == ("failed", "RecordError", 7)
 
 
-@pytest.mark.parametrize(("reason", "status"), [("", STATUS_SUCCESS), ("time_limit", STATUS_UNKNOWN)])
+@pytest.mark.parametrize(
+    ("reason", "status"), [("", STATUS_SUCCESS), ("pause", STATUS_SUCCESS), ("time_limit", STATUS_UNKNOWN)]
+)
 def test_a_job_shows_in_tensorboard_what_it_was_given_and_how_it_ended(reason, status, returned, tmp_path):
     returned["interrupted"] = reason
     with contextlib.suppress(Interrupted):

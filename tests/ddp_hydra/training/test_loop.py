@@ -376,6 +376,50 @@ def test_a_run_whose_time_is_up_makes_one_step_and_saves_it(train):
     assert (run.value["steps"], run.steps_saved, run.value["interrupted"]) == (1, [1], "time_limit")
 
 
+# -- pauses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("val", [5, 0], ids=["validated", "no validation set"])
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_every_epochs": 0}, {"ema_decay": 0.9}, {"epochs": 3}], ids=str)
+def test_a_run_pauses_after_a_validation_with_one_checkpoint_and_goes_on_to_the_same_end(settings, val, train):
+    given = {"val": val, **settings} | ({} if val else {"parts": {"objective": {"metric": "train/loss"}}})
+    whole = train(**given)
+    paused = train(pause_after_validations=1, **given)
+    assert (paused.value["interrupted"], paused.value["steps"], paused.steps_saved) == ("pause", STEPS, [STEPS])
+    assert [step for step, _ in paused.metrics("val/loss")] == ([STEPS] if val else [])
+    resumed = train(resume=paused.last, **given)
+    assert resumed.value["interrupted"] == ""
+    ends = [flat(read(run.last)) | {"best": None} for run in (resumed, whole)]  # the best of those that were saved
+    assert ends[0] == ends[1]
+    assert paused.metrics("lr") + resumed.metrics("lr") == whole.metrics("lr")
+    assert "changed" not in str(resumed.records[0].data["lines"])
+
+
+def test_validations_are_counted_over_the_whole_run(train):
+    first = train(epochs=5, pause_after_validations=1)
+    second = train(epochs=5, pause_after_validations=3, resume=first.last)
+    assert (second.value["interrupted"], second.steps_saved) == ("pause", [2 * STEPS, 3 * STEPS])
+    assert read(second.last)["validations"] == 3
+    again = train(epochs=5, pause_after_validations=3, resume=second.last)
+    assert (again.value["interrupted"], again.value["steps"], again.steps_saved) == ("pause", 3 * STEPS, [])
+    assert same(train(epochs=5, resume=second.last).last, train(epochs=5).last)
+
+
+def test_a_validation_that_was_stopped_does_not_count_for_a_pause(train):
+    stopped = train(stop_at=("validate", STEPS), pause_after_validations=1)
+    assert (stopped.value["interrupted"], read(stopped.last)["validations"]) == ("interrupt", 0)
+    resumed = train(resume=stopped.last, pause_after_validations=1)
+    assert (resumed.value["interrupted"], resumed.value["steps"], resumed.steps_saved) == ("pause", STEPS, [STEPS])
+
+
+@pytest.mark.parametrize(
+    "more", [{"epochs": 2}, {"epochs": 9, "early_stopping_patience": 1, "early_stopping_min_delta": 9}]
+)
+def test_a_run_that_is_at_its_end_does_not_pause(more, train):
+    run = train(pause_after_validations=2, **more)
+    assert (run.value["interrupted"], run.value["steps"]) == ("", 2 * STEPS)
+
+
 # -- losses that are not numbers ---------------------------------------------------------------------------
 
 
