@@ -1,9 +1,10 @@
-"""Let Hydra find the starter's configs behind the project's own."""
+"""Let Hydra find our plugins, and the starter's configs behind the project's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -11,6 +12,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from ddp_hydra.config import project
+
+PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher",)
+"""Classes that Hydra finds by itself, but for those of an editable install: it can't list their packages."""
 
 
 class LayerConfigs(SearchPathPlugin):
@@ -45,6 +49,9 @@ def layered(config_dir: str | None = None) -> Iterator[Path]:
         The first folder of configs, as the main one for Hydra.
     """
     Plugins.instance().register(LayerConfigs)
+    for plugin in PLUGINS:
+        module, _, name = plugin.partition(":")
+        Plugins.instance().register(getattr(import_module(module), name))
     main, *after = config_folders()
     LayerConfigs.before, LayerConfigs.after = (Path(config_dir).absolute(),) if config_dir else (), tuple(after)
     try:

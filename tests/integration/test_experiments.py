@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -73,3 +76,31 @@ def test_imagenet_out_of_shards(client2, project, photos, tmp_path):
     settings = (f"data.index={index}", f"data.val_index={index}", "trainer.log_every_steps=1")
     run = training.train(client2, project, tmp_path / "run", "experiment=imagenet_wids", SMALLER, *settings, *SMALL)
     assert {"train/accuracy", "val/accuracy"} <= names(run)
+
+
+MINE = """\
+_target_: torchvision.transforms.v2.Compose
+transforms:
+  - {_target_: torchvision.transforms.v2.Resize, size: [20, 24]}
+  - {_target_: torchvision.transforms.v2.RandomHorizontalFlip}
+  - {_target_: torchvision.transforms.v2.ToImage}
+"""
+
+
+def test_a_transform_of_torchvision_is_chosen_by_its_name(photos, tmp_path):
+    """In a project of its own, by the installed package alone, as no path leads to the checkout."""
+    config = tmp_path / "conf" / "transform" / "mine.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(MINE)
+    folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images", "data=s3_photos")
+    chosen = [f"transform@data.{split}.transform=mine" for split in ("train", "val")]
+    command = (sys.executable, "-c", "from ddp_hydra.cli.main import entry; entry()")
+    done = subprocess.run(
+        [*command, *folder, *chosen, "cluster=inline", "dry_run=true", "data.batch_size=4"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "x (4, 3, 20, 24) " in done.stdout, done.stderr

@@ -27,7 +27,11 @@ from ddp_hydra.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 CONF = ROOT / "conf"
-OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "hydra")
+NOT_JOBS = ("hydra", "transform")
+"""Folders whose options are of no job: Hydra's own, and those that lie within a data set."""
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name not in NOT_JOBS
+)
 CHOOSE_OTHERS = ("experiment", "debug", "hparams_search")
 """Groups whose options choose options of other groups."""
 
