@@ -15,8 +15,11 @@
     rows             the table of all jobs
     summary_files    sweep.json, sweep.csv, sweep.md
     tables           the content of the last two
+    defaults         fills in what a job has for the keys that only others give
+    seeds            mean and spread of the jobs that differ in their seed only
     live_table       the table on the terminal
-    plot             sweep.png
+    plot             sweep.png, sweep.svg
+    plot_scale       the values of a key on an axis
 
 Hydra imports every plugin when any app starts, so `launcher` imports little.
 """

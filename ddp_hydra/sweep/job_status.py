@@ -19,6 +19,8 @@ def read_status(row: Row, folder: Path, objective: Objective) -> None:
         objective: the metric that jobs are compared by.
     """
     status = _read(folder / "status.json")
+    if not status:  # a job that ends removes the file
+        return
     row.step, row.total_steps = number(status.get("step"), int), number(status.get("total_steps"), int)
     row.epoch, row.epochs = number(status.get("epoch")), number(status.get("epochs"))
     row.workers = number(status.get("world_size"), int) or row.workers
@@ -30,6 +32,8 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> None:
     """Take over the summary of a job that has ended; arguments as for `read_status`."""
     summary = _read(folder / "summary.json")
     row.step = number(summary.get("steps"), int)
+    if summary.get("status") == "done" and row.total_steps is None:  # it ended before its status was ever read
+        row.total_steps = row.step
     row.workers = number(summary.get("world_size"), int) or row.workers
     _take_metrics(row, summary.get("metrics"), objective)
 

@@ -1,4 +1,4 @@
-"""Draw sweep.png: the objective over the swept values."""
+"""Draw sweep.png and sweep.svg: the objective over the swept values."""
 
 from __future__ import annotations
 
@@ -7,46 +7,49 @@ import logging
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra.console.text import plain
 from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.sweep.plot_scale import HUGE, Scale, shown, spans
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
+from ddp_hydra.sweep.seeds import Repeated, is_seed, repeated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 log = logging.getLogger(__name__)
 _JOB, _BEST, _FAILED, _GREY = "#2f6db3", "#f2a900", "#c8372d", "#5c6570"
-_LOG_FROM = 100
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
-_MAX_LINE, _MAX_LETTERS, _MAX_WORDS = 12, 40, 18
+_MAX_LINE, _MAX_LETTERS = 12, 40
 _NEARLY_FULL = 0.75
-_HUGE = 1e30
-"""Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
 _STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
     "axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "axes.axisbelow": True,
     "grid.color": "#e8ebee", "xtick.color": _GREY, "ytick.color": _GREY, "text.color": "#20262d",
-    "text.parse_math": False, "figure.facecolor": "white",
+    "text.parse_math": False, "figure.facecolor": "white", "svg.hashsalt": "ddp_hydra",
 }  # fmt: skip
 
 
-def draw(rows: Sequence[Row], objective: Objective | None, path: Path) -> bool:
+def draw(rows: Sequence[Row], objective: Objective | None, folder: Path) -> bool:
     """Draw the objective over each swept key, and as a map over two of them.
+
+    If the sweep repeats seeds, a line from the mean by one standard deviation up and down shows each config.
+    The same rows give the same files.
 
     Args:
         rows: of a sweep.
         objective: the metric that jobs are compared by.
-        path: of the image.
+        folder: gets sweep.png and sweep.svg.
 
     Returns:
         Whether it was drawn: there are values, and matplotlib is installed.
     """
     keys = list(dict.fromkeys(key for values in swept(rows).values() for key in values))
+    if repeated(rows, objective):
+        keys = [key for key in keys if not is_seed(key)] or keys
     if objective is None or len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
     try:
@@ -57,55 +60,19 @@ def draw(rows: Sequence[Row], objective: Objective | None, path: Path) -> bool:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about letters that the font lacks
         try:
-            write_atomic(path, _png(rows, objective, keys))
+            for kind, content in _images(rows, objective, keys).items():
+                write_atomic(folder / f"sweep.{kind}", content)
             return True
         except Exception as error:  # an error of matplotlib must not end the sweep
             log.warning("there is no picture of the sweep: %s", error)
             return False
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Place the values of one key on an axis: numbers by value, texts side by side.
-
-    Args:
-        name: the key.
-        values: by job number; None if a job has none.
-    """
-
-    name: str
-    values: dict[int, str | None]
-
-    @property
-    def numbers(self) -> dict[int, float]:
-        """Return the numbers by job number; {} if not all values are numbers."""
-        numbers = {job: _number(value) for job, value in self.values.items()}
-        found = {job: number for job, number in numbers.items() if number is not None}
-        return found if len(found) == len(numbers) else {}
-
-    @property
-    def categories(self) -> list[str | None]:
-        """Return all values: numbers in order, texts as they were given."""
-        numbers = self.numbers
-        jobs = sorted(self.values, key=lambda job: numbers.get(job, 0.0))
-        return list(dict.fromkeys(self.values[job] for job in jobs))
-
-    @property
-    def positions(self) -> dict[int, float]:
-        """Return the position on the axis by job number."""
-        places = {value: float(place) for place, value in enumerate(self.categories)}
-        return self.numbers or {job: places[value] for job, value in self.values.items()}
-
-    @property
-    def labels(self) -> list[str]:
-        """Return the labels of the categories."""
-        return ["none" if value is None else _shown(value) for value in self.categories]
-
-
-def _png(rows: Sequence[Row], objective: Objective, keys: list[str]) -> bytes:
+def _images(rows: Sequence[Row], objective: Objective, keys: list[str]) -> dict[str, bytes]:
+    """Return the content of the image files, by the ends of their names."""
     from matplotlib.figure import Figure
 
-    given = swept(rows)
+    given, over_seeds = swept(rows), repeated(rows, objective)
     scales = [Scale(key, {row.number: given[row.number].get(key) for row in rows}) for key in keys]
     has_map = len(scales) == 2 and _is_grid(*scales)
     panels = min(len(scales), _MAX_PANELS) + has_map
@@ -119,50 +86,66 @@ def _png(rows: Sequence[Row], objective: Objective, keys: list[str]) -> bytes:
     for axes, scale in zip(every, scales[:_MAX_PANELS], strict=False):
         if axes is not first:
             axes.sharey(first)
-        _panel(axes, scale, rows, objective)
+        _panel(axes, scale, rows, objective, over_seeds)
     for number, axes in enumerate(every[: panels - has_map]):
         if number % columns == 0:
-            axes.set_ylabel(_shown(objective.metric, 40))
+            axes.set_ylabel(shown(objective.metric, 40))
         else:
             axes.tick_params(labelleft=False)
     if has_map:
-        _map(every[panels - 1], scales, rows, objective)
-    figure.suptitle(_title(rows, objective, len(keys)), fontsize=10, x=0.01, ha="left")
+        _map(every[panels - 1], scales, _one_a_config(rows, over_seeds), objective)
+    figure.suptitle(_title(rows, objective, len(keys), over_seeds), fontsize=10, x=0.01, ha="left")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    png, svg = io.BytesIO(), io.BytesIO()
+    figure.savefig(png, format="png")
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    return {"png": png.getvalue(), "svg": svg.getvalue()}
 
 
-def _title(rows: Sequence[Row], objective: Objective, keys: int) -> str:
-    best = _good(rows, objective)[0]
-    verdict = f"best: job {best.number} with {_shown(objective.metric, 40)} {best.objective:.5g} ({objective.better})"
+def _title(rows: Sequence[Row], objective: Objective, keys: int, over_seeds: Sequence[Repeated]) -> str:
+    best, metric = _good(rows, objective)[0], shown(objective.metric, 40)
+    verdict = f"best: job {best.number} with {metric} {best.objective:.5g} ({objective.better})"
+    if over_seeds and over_seeds[0].mean is not None:
+        first = over_seeds[0]
+        spread = "" if first.sd is None else f" ± {first.sd:.2g}"
+        verdict = f"best mean over seeds: {shown(_words(first), 60)} with {metric} {first.mean:.5g}{spread}"
     if not objective.ranks(rows):
         verdict = f"no best: {'no direction was given' if objective.maximize is None else 'jobs have other data'}"
     omitted = f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else ""
     return f"{describe_counts(rows)}\n{verdict}{omitted}"
 
 
-def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) -> None:
-    """Draw a point for each job, and a line through the best job of each value."""
+def _words(config: Repeated) -> str:
+    return ", ".join(f"{key}={value}" for key, value in config.values.items()) or "the only config"
+
+
+def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, over_seeds: Sequence[Repeated]) -> None:
+    """Draw a point for each job, and a line through the best job or mean of each value."""
     at = scale.positions
     good = _good(rows, objective)
+    means = [(at[one.jobs[0]], one.mean, one.sd) for one in over_seeds if one.mean is not None and _is_drawn(one)]
     bests: dict[float, float] = {}
-    for row in good:
-        bests.setdefault(at[row.number], _value(row))
+    for place, value in [place[:2] for place in means] or [(at[row.number], _value(row)) for row in good]:
+        bests.setdefault(place, value)
     if objective.ranks(rows) and scale.numbers and len(bests) <= _MAX_LINE:
         places = sorted(bests)
         axes.plot(places, [bests[place] for place in places], color=_JOB, alpha=0.35, linewidth=1.2, zorder=1)
     for is_done, label in ((True, "done"), (False, "running or interrupted")):
-        shown = [row for row in good if (row.state == State.done) == is_done]
-        if shown:
+        drawn = [row for row in good if (row.state == State.done) == is_done]
+        if drawn:
             axes.scatter(
-                [at[row.number] for row in shown], [_value(row) for row in shown], s=30, alpha=0.75, linewidth=0.9,
+                [at[row.number] for row in drawn], [_value(row) for row in drawn], s=30, alpha=0.75, linewidth=0.9,
                 color=_JOB if is_done else "white", edgecolor=_JOB, zorder=2, label=label,
             )  # fmt: skip
+    if means:
+        across, up, spreads = zip(*means, strict=True)
+        axes.errorbar(
+            across, up, yerr=[spread or 0.0 for spread in spreads], fmt="_", color="#20262d", markersize=9,
+            elinewidth=1.1, capsize=3, zorder=3, label="mean ± sd over seeds",
+        )  # fmt: skip
     if objective.ranks(rows):
-        _star(axes, at[good[0].number], _value(good[0]), 200)
+        _star(axes, *(means[0][:2] if means else (at[good[0].number], _value(good[0]))), 200)
     failed = [at[row.number] for row in rows if _is_lost(row)]
     if failed:
         bottom = axes.get_xaxis_transform()
@@ -174,7 +157,7 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective) 
     if _log_values(good, objective):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_plainly)
-    axes.set_xlabel(_shown(scale.name, 40))
+    axes.set_xlabel(shown(scale.name, 40))
     _mark(axes, scale)
     axes.tick_params(which="both", length=0)
 
@@ -185,7 +168,7 @@ def _mark(axes: Axes, scale: Scale) -> None:
     if not numbers:
         _mark_texts(axes, scale)
         return
-    is_log = _spans(numbers)
+    is_log = spans(numbers)
     places = [math.log(number) for number in numbers] if is_log else numbers
     margin = 0.08 * (places[-1] - places[0]) or 0.5
     if is_log:
@@ -244,10 +227,23 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
     _mark_texts(axes, across)
     axes.set_yticks(range(len(lines)), up.labels)
     axes.set_ylim(-0.5, len(lines) - 0.5)
-    axes.set_xlabel(_shown(across.name, 40))
-    axes.set_ylabel(_shown(up.name, 40))
+    axes.set_xlabel(shown(across.name, 40))
+    axes.set_ylabel(shown(up.name, 40))
     axes.grid(visible=False)
     axes.tick_params(which="both", length=0)
+
+
+def _one_a_config(rows: Sequence[Row], over_seeds: Sequence[Repeated]) -> list[Row]:
+    """Return one row for each config of a sweep that repeats seeds, with the mean of its jobs; else all rows."""
+    if not over_seeds:
+        return list(rows)
+    of_number = {row.number: row for row in rows}
+    found = []
+    for config in over_seeds:
+        jobs = [of_number[number] for number in config.jobs]
+        chosen = next((row for row in jobs if config.n and row.state == State.done), jobs[0])
+        found.append(replace(chosen, objective=config.mean if _is_drawn(config) else None))
+    return found
 
 
 def _star(axes: Axes, x: float, y: float, size: int) -> None:
@@ -266,7 +262,11 @@ def _good(rows: Sequence[Row], objective: Objective) -> list[Row]:
 
 
 def _has_value(row: Row) -> bool:
-    return row.state != State.failed and row.objective is not None and abs(row.objective) < _HUGE
+    return row.state != State.failed and row.objective is not None and abs(row.objective) < HUGE
+
+
+def _is_drawn(config: Repeated) -> bool:
+    return config.mean is not None and abs(config.mean) < HUGE and (config.sd or 0.0) < HUGE
 
 
 def _is_lost(row: Row) -> bool:
@@ -275,30 +275,13 @@ def _is_lost(row: Row) -> bool:
 
 def _value(row: Row) -> float:
     assert row.objective is not None
-    return row.objective if abs(row.objective) > 1 / _HUGE else 0.0
+    return row.objective if abs(row.objective) > 1 / HUGE else 0.0
 
 
 def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
     """Return whether to use a logarithmic axis: on a linear one, a very high loss would flatten the others."""
-    return objective.maximize is False and _spans([_value(row) for row in rows if _has_value(row)])
-
-
-def _spans(numbers: Sequence[float]) -> bool:
-    return min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM
-
-
-def _number(value: str | None) -> float | None:
-    try:
-        number = float(value or "")
-    except ValueError:
-        return None
-    return number if number == 0 or 1 / _HUGE < abs(number) < _HUGE else None
+    return objective.maximize is False and spans([_value(row) for row in rows if _has_value(row)])
 
 
 def _plainly(value: float, _: Any = None) -> str:
     return f"{value:g}"
-
-
-def _shown(text: str, most: int = _MAX_WORDS) -> str:
-    text = " ".join(plain(text).split()) or "''"
-    return text if len(text) <= most else f"{text[: most - 1]}…"

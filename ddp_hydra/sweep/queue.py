@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.errors import ClusterError, DdpHydraError
-from ddp_hydra.sweep import planned_job
+from ddp_hydra.sweep import defaults, planned_job
 from ddp_hydra.sweep.job_returns import earlier_return
 from ddp_hydra.sweep.planned_job import CachingConfigLoader, JobNumbers, Need, PlannedJob
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import Row, State, typed
 
 AHEAD = 16
 """How many jobs are composed before they can start."""
@@ -36,6 +36,7 @@ class JobQueue:
     Attributes:
         jobs: those for the cluster that is up.
         waiting: those that need another cluster.
+        keys: the keys that some job gives.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class JobQueue:
         self.not_repeated = {State.done} if retry_failed else {State.done, State.failed}
         self.jobs: deque[PlannedJob] = deque()
         self.waiting: deque[PlannedJob] = deque()
+        self.keys = dict.fromkeys(key for row in earlier or () for key in typed(row))
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
@@ -67,12 +69,19 @@ class JobQueue:
         task_overrides = planned_job.without_hydras(overrides)
         number, earlier = self.numbers.assign(task_overrides, wanted)
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
+        self.keys |= dict.fromkeys(typed(job.row))
         if earlier is not None and earlier.state in self.not_repeated:
             job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, planned_job.is_ours(self.config)
             job.result = earlier_return(job)
         else:
             self.jobs.append(job)
         return job
+
+    def fill_started(self, rows: Sequence[Row]) -> None:
+        """Fill in the values that jobs which have started before do not give themselves."""
+        for row in rows:
+            if row.state != State.queued:
+                defaults.fill_from_folder(row, self.keys, self.folder / row.folder)
 
     def first(self, cluster: str | None) -> PlannedJob | None:
         """Return the next job, composed; it stays in the queue.
@@ -103,6 +112,8 @@ class JobQueue:
         """Compose a job; return False if that failed, which is then the job's result."""
         try:
             job.compose(self.loader, self.config, self.own_need, self.folder)
+            with planned_job.hydra_config_of(job.config):
+                defaults.fill(job.row, self.keys, job.config, job.config.hydra.runtime.choices)
             if job.earlier is not None:
                 planned_job.resume(job)
             elif self.is_resumed:

@@ -18,6 +18,8 @@ DATA_KEYS = frozenset(
     }
 )  # fmt: skip
 """Overrides that choose a data set; the other keys of `data` only change how it is read."""
+MODEL_KEYS = frozenset({"model", "model._target_"})
+"""Overrides that choose a model; the other keys of `model` change it."""
 
 
 class State(Enum):
@@ -55,6 +57,7 @@ class Row:
         eta_s: the estimated time until its end, in seconds; None if not known.
         message: why it failed or ended early, in one line.
         value: the return value of the task, if JSON can represent it.
+        filled: from its config, the values of keys that only other jobs give.
     """
 
     number: int
@@ -72,6 +75,7 @@ class Row:
     eta_s: float | None = None
     message: str = ""
     value: object = None
+    filled: dict[str, str] = field(default_factory=dict)
 
     @property
     def shown_state(self) -> str:
@@ -129,23 +133,47 @@ def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
 
 def data_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
     """Return, by job number, the swept keys and values that choose the job's data sets."""
+    return _chosen(rows, DATA_KEYS)
+
+
+def group_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
+    """Return, by job number, the swept keys and values that choose the job's data sets and its model."""
+    return _chosen(rows, DATA_KEYS | MODEL_KEYS)
+
+
+def _chosen(rows: Sequence[Row], keys: frozenset[str]) -> dict[int, tuple[tuple[str, str], ...]]:
     return {
-        number: tuple((key, value) for key, value in values.items() if key in DATA_KEYS)
+        number: tuple((key, value) for key, value in values.items() if key in keys)
         for number, values in swept(rows).items()
     }
 
 
+def typed(row: Row) -> dict[str, str]:
+    """Return the overrides of a job by key."""
+    return dict(_split(override) for override in row.overrides)
+
+
 def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
-    """Return, by job number, the overrides that are not the same in all jobs.
+    """Return, by job number, the keys that some job gives and that have not the same value in all jobs.
 
     Args:
         rows: of a sweep. If there is only one, all its overrides are returned.
     """
-    given = {row.number: dict(_split(override) for override in row.overrides) for row in rows}
+    given = {row.number: typed(row) for row in rows}
     keys = {key: None for values in given.values() for key in values}
     if len(rows) > 1:
-        keys = {key: None for key in keys if len({values.get(key) for values in given.values()}) > 1}
+        given = {row.number: row.filled | given[row.number] for row in rows}
+        keys = {key: None for key in keys if len({_comparable(values.get(key)) for values in given.values()}) > 1}
     return {number: {key: values[key] for key in keys if key in values} for number, values in given.items()}
+
+
+def _comparable(value: str | None) -> object:
+    """Return the number that a value is, so that 0.1 and 1e-1 are the same; else the value."""
+    try:
+        number = float(value or "")
+    except ValueError:
+        return value
+    return number if math.isfinite(number) else value
 
 
 def describe_counts(rows: Iterable[Row]) -> str:

@@ -1,6 +1,7 @@
 """Write the files of a sweep: sweep.json to resume it, sweep.csv and sweep.md to read.
 
-Also write the columns of TensorBoard's HParams tab, once there are curves.
+Also write seeds.csv for a sweep that repeats seeds, and, once there are curves, the columns of TensorBoard's HParams
+tab.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any, NoReturn
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.storage.files import remove_parts, write_atomic, writing
 from ddp_hydra.sweep.rows import Objective, Row, State
-from ddp_hydra.sweep.tables import csv_text, markdown_text
+from ddp_hydra.sweep.seeds import Repeated, repeated
+from ddp_hydra.sweep.tables import csv_text, markdown_text, seeds_csv_text
 
 log = logging.getLogger(__name__)
 _VERSION = 1
@@ -59,9 +61,12 @@ class SummaryFiles:
         try:
             if self._states is None:
                 self._open()
-            self._update("sweep.json", json_text(rows, self.objective), durable=True)
+            over_seeds = repeated(rows, self.objective)
+            self._update("sweep.json", json_text(rows, self.objective, over_seeds), durable=True)
             self._update("sweep.csv", csv_text(rows, self.objective), durable=False)
-            self._update("sweep.md", markdown_text(rows, self.objective), durable=False)
+            self._update("sweep.md", markdown_text(rows, self.objective, over_seeds), durable=False)
+            if over_seeds and self.objective:
+                self._update("seeds.csv", seeds_csv_text(over_seeds, self.objective), durable=False)
             self._update_columns(rows)
             self._states = states
         except RecordError as error:
@@ -107,11 +112,13 @@ class SummaryFiles:
         return list(first | dict.fromkeys(others))
 
 
-def json_text(rows: Iterable[Row], objective: Objective | None) -> str:
-    """Return the content of sweep.json: one line per job."""
+def json_text(rows: Iterable[Row], objective: Objective | None, over_seeds: Sequence[Repeated] = ()) -> str:
+    """Return the content of sweep.json: one line per job, and one per config of a sweep that repeats seeds."""
     lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(Row)}) for row in rows)
     head = f'"version": {_VERSION}, "objective": {_strict(vars(objective) if objective else None)}'
-    return f'{{{head}, "jobs": [\n{lines}\n]}}\n'
+    configs = ",\n".join(_strict(vars(entry)) for entry in over_seeds)
+    rest = f', "seeds": [\n{configs}\n]' if over_seeds else ""
+    return f'{{{head}, "jobs": [\n{lines}\n]{rest}}}\n'
 
 
 def read(folder: Path) -> list[Row]:
@@ -173,6 +180,7 @@ _KINDS = {
     "number": "count", "overrides": "texts", "folder": "text", "state": "state", "objective": "number?",
     "metrics": "metrics", "step": "count?", "total_steps": "count?", "epoch": "number?", "epochs": "number?",
     "workers": "count", "wall_s": "number", "eta_s": "number?", "message": "text", "value": "returned",
+    "filled": "table",
 }  # fmt: skip
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "count": ("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
@@ -183,6 +191,10 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "metrics": (
         "a table of numbers",
         lambda value: isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values()),
+    ),
+    "table": (
+        "a table of texts",
+        lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
     ),
     "returned": ("a number, a text, or a list of such", _is_returned),
 }

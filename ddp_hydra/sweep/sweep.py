@@ -113,7 +113,10 @@ class Sweep:
         Raises:
             Interrupted: the user ended the sweep.
         """
+        known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
+        if len(self.queue.keys) > known:
+            self.queue.fill_started(self.rows)
         replaced = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
         try:
@@ -253,7 +256,7 @@ class Sweep:
     def start_plot(self) -> None:
         """Draw the plot in a process, so that nothing waits for it."""
         self.finish_plot()
-        work = partial(draw, self.rows, self.objective, self.folder / "sweep.png")
+        work = partial(draw, self.rows, self.objective, self.folder)
         self.plot = ForkedProcess(lambda pipe: work(), fds_to_close=[self.lock])
 
     def finish_plot(self) -> None:

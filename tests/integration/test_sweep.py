@@ -196,6 +196,20 @@ def test_a_folder_with_other_jobs_is_not_written_over(cli):
     assert states(cli.folder / "sweep") == ["done"] * 4, "what is not part of it this time stays in the table"
 
 
+def test_jobs_that_leave_a_key_out_are_shown_with_its_default(cli):
+    here = ("-m", *TINY[:2], "trainer.epochs=1", "cluster=inline", "hydra.sweep.dir=sweep")
+    cli.done(*here, "optimizer.lr=0.1,0.05")
+    cli.done(*here, "seed=1")
+    folder = cli.folder / "sweep"
+    found = rows(folder)
+    assert [found[number]["filled"] for number in range(3)] == [{"seed": "0"}, {"seed": "0"}, {"optimizer.lr": "0.05"}]
+    with (folder / "sweep.csv").open(newline="") as file:
+        table = {row["number"]: (row["optimizer.lr"], row["seed"]) for row in csv.DictReader(file)}
+    assert table == {"0": ("0.1", "0"), "1": ("0.05", "0"), "2": ("0.05", "1")}
+    over_seeds = json.loads((folder / "sweep.json").read_text())["seeds"]
+    assert {entry["values"]["optimizer.lr"]: entry["n"] for entry in over_seeds} == {"0.05": 2, "0.1": 1}
+
+
 @pytest.mark.slow
 def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, nothing_left):
     remote = ["cluster=remote", f"cluster.address={client4.scheduler.address}", *SWEEP[1:4], "dispatch.ranks=2"]

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ddp_hydra.sweep import plot
-from ddp_hydra.sweep.plot import Scale, draw
+from ddp_hydra.sweep.plot import draw
+from ddp_hydra.sweep.plot_scale import Scale, shown
 from ddp_hydra.sweep.rows import Objective, Row, State, swept
 
 ACCURACY = Objective("val/accuracy", maximize=True)
@@ -38,7 +40,8 @@ def shapes(monkeypatch) -> list[Any]:
 
     def save(figure: Figure, *args: Any, **kwargs: Any) -> None:
         savefig(figure, *args, **kwargs | {"dpi": 20})
-        figures.append(figure)
+        if kwargs["format"] == "png":
+            figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", save)
     return figures
@@ -52,7 +55,7 @@ def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.01, 0.1], size=[16, 32])
     rows[5].state = State.failed
-    assert draw(rows, ACCURACY, tmp_path / "sweep.png")
+    assert draw(rows, ACCURACY, tmp_path)
     with Image.open(tmp_path / "sweep.png") as image:
         assert image.format == "PNG"
         assert image.width > 200
@@ -73,13 +76,42 @@ def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
     )
 
 
+def test_the_same_rows_give_the_same_files_without_a_date(tmp_path):
+    rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.1], size=[16, 32])
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        assert draw(rows, ACCURACY, folder)
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert first == second
+    assert set(first) == {"sweep.png", "sweep.svg"}
+    assert first["sweep.svg"].startswith(b"<?xml")
+    assert b"dc:date" not in first["sweep.svg"]
+
+
+def test_seeds_are_no_axis_but_a_mean_and_a_spread(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    rows = grid(lambda lr, seed: 0.5 + lr / 10 + (0.3 if (lr, seed) == (1, 0) else 0.0), lr=[1, 2, 3], seed=[0, 1])
+    assert draw(rows, ACCURACY, tmp_path)
+    (axes,) = figures[0].axes
+    assert axes.get_xlabel() == "lr"
+    assert points(axes)["the best"] == [[3.0, pytest.approx(0.8)]], "by the mean, not by the lucky job 0"
+    assert figures[0].get_suptitle().splitlines()[1].startswith("best mean over seeds: lr=3 with val/accuracy 0.8")
+    (means,) = axes.containers
+    assert [bar.tolist()[0][0] for bar in means.lines[2][0].get_segments()] == [3.0, 1.0, 2.0]
+    assert draw([replace(row, state=State.failed) if row.number % 2 else row for row in rows], ACCURACY, tmp_path)
+    assert draw(rows, Objective("m", None), tmp_path)
+    assert "the best" not in points(figures[2].axes[0])
+    assert figures[2].get_suptitle().endswith("no best: no direction was given")
+
+
 def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: lr - size, lr=[1, 2, 3], size=[1, 2])
-    assert draw(rows, Objective("value", maximize=None), tmp_path / "sweep.png")
+    assert draw(rows, Objective("value", maximize=None), tmp_path)
     assert all("the best" not in points(axes) for axes in figures[0].axes[:3])
     assert figures[0].get_suptitle() == "6 jobs: 6 done\nno best: no direction was given"
-    assert draw(grid(lambda lr, data: lr, lr=[1, 2], data=[1, 2]), LOSS, tmp_path / "sweep.png")
+    assert draw(grid(lambda lr, data: lr, lr=[1, 2], data=[1, 2]), LOSS, tmp_path)
     assert figures[1].get_suptitle() == "4 jobs: 4 done\nno best: jobs have other data"
 
 
@@ -87,7 +119,7 @@ def test_texts_are_side_by_side(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda model: len(model), model=["lstm", "gru", "resnet18"])
     rows.append(Row(3, [], "3", State.interrupted, 1.0))
-    assert draw(rows, LOSS, tmp_path / "sweep.png")
+    assert draw(rows, LOSS, tmp_path)
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["lstm", "gru", "resnet18", "none"]
     assert points(axes)["running or interrupted"] == [[3.0, 1.0]]
@@ -99,21 +131,21 @@ def test_texts_are_side_by_side(tmp_path, monkeypatch):
 )
 def test_a_loss_that_went_far_up_leaves_the_others_apart(tmp_path, monkeypatch, objective, scale):
     figures = shapes(monkeypatch)
-    assert draw(grid(lambda lr, _: 10**lr, lr=[0, 1, 2], x=[1, 2]), objective, tmp_path / "sweep.png")
+    assert draw(grid(lambda lr, _: 10**lr, lr=[0, 1, 2], x=[1, 2]), objective, tmp_path)
     assert [axes.get_yscale() for axes in figures[0].axes[:2]] == [scale, scale]
 
 
 def test_no_map_where_pairs_are_missing(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = [Row(n, [f"a={n}", f"b={n * 7 % 10}"], "", State.done, n / 10) for n in range(10)]
-    assert draw(rows, ACCURACY, tmp_path / "sweep.png")
+    assert draw(rows, ACCURACY, tmp_path)
     assert len(figures[0].axes) == 2
 
 
 def test_many_keys_are_cut_short(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = [Row(n, [f"key{k}={n}" for k in range(20)], "", State.done, 0.5) for n in range(2)]
-    assert draw(rows, ACCURACY, tmp_path / "sweep.png")
+    assert draw(rows, ACCURACY, tmp_path)
     assert len(figures[0].axes) == 12
     assert figures[0].get_suptitle().endswith("the first 12 of 20 keys")
 
@@ -122,7 +154,7 @@ def test_many_keys_are_cut_short(tmp_path, monkeypatch):
 @pytest.mark.parametrize("objective", [ACCURACY, LOSS])
 def test_an_objective_that_is_not_finite_is_no_best(tmp_path, monkeypatch, odd, objective):
     figures = shapes(monkeypatch)
-    assert draw(grid(lambda a: odd if a == 2 else a, a=[1, 2, 3]), objective, tmp_path / "sweep.png")
+    assert draw(grid(lambda a: odd if a == 2 else a, a=[1, 2, 3]), objective, tmp_path)
     assert points(figures[0].axes[0])["failed"][0][0] == 2.0
     assert "nan" not in figures[0].get_suptitle()
     assert "inf" not in figures[0].get_suptitle()
@@ -141,25 +173,25 @@ def test_an_objective_that_is_not_finite_is_no_best(tmp_path, monkeypatch, odd, 
     ids=["no jobs", "one job", "nothing swept", "no objective", "no values", "nan"],
 )
 def test_there_may_be_nothing_to_draw(tmp_path, rows, objective):
-    assert not draw(rows, objective, tmp_path / "sweep.png")
+    assert not draw(rows, objective, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_it_says_what_to_type(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "sweep.png")
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path)
     assert len(caplog.messages) == 1
     assert "pip install 'ddp-hydra[plot]'" in caplog.text
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
-    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "none" / "sweep.png")
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "none")
     assert "there is no picture of the sweep: cannot write" in caplog.text
 
 
 def test_a_picture_that_fails_ends_no_sweep(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(plot, "_png", lambda *_: 1 / 0)
-    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "sweep.png")
+    monkeypatch.setattr(plot, "_images", lambda *_: 1 / 0)
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path)
     assert "there is no picture of the sweep: division by zero" in caplog.text
 
 
@@ -175,7 +207,7 @@ values = st.text(max_size=20) | st.floats().map(str) | st.sampled_from(["$x$", "
 @settings(deadline=None, max_examples=max(5, settings().max_examples // 3))
 @given(st.data())
 def test_any_values_can_be_drawn(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("picture") / "sweep.png"
+    folder = tmp_path_factory.mktemp("picture")
     numbers = st.none() | st.floats()
     rows = [
         Row(number, [f"a={data.draw(values)}", f"$b={data.draw(values)}"], "", data.draw(st.sampled_from(State)), value)
@@ -186,7 +218,11 @@ def test_any_values_can_be_drawn(tmp_path_factory, data):
     has_values = any(
         row.state != State.failed and abs(math.inf if row.objective is None else row.objective) < 1e30 for row in rows
     )
-    assert draw(rows, objective, path) == path.exists() == (len(rows) > 1 and bool(keys) and has_values)
+    assert (
+        draw(rows, objective, folder)
+        == (folder / "sweep.png").exists()
+        == (len(rows) > 1 and bool(keys) and has_values)
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,4 +238,4 @@ def test_numbers_lie_where_they_are_and_texts_side_by_side(given, positions, lab
     scale = Scale("a", dict(enumerate(given)))
     assert list(scale.positions.values()) == positions
     assert scale.labels == labels
-    assert plot._shown("key") == "key"
+    assert shown("key") == "key"

@@ -34,11 +34,11 @@ def done(number: int, objective: float, *overrides: str, **changes: Any) -> Row:
 
 
 ROWS = [
-    done(0, 0.5, "optimizer.lr=0.1", "model=a", "seed=1", wall_s=61.25, workers=2),
-    done(1, 0.75, "optimizer.lr=0.01", "model=a", "seed=1", wall_s=3725.0, total_steps=100),
-    job(2, "optimizer.lr=9", "model=a|b", "seed=1", state=State.failed, step=3, message="no\n*sense* | at <all>"),
-    job(3, "optimizer.lr=1", "model=a", "seed=1", state=State.running, step=5, total_steps=100, workers=1),
-    job(4, "optimizer.lr=2", "model=a", "seed=1"),
+    done(0, 0.5, "optimizer.lr=0.1", "loss=a", "seed=1", wall_s=61.25, workers=2),
+    done(1, 0.75, "optimizer.lr=0.01", "loss=a", "seed=1", wall_s=3725.0, total_steps=100),
+    job(2, "optimizer.lr=9", "loss=a|b", "seed=1", state=State.failed, step=3, message="no\n*sense* | at <all>"),
+    job(3, "optimizer.lr=1", "loss=a", "seed=1", state=State.running, step=5, total_steps=100, workers=1),
+    job(4, "optimizer.lr=2", "loss=a", "seed=1"),
 ]
 
 
@@ -82,6 +82,7 @@ rows = st.builds(
     eta_s=st.none() | numbers,
     message=texts,
     value=returned,
+    filled=st.dictionaries(texts, texts, max_size=2),
 )
 
 
@@ -90,7 +91,7 @@ def test_what_was_written_is_read(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("sweep")
     SummaryFiles(folder, ACCURACY).write(rows)
     assert read(folder) == rows
-    assert {path.name for path in folder.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
+    assert {path.name for path in folder.iterdir()} - {"seeds.csv"} == {"sweep.json", "sweep.csv", "sweep.md"}
 
 
 def test_no_file_no_jobs(tmp_path):
@@ -136,6 +137,7 @@ GOOD = json.loads(json_text([done(0, 0.5)], ACCURACY))
         ({"wall_s": None}, "wall_s of job 0 in it is None, not a number"),
         ({"wall_s": False}, "wall_s of job 0"),
         ({"message": None}, "message of job 0"),
+        ({"filled": {"a": 1}}, "filled of job 0 in it is {'a': 1}, not a table of texts"),
         ({"value": {"a": 1}}, "value of job 0 in it is {'a': 1}, not a number, a text, or a list of such"),
     ],
 )
@@ -189,7 +191,7 @@ def test_what_a_newer_version_adds_does_not_matter(tmp_path):
 def test_the_csv_has_a_line_a_job_best_first():
     assert table(csv_text(ROWS, ACCURACY)) == [
         [
-            "number", "state", "optimizer.lr", "model", "val/accuracy", "train/loss", "steps", "workers", "wall_s",
+            "number", "state", "optimizer.lr", "loss", "val/accuracy", "train/loss", "steps", "workers", "wall_s",
             "folder", "message",
         ],
         ["1", "done", "0.01", "a", "0.75", "0.25", "100", "0", "3725.0", "multirun/1", ""],
@@ -218,7 +220,8 @@ def test_each_job_is_one_line_of_each_table(rows, objective):
     assert len(text.splitlines()) == len(rows) + 1
     assert len({len(line) for line in table(text)}) == 1
     markdown = markdown_text(rows, objective)
-    assert len([line for line in markdown.split("\n") if line.startswith("|")]) == len(rows) + 2
+    lines = [line for line in markdown.split("\n") if line.startswith("|")]
+    assert len(lines) == len(rows) + 2 * sum(line.startswith("| --: | :-- |") for line in lines)
     markdown.encode(), text.encode()
 
 
@@ -231,7 +234,7 @@ def test_the_markdown_is_a_table_best_first():
         "# Sweep of 5 jobs: 2 done, 1 failed, 1 running, 1 queued\n\nBest first by val/accuracy: higher"
     )
     assert cells(text) == [
-        ["job", "state", "optimizer.lr", "model", "val/accuracy", "steps", "time", "message"],
+        ["job", "state", "optimizer.lr", "loss", "val/accuracy", "steps", "time", "message"],
         ["1", "done", "0.01", "a", "0.75", "100/100", "1:02:05", ""],
         ["0", "done", "0.1", "a", "0.5", "100", "0:01:01", ""],
         ["3", "running", "1", "a", "", "5/100", "", ""],
@@ -250,11 +253,63 @@ def test_without_a_direction_no_job_is_called_better():
 
 
 def test_each_data_set_has_a_best_of_its_own():
-    rows = [done(n, n / 10, f"data={'ab'[n % 2]}", f"seed={n}") for n in range(4)]
+    rows = [done(n, n / 10, f"data={'ab'[n % 2]}", f"lr={n}") for n in range(4)]
     text = markdown_text(rows, ACCURACY)
     assert "\nGrouped by data set, the best first in each group by val/accuracy: higher is better.\n" in text
-    assert [line[0] for line in cells(text)[1:]] == ["2", "0", "3", "1"]
+    assert re.findall("## (.*)", text) == ["data=a", "data=b"]
+    first, second = text.split("## data=b")
+    assert [line[0] for line in cells(first)] == ["job", "2", "0"]
+    assert [line[0] for line in cells(second)] == ["job", "3", "1"]
+    assert cells(first)[0] == ["job", "state", "lr", "val/accuracy", "steps", "time", "message"]
     assert re.findall(r"\*\*(.*?)\*\*", text) == ["0.2", "0.3"]
+
+
+def test_each_model_has_a_table_and_it_is_said_which_is_the_best_of_all():
+    rows = [done(n, n / 10, f"model={'ab'[n % 2]}", f"lr={n}") for n in range(4)]
+    rows.append(done(4, 0.05, "lr=4", filled={"model": "b"}))
+    text = markdown_text(rows, ACCURACY)
+    assert (
+        "\nGrouped by model, the best first in each group by val/accuracy: higher is better. "
+        "The best of all is job 3 with model=b.\n" in text
+    )
+    first, second = text.split("## model=a")
+    assert [line[0] for line in cells(first)] == ["job", "3", "1", "4"]
+    assert [line[0] for line in cells(second)] == ["job", "2", "0"]
+    both = [done(0, 0.1, "model=a", "data=x"), done(1, 0.2, "model=b", "data=y")]
+    assert "Grouped by data set and model, the best" in markdown_text(both, ACCURACY)
+    assert "best of all" not in markdown_text(both, ACCURACY)
+    assert "best of all" not in markdown_text(rows, Objective("val/accuracy", None))
+
+
+SEEDS = [
+    done(2 * n + seed, value, f"lr={lr}", f"seed={seed}")
+    for n, lr, values in ((0, "0.1", (0.5, 0.7)), (1, "0.01", (0.9, 0.8)))
+    for seed, value in enumerate(values)
+]
+
+
+def test_a_sweep_that_repeats_seeds_has_a_table_of_means(tmp_path):
+    SummaryFiles(tmp_path, ACCURACY).write([*SEEDS, job(4, "lr=1", "seed=0"), job(5, "lr=1", "seed=1")])
+    page = (tmp_path / "sweep.md").read_text()
+    head, _, jobs = page.partition("## Jobs")
+    assert cells(head) == [
+        ["lr", "val/accuracy, mean ± sd", "best", "worst", "n", "jobs"],
+        ["0.01", "0.85 ± 0.071", "0.9", "0.8", "2", "2, 3"],
+        ["0.1", "0.6 ± 0.14", "0.7", "0.5", "2", "0, 1"],
+        ["1", "", "", "", "0 of 2", "4, 5"],
+    ]
+    assert [line[0] for line in cells(jobs)] == ["job", "2", "3", "1", "0", "4", "5"]
+    lines = table((tmp_path / "seeds.csv").read_text())
+    metric = "val/accuracy"
+    assert lines[0] == ["lr", f"{metric} mean", f"{metric} sd", f"{metric} best", f"{metric} worst", "n", "jobs"]
+    assert [line[0] for line in lines[1:]] == ["0.01", "0.1", "1"]
+    assert float(lines[1][2]) == pytest.approx(0.05 * 2**0.5)
+    first = json.loads((tmp_path / "sweep.json").read_text())["seeds"][0]
+    assert first == {
+        "values": {"lr": "0.01"}, "jobs": [2, 3], "n": 2, "mean": pytest.approx(0.85),
+        "sd": pytest.approx(0.05 * 2**0.5), "best": 0.9, "worst": 0.8,
+    }  # fmt: skip
+    assert len(read(tmp_path)) == 6
 
 
 @given(st.text(st.sampled_from("|\\`*_[]<>&~$#!a1 \n-=.:;()'\"")))
