@@ -28,7 +28,7 @@ setup(
     ],
     package_dir={f"ddp_hydra.starter.{name}": name for name in STARTER},
     package_data={
-        "ddp_hydra": ["py.typed", "__init__.pyi", "cli/template/**"],
+        "ddp_hydra": ["py.typed", "__init__.pyi", "cli/template/**", "tensorboard/page/*"],
         **{f"ddp_hydra.starter.{name}": ["**/*.yaml", "**/*.py"] for name in STARTER},
     },
     long_description=readme(),

@@ -23,6 +23,7 @@ class Ended:
         steps_done: number of optimizer steps that were done before.
         failure: the root cause.
         wall_s: how many seconds it took.
+        started: when it began, in seconds since 1970.
     """
 
     attempt: int
@@ -30,6 +31,7 @@ class Ended:
     steps_done: int
     failure: Failure
     wall_s: float = 0.0
+    started: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
@@ -37,6 +39,7 @@ class Ended:
             "attempt": self.attempt,
             "world_size": self.world_size,
             "steps_done": self.steps_done,
+            "started": self.started,
             "wall_s": self.wall_s,
             "failure": self.failure.as_dict(),
         }

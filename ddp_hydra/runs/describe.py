@@ -13,6 +13,8 @@ from ddp_hydra.runs.run_files import RunFiles, json_object, yaml_value
 
 MOST_TEXT = 500
 """Longer texts of a run are cut."""
+MOST_ATTEMPTS = 50
+"""At most so many attempts and checkpoints are shown."""
 _LATEST = 4e9
 """Later times, in seconds since 1970, are no times of a run."""
 
@@ -40,6 +42,12 @@ class Row:
         overrides: as typed.
         project: sha256 of its code.
         message: why it failed.
+        ranks: how many there are.
+        restarts: how many attempts its newest process began after the first one.
+        attempts: of each attempt that failed, when it began and how long it took, in seconds, how it failed, on which
+            rank and in which step.
+        train_s: how long the last attempt has trained, in seconds.
+        wait_s: for how much of `train_s` a rank has waited for data, in seconds.
     """
 
     run: str
@@ -60,6 +68,11 @@ class Row:
     overrides: list[str] = field(default_factory=list)
     project: str = ""
     message: str = ""
+    ranks: int | None = None
+    restarts: int = 0
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    train_s: float | None = None
+    wait_s: float | None = None
 
 
 def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any]) -> Row:
@@ -79,7 +92,7 @@ def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     config_tags = config.get("tags") if isinstance(config, dict) else None
     metrics = numbers(newest.get("metrics"))
-    failure = summary.get("failure")
+    failure, waited = summary.get("failure"), summary.get("data")
     return Row(
         run=files.place,
         started=_time(summary.get("started")) or _time(status.get("started")),
@@ -98,7 +111,36 @@ def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any
         overrides=texts(typed),
         project=text(summary.get("project") or status.get("project")),
         message=text(failure.get("message")) if isinstance(failure, dict) else "",
+        ranks=_count(newest.get("world_size")),
+        restarts=_count(summary.get("restarts")) or 0,
+        attempts=failed_attempts(summary.get("attempts", status.get("attempts"))),
+        train_s=number(summary.get("train_s")),
+        wait_s=number(waited.get("wait_s")) if isinstance(waited, dict) else None,
     )
+
+
+def failed_attempts(found: object) -> list[dict[str, Any]]:
+    """Return what a row says of the attempts that failed, from the entries of summary.json."""
+    short = []
+    for one in tables(found):
+        failure = one.get("failure")
+        failure = failure if isinstance(failure, dict) else {}
+        short.append(
+            {
+                "attempt": _count(one.get("attempt")),
+                "started": _time(one.get("started")),
+                "wall_s": number(one.get("wall_s")),
+                "kind": text(failure.get("kind")),
+                "rank": _count(failure.get("rank")),
+                "step": _count(failure.get("step")),
+            }
+        )
+    return short
+
+
+def tables(found: object) -> list[dict[str, Any]]:
+    """Return the first tables in a list; [] for anything else."""
+    return [one for one in found if isinstance(one, dict)][:MOST_ATTEMPTS] if isinstance(found, list) else []
 
 
 def choices(content: bytes) -> dict[str, str]:

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.runs import disk, status
-from ddp_hydra.runs.describe import Row, newest_of, number, read_both, row_of, text
+from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, newest_of, number, read_both, row_of, tables, text
 from ddp_hydra.runs.find import local_rows
 from ddp_hydra.runs.find_stored import row as stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRun, json_object, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME
 
 _LAST_BYTES = 2**16
-ATTEMPTS = 50
-"""At most so many attempts and checkpoints are shown."""
 
 
 def of(files: RunFiles) -> dict[str, Any]:
@@ -25,7 +23,6 @@ def of(files: RunFiles) -> dict[str, Any]:
         ConfigError: a store does not answer.
     """
     summary, now = read_both(files)
-    attempts = summary.get("attempts", now.get("attempts"))
     failure = summary.get("failure")
     return {
         **vars(row(files)),
@@ -34,7 +31,7 @@ def of(files: RunFiles) -> dict[str, Any]:
         "restarts": summary.get("restarts") or 0,
         "steps_lost": summary.get("steps_lost") or 0,
         "samples_per_s": number(summary.get("samples_per_s")),
-        "attempts": [one for one in attempts if isinstance(one, dict)][:ATTEMPTS] if isinstance(attempts, list) else [],
+        "attempts": tables(summary.get("attempts", now.get("attempts"))),
         "failure": failure if isinstance(failure, dict) else None,
         "checkpoints": checkpoints(files),
         "bytes": disk.by_kind(files.sizes()),
@@ -71,7 +68,7 @@ def checkpoints(files: RunFiles) -> dict[str, Any]:
         return {}
     return {
         text(name): {"step": number(entry.get("step")), "bytes": number(entry.get("size"))}
-        for name, entry in list(entries.items())[-ATTEMPTS:]
+        for name, entry in list(entries.items())[-MOST_ATTEMPTS:]
         if isinstance(entry, dict)
     }
 

@@ -49,9 +49,15 @@ def rows(roots: list[str], cached: bool = True) -> list[Row]:
     return list(found.values())
 
 
-def local_rows(root: str, cached: bool = True) -> Iterator[Row]:
-    """Yield the row of each run below a folder; arguments as for `rows`."""
-    index = Index(root) if cached else None
+def local_rows(root: str, cached: bool = True, index: Index | None = None) -> Iterator[Row]:
+    """Yield the row of each run below a folder.
+
+    Args:
+        root: the folder.
+        cached: whether to use the index, and to keep it up to date.
+        index: the one to use in place of the folder's own.
+    """
+    index = index or (Index(root) if cached else None)
     earlier = index.read() if index else {}
     kept: dict[str, tuple[Stamp, Row]] = {}
     sweeps: dict[str, SweepJobs] = {}

@@ -52,17 +52,21 @@ class LocalRun:
     def read(self, name: str, last_bytes: int = 0) -> bytes:
         """Return the content of a file; see `RunFiles`."""
         try:
-            handle = os.open(f"{self.place}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            handle = open_below(self.place, name)
         except (OSError, ValueError):
             return b""
-        with open(handle, "rb", closefd=True) as file, contextlib.suppress(OSError):  # noqa: PTH123
+        try:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or (found.st_size > MOST_BYTES and not last_bytes):
                 return b""
-            if last_bytes:
-                file.seek(max(0, found.st_size - last_bytes))
-            return file.read(last_bytes or MOST_BYTES)
-        return b""
+            with open(handle, "rb", closefd=False) as file:
+                if last_bytes:
+                    file.seek(max(0, found.st_size - last_bytes))
+                return file.read(last_bytes or MOST_BYTES)
+        except OSError:
+            return b""
+        finally:
+            os.close(handle)
 
     def sizes(self, without: Collection[str] = ()) -> dict[str, int]:
         """Return the size of each file; see `RunFiles`. Links are not followed, and have size 0.
@@ -83,6 +87,30 @@ class LocalRun:
                     found[os.path.relpath(path, self.place)] = status.st_size if counts else 0
                     seen.add(inode)
         return found
+
+
+def open_below(folder: str, name: str) -> int:
+    """Open a file below a folder to read it, and return its descriptor. No link below the folder is followed.
+
+    Raises:
+        OSError: there is no such file, or it is behind a link.
+        ValueError: the name is none.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    *inner, last = name.split("/")
+    if not inner:
+        return os.open(f"{folder}/{last}", flags)
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    for one in inner:
+        try:
+            below = os.open(one, flags | os.O_DIRECTORY, dir_fd=at)
+        finally:
+            os.close(at)
+        at = below
+    try:
+        return os.open(last, flags, dir_fd=at)
+    finally:
+        os.close(at)
 
 
 class StoredRun:

@@ -109,6 +109,7 @@ def failed_attempts(status: dict[str, Any]) -> list[dict[str, Any]]:
             "attempt": number,
             "world_size": status.get("world_size") or None,
             "steps_done": step,
+            "started": status.get("started") or 0.0,
             "wall_s": max(0.0, (status.get("time") or 0.0) - (status.get("started") or 0.0)),
             "failure": {**failure, "message": message, "place": "", "traceback": ""},
         },

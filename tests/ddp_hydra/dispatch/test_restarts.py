@@ -85,12 +85,15 @@ def test_words_do_make_another_failure():
 
 
 def test_an_attempt_is_told_in_plain_fields():
-    shown = json.loads(json.dumps(Ended(2, 4, 19, Failure("hung", 1, "h", "m", step=20, attempt=2), 3.5).as_dict()))
+    shown = json.loads(
+        json.dumps(Ended(2, 4, 19, Failure("hung", 1, "h", "m", step=20, attempt=2), 3.5, 1.79e9).as_dict())
+    )
     assert shown["failure"]["kind"] == "hung"
     assert {name: shown[name] for name in shown.keys() - {"failure"}} == {
         "attempt": 2,
         "world_size": 4,
         "steps_done": 19,
+        "started": 1.79e9,
         "wall_s": 3.5,
     }
 

@@ -1,0 +1,9 @@
+"""Add the tab *Runs* to TensorBoard: all runs and sweeps below its log directory.
+
+    plugin      what TensorBoard loads: the addresses and their answers
+    run_list    all runs, which of them have changed, and which a filter takes
+    run_details one run, the tail of a log, and the comparison of runs
+    page/       the page: modules and a style sheet, as the browser gets them
+
+Nothing is written. A request names a run by an id, never a file by its path.
+"""

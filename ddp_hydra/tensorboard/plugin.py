@@ -1,0 +1,184 @@
+"""The plugin that TensorBoard loads by the entry point `tensorboard_plugins`.
+
+TensorBoard imports this module each time it starts, so it imports what lists runs only where it is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorboard.backend import http_util
+from tensorboard.plugins import base_plugin
+from werkzeug import wrappers
+
+if TYPE_CHECKING:
+    from ddp_hydra.tensorboard.run_list import RunList
+
+NAME = "ddp_hydra"
+TYPES = {".js": "text/javascript", ".css": "text/css"}
+POLICY = "default-src 'none'; frame-ancestors 'none'"
+HEADERS = [
+    ("Content-Security-Policy", POLICY),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Referrer-Policy", "no-referrer"),
+]
+MOST_COMPARED = 8
+LOOK_S = 0.5
+"""TensorBoard waits so long at most for the answer whether there are runs."""
+LOOK_AGAIN_S = 5.0
+App = Callable[..., Any]
+
+
+class BadRequestError(ValueError):
+    """A request asks for what the page never asks for."""
+
+
+class RunsPlugin(base_plugin.TBPlugin):
+    """The tab *Runs*.
+
+    Args:
+        context: of TensorBoard.
+    """
+
+    plugin_name = NAME
+
+    def __init__(self, context: base_plugin.TBContext) -> None:
+        super().__init__(context)
+        self.roots = roots_of(context.logdir, getattr(context.flags, "logdir_spec", None))
+        self._has_runs = False
+        self._looking: threading.Thread | None = None
+        self._looked = 0.0
+
+    @functools.cached_property
+    def runs(self) -> RunList:
+        """Return the list of runs."""
+        from ddp_hydra.tensorboard.run_list import RunList
+
+        return RunList(self.roots)
+
+    def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """Return the name of the tab and the module that draws it. It refreshes by itself."""
+        return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Runs", disable_reload=True)
+
+    def is_active(self) -> bool:
+        """Return whether there is a run. TensorBoard asks often, so it never waits long, nor fails."""
+        if not self._has_runs and self.roots:
+            if self._looking is None and (not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S):
+                self._looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
+                self._looking.start()
+            if (looking := self._looking) is not None:
+                looking.join(LOOK_S)
+        return self._has_runs
+
+    def _look(self) -> None:
+        from ddp_hydra.errors import ConfigError
+        from ddp_hydra.runs import find, find_stored
+        from ddp_hydra.storage import results_root
+
+        try:
+            for root in self.roots.values():
+                found = find_stored.runs(root) if results_root.is_url(root) else find.run_dirs(root)
+                if next(iter(found), None) is not None:
+                    self._has_runs = True
+                    return
+        except (ConfigError, OSError):  # TensorBoard has its own sentence for a store that does not answer
+            pass
+        finally:
+            self._looked, self._looking = time.monotonic(), None
+
+    def get_plugin_apps(self) -> dict[str, App]:
+        """Return the answer to each address: the files of the page, and JSON."""
+        answers = {"/runs": self._runs, "/run": self._run, "/log": self._log, "/diff": self._diff}
+        apps: dict[str, App] = {route: _json_app(answer) for route, answer in answers.items()}
+        for file in resources.files(__package__).joinpath("page").iterdir():
+            if (kind := TYPES.get(Path(file.name).suffix)) is not None:
+                apps[f"/{file.name}"] = _file_app(file.read_bytes(), kind)
+        return apps
+
+    def _runs(self, request: wrappers.Request) -> Mapping[str, Any]:
+        args = request.args
+        return self.runs.changes(args.get("instance", ""), _count(args.get("since", "0")), args.get("filter", ""))
+
+    def _run(self, request: wrappers.Request) -> Mapping[str, Any]:
+        from ddp_hydra.tensorboard import run_details
+
+        key = request.args.get("id", "")
+        return {**run_details.of_run(self.runs.files(key)), "id": key, "name": self.runs.name(key)}
+
+    def _log(self, request: wrappers.Request) -> Mapping[str, Any]:
+        from ddp_hydra.tensorboard import run_details
+
+        return run_details.log(self.runs.files(request.args.get("id", "")), _count(request.args.get("rank", "0")))
+
+    def _diff(self, request: wrappers.Request) -> Mapping[str, Any]:
+        from ddp_hydra.tensorboard import run_details
+
+        keys = list(dict.fromkeys(request.args.getlist("id")))
+        if not 2 <= len(keys) <= MOST_COMPARED:
+            raise BadRequestError(f"{len(keys)} runs: 2 to {MOST_COMPARED} runs are compared")
+        found = run_details.comparison([self.runs.files(key) for key in keys], [self.runs.name(key) for key in keys])
+        return {"ids": keys, **found}
+
+
+def roots_of(logdir: str | None, spec: str | None) -> dict[str, str]:
+    """Return the folders and URLs that TensorBoard shows, by the name that they have there.
+
+    Args:
+        logdir: of `--logdir`.
+        spec: of `--logdir_spec`, "name:folder,folder".
+    """
+    if logdir:
+        return {"": str(Path(logdir).expanduser()) if "://" not in logdir else logdir}
+    found = {}
+    for word in filter(None, (spec or "").split(",")):
+        name, colon, place = word.partition(":")
+        if not colon or place.startswith("//") or "/" in name:
+            name, place = word, word
+        found[name.strip("/")] = str(Path(place).expanduser()) if "://" not in place else place
+    return found
+
+
+def _count(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and len(word) < 16):
+        raise BadRequestError(f"{word[:20]!r} is no count")
+    return int(word)
+
+
+def _json_app(answer: Callable[[wrappers.Request], Mapping[str, Any]]) -> App:
+    """Return the WSGI application that gives an answer as JSON."""
+
+    @wrappers.Request.application
+    def app(request: wrappers.Request) -> wrappers.Response:
+        from ddp_hydra.errors import ConfigError
+        from ddp_hydra.tensorboard.run_list import NoSuchRunError
+
+        if request.method not in ("GET", "HEAD"):
+            return _respond(request, {"error": "nothing can be changed here"}, 405)
+        try:
+            return _respond(request, answer(request))
+        except NoSuchRunError:
+            return _respond(request, {"error": "there is no such run, or no more"}, 404)
+        except (ConfigError, BadRequestError) as error:
+            return _respond(request, {"error": str(error)}, 400)
+
+    return app
+
+
+def _respond(request: wrappers.Request, content: Mapping[str, Any], code: int = 200) -> wrappers.Response:
+    encoded = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return http_util.Respond(request, encoded, "application/json", code, headers=HEADERS)
+
+
+def _file_app(content: bytes, kind: str) -> App:
+    @wrappers.Request.application
+    def app(request: wrappers.Request) -> wrappers.Response:
+        return http_util.Respond(request, content, kind, headers=HEADERS)
+
+    return app

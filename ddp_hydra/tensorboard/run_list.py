@@ -1,0 +1,243 @@
+"""List the runs below TensorBoard's log directory, and tell which have changed since a page has asked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shlex
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.runs import find, find_stored, select
+from ddp_hydra.runs.describe import Row
+from ddp_hydra.runs.index import Entries, Index
+from ddp_hydra.runs.run_files import LocalRun, RunFiles, StoredRun
+from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
+from ddp_hydra.runs.sweep_jobs import SweepJobs
+from ddp_hydra.storage import results_root
+
+SHORTEST_PAUSE_S = 1.0
+PAUSE_FACTOR = 4
+"""After a look at all runs, the next one waits for this many times as long as it took."""
+MOST_METRICS = 200
+_NOT_SHOWN = ("run", "project")
+_KEYS = tuple(one.name for one in fields(select.Filter) if one.name != "comparisons")
+
+
+class NoSuchRunError(LookupError):
+    """There is no run with this id, or no more."""
+
+
+class KeptIndex(Index):
+    """An index that stays in memory, so that its file is read only once."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self._kept: Entries | None = None
+
+    def read(self) -> Entries:
+        """Return the rows; see `Index`."""
+        return super().read() if self._kept is None else self._kept
+
+    def write(self, entries: Entries, earlier: Entries) -> None:
+        """Keep the rows; see `Index`."""
+        super().write(entries, earlier)
+        self._kept = entries
+
+
+@dataclass
+class Listed:
+    """A run as the page knows it.
+
+    Args:
+        row: its row.
+        root: the folder or URL that it was found below.
+        shown: its row as JSON has it.
+        version: of the list, when `shown` last changed.
+    """
+
+    row: Row
+    root: str
+    shown: dict[str, Any]
+    version: int = 0
+
+
+class RunList:
+    """All runs below some folders and URLs. Its methods may be called by several threads.
+
+    Args:
+        roots: the folders and URLs, by the name to show; "" for none.
+    """
+
+    def __init__(self, roots: Mapping[str, str]) -> None:
+        self._roots = dict(roots)
+        self._lock = threading.Lock()
+        self._indexes = {root: KeptIndex(root) for root in self._roots.values() if not results_root.is_url(root)}
+        self._runs: dict[str, Listed] = {}
+        self._removed: dict[str, int] = {}
+        self._sweeps: dict[str, tuple[object, SweepJobs]] = {}
+        self._shown_sweeps: dict[str, dict[str, Any]] = {}
+        self._version = 0
+        self._next_look = 0.0
+        self._instance = secrets.token_hex(8)
+
+    def changes(self, instance: str = "", since: int = 0, filter_text: str = "") -> dict[str, Any]:
+        """Return the rows that have changed, and the ids of the runs that a filter takes.
+
+        Args:
+            instance: as the page got it before; all rows are returned if it is another one, "" for example.
+            since: the version that the page has.
+            filter_text: words as `ddp-hydra runs ls` takes them; others are looked for in names, overrides and tags.
+
+        Raises:
+            ConfigError: the filter is not allowed, or a store does not answer.
+        """
+        with self._lock:
+            self._look()
+            if instance != self._instance or since > self._version:
+                since = 0
+            found: dict[str, Any] = {
+                "instance": self._instance,
+                "version": self._version,
+                "now": time.time(),
+                "rows": [one.shown for one in self._runs.values() if one.version > since],
+                "removed": [key for key, version in self._removed.items() if since and version > since],
+                "sweeps": self._shown_sweeps,
+            }
+            if filter_text.strip():
+                found["chosen"] = choose(list(self._runs.values()), filter_text)
+            return found
+
+    def files(self, key: str) -> RunFiles:
+        """Return the files of the run with an id. Links are not followed, nor are pointers to results elsewhere.
+
+        Raises:
+            NoSuchRunError: there is none.
+            ConfigError: a store does not answer.
+        """
+        with self._lock:
+            if key not in self._runs:
+                self._look()
+            if key not in self._runs:
+                raise NoSuchRunError(key)
+            place, root = self._runs[key].row.run, self._runs[key].root
+        if results_root.is_url(place):
+            return StoredRun(results_root.open_folder(place))
+        inner = os.path.relpath(place, root)
+        if os.path.realpath(place) != os.path.normpath(os.path.join(os.path.realpath(root), inner)):  # noqa: PTH118
+            raise NoSuchRunError(key)  # a link has taken the place of a folder
+        return LocalRun(place)
+
+    def name(self, key: str) -> str:
+        """Return the name of the run with an id, as the page shows it."""
+        with self._lock:
+            return str(self._runs[key].shown["name"]) if key in self._runs else ""
+
+    def _look(self) -> None:
+        """Look at all runs again, unless that was done just now."""
+        begin = time.monotonic()
+        if begin < self._next_look:
+            return
+        seen: dict[str, Listed] = {}
+        sweeps: dict[str, dict[str, Any]] = {}
+        for title, root in self._roots.items():
+            for row in self._rows(root):
+                inner = below(row.run, root)
+                name = "/".join(filter(None, (title, inner))) or Path(root).name
+                sweep = self._sweep_of(row.run, name, sweeps)
+                key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
+                seen.setdefault(key, Listed(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))
+        self._take_over(seen)
+        self._shown_sweeps = sweeps
+        took = time.monotonic() - begin
+        self._next_look = time.monotonic() + max(SHORTEST_PAUSE_S, PAUSE_FACTOR * took)
+
+    def _rows(self, root: str) -> Sequence[Row]:
+        if results_root.is_url(root):
+            return find_stored.rows(root)
+        return list(find.local_rows(root, index=self._indexes[root])) if Path(root).is_dir() else []
+
+    def _take_over(self, seen: dict[str, Listed]) -> None:
+        """Note which rows have changed."""
+        version = self._version + 1
+        for key, one in seen.items():
+            before = self._runs.get(key)
+            one.version = before.version if before and before.shown == one.shown else version
+            self._removed.pop(key, None)
+        gone = self._runs.keys() - seen.keys()
+        self._removed |= dict.fromkeys(gone, version)
+        if gone or any(one.version == version for one in seen.values()):
+            self._version = version
+        self._runs = seen
+
+    def _sweep_of(self, run: str, name: str, sweeps: dict[str, dict[str, Any]]) -> str:
+        """Return the name of the sweep that a run is a job of, "" if there is none, and add the sweep to `sweeps`."""
+        title, folder = os.path.split(name)[0], os.path.split(run)[0]
+        if title in sweeps:
+            return title
+        try:
+            status = os.lstat(f"{folder}/{SWEEP}")
+        except (OSError, ValueError):
+            return ""
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        kept = self._sweeps.get(folder)
+        if kept is None or kept[0] != stamp:
+            kept = self._sweeps[folder] = stamp, SweepJobs(folder)
+        sweeps[title] = {"jobs": len(kept[1].jobs), "running": kept[1].is_held()}
+        return title
+
+
+def choose(runs: Sequence[Listed], filter_text: str) -> list[str]:
+    """Return the ids of the runs that a filter takes.
+
+    Args:
+        runs: all of them.
+        filter_text: "status=done val/accuracy>0.9 optimizer.lr=0.1 night".
+
+    Raises:
+        ConfigError: a status, date or metric is not known, or a metric is compared with no number.
+    """
+    try:
+        words = shlex.split(filter_text)
+    except ValueError:  # a quote that is still open
+        words = filter_text.split()
+    given: dict[str, str] = {}
+    compared, others = [], []
+    for word in words:
+        key, _, value = word.partition("=")
+        if (comparison := select.comparison(word)) is not None:
+            compared.append(comparison)
+        elif key in _KEYS and value:
+            given[key] = value
+        else:
+            others.append(word.casefold())
+    found = select.Filter(**given, comparisons=tuple(compared)).choose([one.row for one in runs])
+    taken = {row.run for row in found}
+    return [one.shown["id"] for one in runs if one.row.run in taken and all(word in _words_of(one) for word in others)]
+
+
+def _words_of(run: Listed) -> str:
+    row = run.row
+    texts = (run.shown["name"], row.status, row.model, row.data, row.message, *row.overrides, *row.tags)
+    return "\n".join(texts).casefold()
+
+
+def below(place: str, root: str) -> str:
+    """Return the path of a run below its root; "" for the root itself."""
+    root = root.rstrip("/")
+    return place[len(root) :].strip("/") if place.startswith(root) else place
+
+
+def shown(row: Row) -> dict[str, Any]:
+    """Return a row as JSON has it. That of a run which goes on does not change with the time."""
+    found = {name: value for name, value in vars(row).items() if name not in _NOT_SHOWN}
+    found["metrics"] = dict(islice(row.metrics.items(), MOST_METRICS))
+    if row.status == "running":
+        found["wall_s"] = None
+    return found
