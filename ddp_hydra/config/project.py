@@ -132,7 +132,19 @@ def pack(*roots: Path) -> Project:
             f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets "
             "elsewhere"
         )
-    contents = {name: path.read_bytes() for name, path in files.items()}
+    return _pack(tuple((name, path, _stamp(path)) for name, path in files.items()))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is edited."""
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+@functools.lru_cache(maxsize=2)
+def _pack(files: tuple[tuple[str, Path, tuple[int, ...]], ...]) -> Project:
+    """Pack files, given with their stamps. The jobs of a sweep, which are forks of one process, pack the same ones."""
+    contents = {name: path.read_bytes() for name, path, _ in files}
     for name in PACKAGES:
         # Without it, a regular package of that name anywhere on a worker's path would win over the project's.
         contents.setdefault(f"{name}/__init__.py", b"")

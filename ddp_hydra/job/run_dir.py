@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
-from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
 from ddp_hydra.writers.run_dir import locked, read_summary
 
@@ -65,12 +67,37 @@ def is_resumed(run_dir: Path, resume: str | None) -> bool:
 def keep_project(run_dir: Path, packed: project.Project) -> None:
     """Keep the code and the configs of a run in its directory, unless a config holds a secret.
 
-    No job fails because that can't be written.
+    The jobs of a sweep share one file, which is in the sweep's folder, too. No job fails because that can't be written.
     """
-    if any(redact.secret_line(text) for text in project.texts(packed)):
-        return
+    own, folder = run_dir / project.ARCHIVE, sweep_dir(run_dir)
+    shared = folder / project.ARCHIVE if folder else None
     with contextlib.suppress(RecordError):
-        write_atomic(run_dir / project.ARCHIVE, packed.archive, durable=False)
+        if shared is not None and _holds(shared, packed.archive):
+            _link(shared, own)
+        elif not any(redact.secret_line(text) for text in project.texts(packed)):
+            write_atomic(own, packed.archive, durable=False)
+            if shared is not None:
+                _link(own, shared)
+
+
+def sweep_dir(run_dir: Path) -> Path | None:
+    """Return the folder of the sweep that a run directory belongs to, if this process runs a job of one."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    folder = Path(HydraConfig.get().sweep.dir).resolve()
+    return folder if folder in run_dir.resolve().parents else None
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return not path.is_symlink() and path.read_bytes() == content
+    except OSError:
+        return False
+
+
+def _link(source: Path, target: Path) -> None:
+    with writing(target), replacing(target, durable=False) as part:
+        link_or_copy(source, part)
 
 
 def saved_step(run_dir: Path) -> int | None:

@@ -47,7 +47,8 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
             found |= {files.place: by_kind(files.sizes()) for files in find_stored.runs(place)}
         elif Path(place).is_dir():
             names = {name for name, _ in run_dirs(place)}
-            found |= {name: by_kind(LocalRun(name).sizes(without=names)) for name in sorted(names)}
+            seen: set[tuple[int, int]] = set()  # the jobs of a sweep share the file with their code
+            found |= {name: by_kind(LocalRun(name).sizes(without=names, seen=seen)) for name in sorted(names)}
         else:
             raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
     return found

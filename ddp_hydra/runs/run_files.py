@@ -68,14 +68,15 @@ class LocalRun:
         finally:
             os.close(handle)
 
-    def sizes(self, without: Collection[str] = ()) -> dict[str, int]:
+    def sizes(self, without: Collection[str] = (), seen: set[tuple[int, int]] | None = None) -> dict[str, int]:
         """Return the size of each file; see `RunFiles`. Links are not followed, and have size 0.
 
         Args:
             without: folders that are left out: other runs inside this one.
+            seen: files of other runs, by device and inode, which have size 0, too; those of this run are added.
         """
         found: dict[str, int] = {}
-        seen: set[tuple[int, int]] = set()
+        seen = set() if seen is None else seen
         for folder, inner, names in os.walk(self.place):
             inner[:] = [name for name in inner if os.path.join(folder, name) not in without]  # noqa: PTH118
             for name in names:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -135,6 +136,14 @@ def write_atomic(target: Path, content: bytes, *, durable: bool = True) -> None:
     """
     with writing(target), replacing(target, durable=durable) as part:
         part.write_bytes(content)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def sync(path: Path) -> None:

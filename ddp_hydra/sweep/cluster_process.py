@@ -24,6 +24,8 @@ from ddp_hydra.sweep.forked_process import ForkedProcess
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 """How often the workers are counted."""
+EVENTS_KEPT = "10s"
+"""How long the scheduler keeps the events of a client that has left."""
 CLOSE_S = 30.0
 """How long the cluster may take to close."""
 
@@ -90,6 +92,8 @@ def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) ->
             # one. That process has to be ours, because they inherit its environment.
             if connect.is_local(parsed):
                 stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
+            # Each job connects clients. The scheduler keeps what they did for an hour otherwise.
+            stack.enter_context(dask.config.set({"distributed.scheduler.events-cleanup-delay": EVENTS_KEPT}))
             client = connect.start(parsed, stack, lambda line: pipe.send(("log", line)), logs)
             workers = _count_workers(client)
             pipe.send(("workers", workers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,8 +43,32 @@ def earlier_return(job: Job) -> JobReturn:
     return failed_return(job, SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
 
 
+class CompactReturn(JobReturn):
+    """Keep the configs of a result compressed: those of hundreds of jobs would fill the memory of the sweep.
+
+    Args:
+        result: the one that it replaces.
+    """
+
+    def __init__(self, result: JobReturn) -> None:
+        self.__dict__.update(vars(result))
+        for name in ("cfg", "hydra_cfg"):
+            setattr(self, name, self.__dict__.pop(name, None))
+
+    def _unpacked(self, name: str) -> Any:
+        return pickle.loads(zlib.decompress(self.__dict__[name]))  # noqa: S301, pickled by this class
+
+    def _pack(self, name: str, value: Any) -> None:
+        self.__dict__[name] = zlib.compress(pickle.dumps(value), 1)
+
+    cfg = property(lambda self: self._unpacked("_cfg"), lambda self, value: self._pack("_cfg", value))  # type: ignore[assignment]
+    hydra_cfg = property(  # type: ignore[assignment]
+        lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value)
+    )
+
+
 def portable(result: JobReturn) -> JobReturn:
-    """Return a result that can be pickled; an error or value that cannot be is described by an error that can."""
+    """Return a small result that can be pickled; an error or value that cannot be is described by one that can."""
     try:
         pickle.loads(pickle.dumps(result))  # noqa: S301, pickled just now
     except Exception as reason:
@@ -55,7 +80,7 @@ def portable(result: JobReturn) -> JobReturn:
             result._return_value = TypeError(
                 f"the task returned a {type(value).__name__}, which cannot be sent to the sweep's process: {reason}"
             )
-    return result
+    return CompactReturn(result)
 
 
 class RemoteTraceback(Exception):

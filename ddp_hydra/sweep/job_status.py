@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.sweep.rows import Objective, Row
+from ddp_hydra.sweep.rows import Objective, Row, State
 
 
 def read_status(row: Row, folder: Path, objective: Objective) -> None:
@@ -36,6 +36,13 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> None:
         row.total_steps = row.step
     row.workers = number(summary.get("world_size"), int) or row.workers
     _take_metrics(row, summary.get("metrics"), objective)
+
+
+def take_end(row: Row, folder: Path, objective: Objective) -> None:
+    """Take over that a job of ours is done, if its process has written so after the last look at it."""
+    if _read(folder / "summary.json").get("status") == "done":
+        read_summary(row, folder, objective)
+        row.state, row.value = State.done, row.objective
 
 
 def take_value(row: Row, value: Any, objective: Objective) -> None:

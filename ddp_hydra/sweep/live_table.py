@@ -63,10 +63,9 @@ class LiveTable:
             self.console.print(Text(line), soft_wrap=True)
 
     def _print_changes(self, rows: Sequence[Row]) -> None:
-        values = swept(rows)
-        for row in rows:
-            if row.state == self.printed.get(row.number) or row.state == State.queued:
-                continue
+        changed = [row for row in rows if row.state not in (State.queued, self.printed.get(row.number))]
+        values = swept(rows) if changed else {}
+        for row in changed:
             self.printed[row.number] = row.state
             ended = sum(other.state.has_ended for other in rows)
             words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in values[row.number].items())]

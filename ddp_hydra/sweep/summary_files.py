@@ -24,9 +24,10 @@ from ddp_hydra.sweep.tables import csv_text, markdown_text, seeds_csv_text
 
 log = logging.getLogger(__name__)
 _VERSION = 1
+_PAUSE_S = 1.0
+"""At least so long there is no other write, in seconds."""
 _PAUSE_FACTOR = 20
-"""After a write, the next one waits for this many times as long as it took, unless a job begins or ends."""
-_MAX_WAIT_S = 5.0
+"""After a write, the next one waits for this many times as long as it took, so that many jobs don't cost more time."""
 _ADVICE = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
 
 
@@ -43,24 +44,24 @@ class SummaryFiles:
     def __init__(self, folder: Path, objective: Objective | None) -> None:
         self.folder, self.objective = folder, objective
         self._written: dict[str, object] = {}
-        self._states: list[tuple[int, State]] | None = None
+        self._is_open = False
         self._wait_until = 0.0
         self._warned = False
 
     def write(self, rows: Sequence[Row], now: bool = False) -> None:
-        """Write the files that have changed: at once if a job began or ended, otherwise now and then.
+        """Write the files that have changed, but not much more often than once a second.
 
         Args:
             rows: all jobs of the sweep.
             now: write at once in any case.
         """
         begin = time.monotonic()
-        states = [(row.number, row.state) for row in rows]
-        if states == self._states and begin < self._wait_until and not now:
+        if begin < self._wait_until and not now:
             return
         try:
-            if self._states is None:
+            if not self._is_open:
                 self._open()
+                self._is_open = True
             over_seeds = repeated(rows, self.objective)
             self._update("sweep.json", json_text(rows, self.objective, over_seeds), durable=True)
             self._update("sweep.csv", csv_text(rows, self.objective), durable=False)
@@ -68,13 +69,12 @@ class SummaryFiles:
             if over_seeds and self.objective:
                 self._update("seeds.csv", seeds_csv_text(over_seeds, self.objective), durable=False)
             self._update_columns(rows)
-            self._states = states
         except RecordError as error:
             if not self._warned:
                 log.warning("the sweep goes on, but its overview is out of date: %s", error)
             self._warned = True
         end = time.monotonic()
-        self._wait_until = end + min(_MAX_WAIT_S, _PAUSE_FACTOR * (end - begin))
+        self._wait_until = end + max(_PAUSE_S, _PAUSE_FACTOR * (end - begin))
 
     def _open(self) -> None:
         with writing(self.folder):

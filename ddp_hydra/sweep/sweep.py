@@ -7,6 +7,7 @@ import fcntl
 import getpass
 import importlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -21,6 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
+from ddp_hydra.config import project
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
 from ddp_hydra.sweep import job_status, planned_job
@@ -43,6 +45,8 @@ POLL_S = 0.2
 """How often the status files of the jobs are read."""
 PLOT_S = 30.0
 """How long a plot may take."""
+PLOT_PAUSE_S = 20.0
+"""After the end of a batch, none is drawn if the last one is not older; the last batch is always drawn."""
 PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
@@ -92,7 +96,9 @@ class Sweep:
         for row in self.rows:
             if row.state == State.running:  # the earlier run was killed
                 row.state = State.interrupted
+                job_status.take_end(row, folder / row.folder, self.objective)
         self.plot: ForkedProcess | None = None
+        self.plotted, self.has_news = -math.inf, False
         self.stop_reason = ""
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
@@ -184,6 +190,7 @@ class Sweep:
         """Take over the outcome of a job whose process has ended."""
         self.running.remove(job)
         outcome = job.outcome(self.interrupts.wanted)
+        job.planned.config = DictConfig({})  # hundreds of them would fill the memory
         row, folder = job.row, job.planned.folder
         row.wall_s, row.eta_s = job.wall_s, None
         row.state, row.message = outcome.state, outcome.message
@@ -241,6 +248,8 @@ class Sweep:
         """End all, also the cluster, which is kept up between batches."""
         self.end_all()
         self.scheduler.close_cluster()
+        if self.has_news:
+            self.start_plot(is_last=True)
         self.finish_plot()
         os.close(self.lock)
 
@@ -253,9 +262,13 @@ class Sweep:
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
         self.table.close(self.rows, [*lines, self.closing_line])
 
-    def start_plot(self) -> None:
-        """Draw the plot in a process, so that nothing waits for it."""
+    def start_plot(self, is_last: bool = False) -> None:
+        """Draw the plot in a process, so that nothing waits for it; sweepers may have hundreds of batches."""
+        self.has_news = not is_last and time.monotonic() - self.plotted < PLOT_PAUSE_S
+        if self.has_news:
+            return
         self.finish_plot()
+        self.plotted = time.monotonic()
         work = partial(draw, self.rows, self.objective, self.folder)
         self.plot = ForkedProcess(lambda pipe: work(), fds_to_close=[self.lock])
 
@@ -281,7 +294,7 @@ class Sweep:
 
 
 def preload(is_ours: bool) -> None:
-    """Import the modules that every job needs.
+    """Import the modules that every job needs, and pack the project.
 
     Args:
         is_ours: whether the jobs have configs of ours.
@@ -289,6 +302,9 @@ def preload(is_ours: bool) -> None:
     connect.load()
     for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
+    if is_ours:
+        with contextlib.suppress(ConfigError, OSError):  # then each job says so
+            project.pack(*project.layers())
 
 
 def lock(folder: Path) -> int:

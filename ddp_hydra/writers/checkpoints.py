@@ -6,13 +6,12 @@ manifest names it, the manifest names it before last.pt and best.pt move to it, 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.results import Record, check_path, finite
-from ddp_hydra.storage.files import place, remove_parts, replacing, write_atomic, writing
+from ddp_hydra.storage.files import link_or_copy, place, remove_parts, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.receive_file import FileReceiver
@@ -95,7 +94,7 @@ class CheckpointWriter:
         """Make `alias` the same file as `name`, atomically."""
         target = self._folder / alias
         with writing(target), replacing(target) as part:
-            _link_or_copy(self._folder / name, part)
+            link_or_copy(self._folder / name, part)
 
     def _too_old(self, entries: Entries) -> list[str]:
         if self._keep is None:
@@ -121,10 +120,3 @@ def _step_name(record: Record) -> str:
 def _metrics(checkpoint: dict[str, Any]) -> dict[str, float | None]:
     metrics = checkpoint.get("metrics") or {}
     return finite({name: float("nan") if value is None else float(value) for name, value in metrics.items()})
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(source)
-    except OSError:  # some file systems have no links
-        shutil.copyfile(source, target)

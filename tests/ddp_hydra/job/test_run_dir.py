@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from contextlib import ExitStack
 
 import pytest
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ddp_hydra.config import project
@@ -46,6 +49,49 @@ def test_code_is_kept_unless_a_config_holds_a_secret(line, kept, tmp_path):
     run_dir.keep_project(tmp_path, packed)
     assert (tmp_path / "project.zip").is_file() is kept
     run_dir.keep_project(tmp_path / "missing", packed)
+
+
+def test_the_jobs_of_a_sweep_share_one_copy_of_the_code(tmp_path, monkeypatch):
+    sweep = tmp_path / "sweep"
+    monkeypatch.setattr(run_dir, "sweep_dir", lambda _: sweep)
+    first, edited = (project.Project("0", make(f"seed: {n}")) for n in range(2))
+    for number, packed in enumerate((first, first, edited, edited)):
+        (sweep / f"lr={number}" / "deep").mkdir(parents=True)
+        run_dir.keep_project(sweep / f"lr={number}" / "deep", packed)
+    files = [sweep / f"lr={number}" / "deep" / "project.zip" for number in range(4)]
+    assert [path.read_bytes() for path in files] == [first.archive] * 2 + [edited.archive] * 2
+    assert len({path.stat().st_ino for path in files}) == 2
+    assert (sweep / "project.zip").samefile(files[3])
+    (sweep / "project.zip").unlink()
+    (sweep / "project.zip").symlink_to(tmp_path / "else.zip")
+    (tmp_path / "else.zip").write_bytes(first.archive)
+    run_dir.keep_project(sweep / "lr=0" / "deep", first)
+    assert not files[0].is_symlink(), "nothing goes through a link"
+
+
+def make(line: str) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("conf/config.yaml", line)
+    return content.getvalue()
+
+
+def test_a_secret_is_not_kept_beside_a_sweep_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "sweep_dir", lambda _: tmp_path)
+    (tmp_path / "0").mkdir()
+    run_dir.keep_project(tmp_path / "0", project.Project("0", make("password: hunter2")))
+    assert not list(tmp_path.rglob("*.zip"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "run", "found"),
+    [("MULTIRUN", "sweep/a/0", True), ("MULTIRUN", "other/0", False), ("RUN", "sweep/0", False)],
+)
+def test_a_run_of_a_sweep_knows_the_folder_of_the_sweep(tmp_path, monkeypatch, mode, run, found):
+    monkeypatch.setattr(run_dir.HydraConfig, "initialized", lambda: True)
+    hydra_cfg = OmegaConf.create({"mode": RunMode[mode], "sweep": {"dir": str(tmp_path / "sweep")}})
+    monkeypatch.setattr(run_dir.HydraConfig, "get", lambda: hydra_cfg)
+    assert run_dir.sweep_dir(tmp_path / run) == (tmp_path / "sweep" if found else None)
 
 
 def test_one_process_at_a_time_writes_and_a_dead_one_lets_go(tmp_path):

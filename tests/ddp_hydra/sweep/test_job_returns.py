@@ -8,6 +8,7 @@ import distributed  # noqa: F401 (teaches pickle the exceptions that there are; 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
 from ddp_hydra.sweep.job_returns import describe_error, portable, with_trace
@@ -41,6 +42,19 @@ def test_a_value_that_cannot_travel_is_a_failure_that_says_so():
     assert found.status == JobStatus.FAILED
     with pytest.raises(TypeError, match="the task returned a function, which cannot be sent"):
         _ = found.return_value
+
+
+def test_a_result_keeps_its_configs_in_little_space():
+    cfg = OmegaConf.create({"layers": [{"width": 8, "name": "a"}] * 200})
+    given = JobReturn(["a=1"], cfg, OmegaConf.create({"hydra": 1}), "folder", "task", JobStatus.COMPLETED)
+    given._return_value = 0.5
+    found = pickle.loads(pickle.dumps(portable(given)))
+    assert isinstance(found, JobReturn)
+    for name in ("overrides", "cfg", "hydra_cfg", "working_dir", "task_name", "status", "return_value"):
+        assert getattr(found, name) == getattr(given, name)
+    assert len(pickle.dumps(found)) < len(pickle.dumps(given)) / 5
+    found.cfg = None
+    assert found.cfg is None
 
 
 def test_an_error_shows_where_it_was_raised():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.sweep import job_status
-from ddp_hydra.sweep.rows import Objective, Row
+from ddp_hydra.sweep.rows import Objective, Row, State
 
 ACCURACY = Objective("val/accuracy", maximize=True)
 
@@ -29,6 +29,29 @@ def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 10, "metrics": {"val/accuracy": 0.75}}))
     job_status.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.workers, row.objective, row.metrics) == (10, 2, 0.75, {"val/accuracy": 0.75, "lr": None})
+
+
+@pytest.mark.parametrize(("status", "state"), [("done", State.done), ("failed", State.interrupted)])
+def test_a_job_that_was_done_when_the_sweep_was_killed_is_done(row, tmp_path, status, state):
+    row.state = State.interrupted
+    summary = {"status": status, "steps": 10, "metrics": {"val/accuracy": 0.75}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    job_status.take_end(row, tmp_path, ACCURACY)
+    assert row.state == state
+    assert row.value == row.objective == (0.75 if status == "done" else None)
+    job_status.take_end(row, tmp_path / "nowhere", ACCURACY)
+
+
+def test_a_job_that_ends_keeps_its_number_of_steps(row, tmp_path):
+    (tmp_path / "status.json").write_text(json.dumps({"step": 5, "total_steps": 10}))
+    job_status.read_status(row, tmp_path, ACCURACY)
+    (tmp_path / "status.json").unlink()
+    job_status.read_status(row, tmp_path, ACCURACY)
+    assert (row.step, row.total_steps) == (5, 10)
+    quick = Row(1, [], "1")
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 10}))
+    job_status.read_summary(quick, tmp_path, ACCURACY)
+    assert (quick.step, quick.total_steps) == (10, 10)
 
 
 @pytest.mark.parametrize(

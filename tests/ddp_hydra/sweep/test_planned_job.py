@@ -48,6 +48,27 @@ def test_no_two_jobs_ever_have_one_number(before, now):
     assert all((number in known) == (found is not None) for number, found in given_now)
 
 
+def test_of_many_jobs_those_with_a_new_word_are_checked():
+    class Loader:
+        def __init__(self):
+            self.calls = []
+
+        def load_sweep_config(self, master, overrides):
+            self.calls.append(overrides)
+            return OmegaConf.create({"n": len(self.calls)})
+
+    loader = planned_job.CachingConfigLoader(real := Loader())
+    jobs = [[f"lr={n / 1000}", "model=a"] for n in range(200)]
+    for overrides in jobs:
+        loader.load_sweep_config({}, overrides)
+    assert real.calls == jobs[: planned_job.CHECKED]
+    for overrides in (["lr=7", "model=typo"], ["lr=8", "model=typo"], ["lr=9", "model=a"]):
+        loader.load_sweep_config({}, overrides)
+    assert real.calls[planned_job.CHECKED :] == [["lr=7", "model=typo"]]
+    assert len(loader.composed) == planned_job.CHECKED
+    assert loader.take({}, jobs[150]).n == planned_job.CHECKED + 2, "the others are composed when they start"
+
+
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [

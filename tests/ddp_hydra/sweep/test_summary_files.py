@@ -329,23 +329,36 @@ def test_a_long_message_is_cut():
 # -- writing -----------------------------------------------------------------------------------------------
 
 
-def test_changes_on_the_way_are_written_now_and_then_ends_at_once(tmp_path, monkeypatch):
-    rows = [job(number, state=State.running, step=0) for number in range(500)]
+def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypatch):
+    now, texts = [0.0], []
+    monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(summary_files, "json_text", lambda *given: texts.append(now[0]) or json_text(*given))
+    rows = [job(number) for number in range(500)]
     made = SummaryFiles(tmp_path / "new" / "sweep", ACCURACY)
-    made.write(rows)
-    monkeypatch.setattr(summary_files, "_MAX_WAIT_S", 60.0)
-    monkeypatch.setattr(summary_files, "_PAUSE_FACTOR", 1e9)
-    made.write(rows, now=True)
-    for step in range(1000):
-        rows[0].step = step
-        made.write(rows)
-    assert read(made.folder)[0].step == 0
-    rows[1].state = State.done
-    made.write(rows)
-    assert read(made.folder) == rows
-    rows[0].step = 2000
+    for row in rows:  # a job begins and ends each 10 ms
+        for row.state in (State.running, State.done):
+            made.write(rows)
+            now[0] += 0.005
+    assert texts == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0], abs=0.03)
     made.write(rows, now=True)
     assert read(made.folder) == rows
+
+
+def test_slow_writes_take_a_twentieth_of_the_time_at_most(tmp_path, monkeypatch):
+    now, begun = [0.0], []
+
+    def write(*_: object) -> str:
+        begun.append(now[0])
+        now[0] += 0.5
+        return "{}"
+
+    monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(summary_files, "json_text", write)
+    made = SummaryFiles(tmp_path, ACCURACY)
+    while now[0] < 100:
+        made.write(ROWS)
+        now[0] += 0.1
+    assert len(begun) * 0.5 <= 100 / 20 + 0.5
 
 
 def test_a_file_that_would_be_the_same_is_left(tmp_path):
@@ -373,6 +386,7 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog)
     assert "free some space" in caplog.text
     assert read(tmp_path) == ROWS[:1]
     monkeypatch.undo()
+    monkeypatch.setattr(summary_files.time, "monotonic", lambda: 1e12)  # when it tries again
     made.write(ROWS)
     assert read(tmp_path) == ROWS
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
