@@ -9,6 +9,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.sweep import launcher
 
 pytestmark = [
     pytest.mark.integration,
@@ -23,6 +24,13 @@ def hydra_of_no_version(monkeypatch):
     if not VERSION_BASE:
         return
     monkeypatch.setattr(version.VersionBase.instance(), "version_base", version._UNSPECIFIED_)
+
+
+@pytest.fixture(autouse=True)
+def closed_at_the_end():
+    """Hydra does not tell a launcher when its sweep is over; a process still draws the picture then."""
+    yield
+    launcher.close_all()
 
 
 def test_the_launcher_is_discovered():

@@ -60,9 +60,25 @@ def read_manifest_text(content: bytes) -> Entries:
     return files
 
 
-def write_manifest_text(entries: Entries) -> bytes:
-    """Return the content of a manifest."""
-    return (json.dumps({"version": 1, "files": entries}, indent=1, allow_nan=False) + "\n").encode()
+def write_manifest_text(entries: Entries, removed: str = "") -> bytes:
+    """Return the content of a manifest.
+
+    Args:
+        entries: by file name.
+        removed: why all checkpoints were removed, if they were.
+    """
+    content = {"version": 1, "files": entries} | ({"removed": removed} if removed else {})
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def why_removed(folder: Path) -> str:
+    """Return why all checkpoints of a folder were removed; "" if they were not, or nobody has said so."""
+    try:
+        content = json.loads((folder / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return ""
+    reason = content.get("removed") if isinstance(content, dict) and not content.get("files") else ""
+    return reason if isinstance(reason, str) else ""
 
 
 def newest_first(entries: Entries) -> list[str]:
@@ -125,6 +141,8 @@ def _named(folder: Path, which: str) -> Path:
         steps = [name for name in steps if entries[name].get("sha256") == digest]
     if steps:  # the writer was stopped between a step file and the name, or the folder comes from a bucket
         return folder / steps[0]
+    if reason := why_removed(folder):
+        raise CheckpointError(f"the checkpoints in {folder} were removed: {reason}")
     advice = f"; for the last one type which=last, or give {folder / 'last.pt'}" if "last.pt" in entries else ""
     raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}{advice}")
 

@@ -18,6 +18,7 @@
     defaults         fills in what a job has for the keys that only others give
     seeds            mean and spread of the jobs that differ in their seed only
     live_table       the table on the terminal
+    pruning          removes the checkpoints of jobs that are not among the best
     plot             sweep.png, sweep.svg
     plot_scale       the values of a key on an axis
 

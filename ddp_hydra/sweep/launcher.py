@@ -82,7 +82,9 @@ class GangLauncher(Launcher):
         ours = is_ours(self.config)
         settings = Settings(**self.settings)
         if ours:
-            settings.check_ours()
+            settings.check_ours(self.config)
+        else:
+            settings.check_others()
         dry = ours and self.config.get("dry_run")
         folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
+from ddp_hydra.sweep.pruning import number_kept
 from ddp_hydra.sweep.rows import Objective
 
 DIRECTIONS = ("maximize", "minimize")
@@ -27,6 +28,7 @@ class Settings:
         ranks: only for other apps: run the task on so many ranks; None for a plain process.
         cluster: only for other apps: `_target_` and arguments of the cluster; None for a local one.
         direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
+        keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended.
     """
 
     max_jobs: int | None = None
@@ -36,6 +38,7 @@ class Settings:
     ranks: int | None = None
     cluster: Any = None
     direction: str | None = None
+    keep: str | None = "all"
 
     def __post_init__(self) -> None:
         for key in ("max_jobs", "ranks"):
@@ -50,12 +53,34 @@ class Settings:
         if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
             raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
 
-    def check_ours(self) -> None:
-        """Refuse the options that are only for other apps.
+        number_kept(self.keep)
+
+    def check_others(self) -> None:
+        """Refuse the options that are not for other apps.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if number_kept(self.keep) is not None:
+            raise ConfigError(f"hydra.launcher.keep={self.keep}: only jobs of ddp_hydra's configs have checkpoints")
+
+    def check_ours(self, config: DictConfig) -> None:
+        """Refuse the options that are only for other apps, and those that the config does not allow.
+
+        Args:
+            config: of the sweep.
 
         Raises:
             ConfigError: the message says what to give instead.
         """
+        results = config.get("results") or {}
+        if number_kept(self.keep) is not None and (
+            results.get("mirror") or "client" not in str(results.get("handler"))
+        ):
+            raise ConfigError(
+                f"hydra.launcher.keep={self.keep} removes checkpoints from run directories, not from a bucket: leave "
+                "out results.mirror and results.handler, or give hydra.launcher.keep=all"
+            )
         if self.ranks is not None or self.cluster is not None:
             raise ConfigError(
                 "hydra.launcher.ranks and hydra.launcher.cluster are for apps whose config is not one of ours: give "

@@ -33,6 +33,7 @@ from ddp_hydra.sweep.job_returns import failed_return, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import CachingConfigLoader, PlannedJob
 from ddp_hydra.sweep.plot import draw
+from ddp_hydra.sweep.pruning import Pruning
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
@@ -90,6 +91,7 @@ class Sweep:
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, self.start_cluster)
         self.objective = objective_of(config, settings.direction)
+        self.pruning = Pruning(folder, settings.keep, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows = earlier or []
@@ -125,6 +127,7 @@ class Sweep:
             self.queue.fill_started(self.rows)
         replaced = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
+        self.pruning.update(self.rows)
         try:
             with self.interrupts.caught(), self.interrupts.deferred():
                 self.run_queue()
@@ -190,7 +193,6 @@ class Sweep:
         """Take over the outcome of a job whose process has ended."""
         self.running.remove(job)
         outcome = job.outcome(self.interrupts.wanted)
-        job.planned.config = DictConfig({})  # hundreds of them would fill the memory
         row, folder = job.row, job.planned.folder
         row.wall_s, row.eta_s = job.wall_s, None
         row.state, row.message = outcome.state, outcome.message
@@ -202,6 +204,9 @@ class Sweep:
                 job_status.take_value(row, outcome.result.return_value, self.objective)
         if outcome.state == State.failed and self.settings.fail_fast and not self.is_stopping():
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
+        if row.state in (State.done, State.failed):
+            job.planned.config = DictConfig({})  # hundreds of them would fill the memory
+            self.pruning.update(self.rows)
 
     # -- watching and stopping jobs ------------------------------------------------------------------------
 

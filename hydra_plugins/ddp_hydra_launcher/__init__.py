@@ -21,5 +21,6 @@ register(
         "ranks": None,
         "cluster": None,
         "direction": None,
+        "keep": "all",
     },
 )

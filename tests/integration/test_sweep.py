@@ -208,6 +208,23 @@ def test_jobs_that_leave_a_key_out_are_shown_with_its_default(cli):
     assert table == {"0": ("0.1", "0"), "1": ("0.05", "0"), "2": ("0.05", "1")}
     over_seeds = json.loads((folder / "sweep.json").read_text())["seeds"]
     assert {entry["values"]["optimizer.lr"]: entry["n"] for entry in over_seeds} == {"0.05": 2, "0.1": 1}
+    assert len({(folder / str(n) / "project.zip").stat().st_ino for n in range(3)}) == 1, "one copy for all jobs"
+    code = cli.done("runs", "reproduce", "sweep/2").stdout
+    assert "seed=1" in code
+
+
+@pytest.mark.slow
+def test_only_the_best_keep_their_checkpoints_also_when_the_sweep_goes_on(cli):
+    here = ("-m", *TINY[:2], "trainer.epochs=1", "cluster=inline", "hydra.sweep.dir=sweep")
+    cli.done(*here, "optimizer.lr=0.1,0.00001", "hydra.launcher.keep=best:1")
+    folder = cli.folder / "sweep"
+    assert [(folder / str(n) / "checkpoints/last.pt").exists() for n in range(2)] == [True, False]
+    assert rows(folder)[1]["message"] == "its checkpoints were removed: hydra.launcher.keep=best:1"
+    cli.done(*here, "optimizer.lr=0.000011,0.00001", "hydra.launcher.keep=best:1")
+    assert [(folder / str(n) / "checkpoints/last.pt").exists() for n in range(3)] == [True, False, False]
+    refused = cli.run("evaluate", "run=sweep/1")
+    assert refused.returncode == 1
+    assert "were removed: hydra.launcher.keep=best:1" in refused.stderr
 
 
 @pytest.mark.slow

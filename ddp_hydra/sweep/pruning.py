@@ -1,0 +1,118 @@
+"""Remove the checkpoints of jobs that are not among the best any more: `hydra.launcher.keep=best:5`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.storage.files import write_atomic, writing
+from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, read_manifest, write_manifest_text
+from ddp_hydra.sweep.rows import Objective, Row, data_of
+from ddp_hydra.writers.run_dir import locked
+
+log = logging.getLogger(__name__)
+_FINAL = ("done", "stopped")
+"""Jobs in other states may be resumed, and need their checkpoints."""
+
+
+def number_kept(keep: object) -> int | None:
+    """Return how many jobs keep their checkpoints; None for all.
+
+    Args:
+        keep: "all" or None, "none", or "best:5".
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if keep in ("all", None):
+        return None
+    if keep == "none":
+        return 0
+    match = re.fullmatch(r"best:([1-9]\d{0,8})", str(keep))
+    if match is None:
+        raise ConfigError(f"hydra.launcher.keep={keep}: give all, none or best:5")
+    return int(match[1])
+
+
+def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
+    """Return the jobs that can't be among the best any more, because so many others are better already.
+
+    Args:
+        rows: of a sweep.
+        objective: the metric that jobs are compared by; those with other data have a best of their own.
+        most: how many keep their checkpoints.
+    """
+    data = data_of(rows)
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        if row.state.value in _FINAL:
+            groups.setdefault(data[row.number], []).append(row)
+
+    def key(row: Row) -> tuple[bool, float, int]:
+        if row.objective is None or math.isnan(row.objective):
+            return True, 0.0, row.number
+        return False, -row.objective if objective.maximize else row.objective, row.number
+
+    return [row for group in groups.values() for row in sorted(group, key=key)[most:]]
+
+
+class Pruning:
+    """Remove the checkpoints of losers while a sweep runs.
+
+    Args:
+        folder: of the sweep.
+        keep: see `number_kept`.
+        objective: the metric that jobs are compared by.
+
+    Raises:
+        ConfigError: it is not known which jobs are better, or `keep` has no such value.
+    """
+
+    def __init__(self, folder: Path, keep: str | None, objective: Objective) -> None:
+        self.folder, self.objective, self.most = folder, objective, number_kept(keep)
+        self.reason = f"hydra.launcher.keep={keep}"
+        self.note = f"its checkpoints were removed: {self.reason}"
+        if self.most and objective.maximize is None:
+            raise ConfigError(
+                f"{self.reason}: it is not known whether a higher {objective.metric} is better: give "
+                "objective.direction=maximize or minimize, too"
+            )
+
+    def update(self, rows: Sequence[Row]) -> None:
+        """Remove the checkpoints of the jobs that are losers by now; their rows say so."""
+        if self.most is None:
+            return
+        for row in losers(rows, self.objective, self.most):
+            if "its checkpoints were removed" not in row.message and remove(self.folder / row.folder, self.reason):
+                row.message = "; ".join(filter(None, [row.message, self.note]))
+
+
+def remove(run_dir: Path, reason: str) -> bool:
+    """Remove the checkpoints of a run that nobody writes; return whether there are none any more.
+
+    The manifest names no file before the first one is removed, so that nothing ever points to a missing one.
+
+    Args:
+        run_dir: of the run.
+        reason: the manifest says it, and so does whoever looks for a checkpoint.
+    """
+    folder = run_dir / FOLDER
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    try:
+        with locked(run_dir):
+            read_manifest(folder)  # not one that we don't understand
+            write_atomic(folder / NAME, write_manifest_text({}, removed=reason))
+            for path in folder.iterdir():
+                if path.name in ALIASES or STEP_FILE.fullmatch(path.name):
+                    with writing(path), contextlib.suppress(FileNotFoundError):
+                        path.unlink()
+    except (CheckpointError, ConfigError, RecordError, OSError) as error:
+        log.warning("the checkpoints in %s stay: %s", folder, error)
+        return False
+    return True

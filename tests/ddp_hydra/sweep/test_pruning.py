@@ -1,0 +1,119 @@
+"""Only the best jobs keep their checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, write_manifest_text
+from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
+from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.writers.run_dir import locked
+
+ACCURACY = Objective("val/accuracy", maximize=True)
+LOSS = Objective("val/loss", maximize=False)
+
+
+def row(number: int, objective: float | None, state: State = State.done, *overrides: str) -> Row:
+    return Row(number, list(overrides), str(number), state, objective)
+
+
+def with_checkpoints(run_dir: Path) -> Path:
+    folder = run_dir / "checkpoints"
+    folder.mkdir(parents=True)
+    content = run_dir.name.encode()
+    for name in ("step-000010.pt", "last.pt", "best.pt"):
+        (folder / name).write_bytes(content)
+    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "step": 10}
+    names = ("step-000010.pt", "last.pt", "best.pt")
+    (folder / "manifest.json").write_bytes(write_manifest_text(dict.fromkeys(names, entry)))
+    (folder / "notes.txt").write_text("the user's own")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("objective", "most", "expected"),
+    [(ACCURACY, 2, [4, 0, 3]), (LOSS, 2, [1, 2, 3]), (ACCURACY, 0, [2, 1, 4, 0, 3]), (ACCURACY, 9, [])],
+)
+def test_losers_are_done_and_worse_than_enough_others(objective, most, expected):
+    rows = [
+        row(0, 0.1),
+        row(1, 0.8),
+        row(2, 0.9),
+        row(3, math.nan),
+        row(4, 0.3),
+        *(row(5 + n, 0.0, state) for n, state in enumerate(State) if state.value not in ("done", "stopped")),
+    ]
+    assert sorted(one.number for one in losers(rows, objective, most)) == sorted(expected)
+
+
+def test_each_data_set_has_its_best():
+    rows = [row(n, n / 10, State.done, f"data={'ab'[n % 2]}") for n in range(4)]
+    assert [one.number for one in losers(rows, ACCURACY, 1)] == [0, 1]
+
+
+def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
+    rows = [row(n, None, State.running) for n in range(4)]
+    folders = [with_checkpoints(tmp_path / str(n)) for n in range(4)]
+    pruning = Pruning(tmp_path, "best:1", ACCURACY)
+    for number, value in ((2, 0.5), (0, 0.7), (1, 0.6)):
+        pruning.update(rows)
+        rows[number].state, rows[number].objective = State.done, value
+    rows[3].state, rows[3].objective = State.failed, 0.1
+    pruning.update(rows)
+    assert [(folder / "last.pt").exists() for folder in folders] == [True, False, False, True]
+    assert [one.message for one in rows[1:3]] == ["its checkpoints were removed: hydra.launcher.keep=best:1"] * 2
+    assert rows[0].message == rows[3].message == ""
+    for folder in folders[1:3]:
+        assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "notes.txt"]
+        assert read_manifest(folder) == {}
+        for which in ("last", "best"):
+            with pytest.raises(CheckpointError, match=r"were removed: hydra\.launcher\.keep=best:1"):
+                find_checkpoint(folder.parent, which)
+    assert find_checkpoint(tmp_path / "0").name == "last.pt"
+    pruning.update(rows)
+    assert rows[1].message.count("removed") == 1
+
+
+def test_a_sweep_that_was_killed_while_it_removed_goes_on_with_it(tmp_path):
+    rows = [row(0, 0.1), row(1, 0.2)]
+    folder = with_checkpoints(tmp_path / "0")
+    (folder / "manifest.json").write_bytes(write_manifest_text({}, removed="hydra.launcher.keep=best:1"))
+    (folder / "best.pt").unlink()
+    Pruning(tmp_path, "best:1", ACCURACY).update(rows)
+    assert not list(folder.glob("*.pt"))
+    assert "removed" in rows[0].message
+
+
+def test_a_run_that_somebody_writes_or_whose_manifest_is_odd_is_left_alone(tmp_path, caplog):
+    rows = [row(0, 0.1), row(1, 0.2), row(2, 0.3), row(3, 0.0)]
+    folder, odd = with_checkpoints(tmp_path / "0"), with_checkpoints(tmp_path / "1")
+    (odd / "manifest.json").write_text("[]")
+    pruning = Pruning(tmp_path, "best:1", ACCURACY)
+    with locked(tmp_path / "0"):
+        pruning.update(rows)
+    assert (folder / "last.pt").is_file()
+    assert (odd / "last.pt").is_file()
+    assert [one.message for one in rows] == [""] * 4
+    assert len(caplog.messages) == 2
+    pruning.update(rows)
+    assert not (folder / "last.pt").exists()
+
+
+@pytest.mark.parametrize(("keep", "most"), [("all", None), (None, None), ("none", 0), ("best:12", 12)])
+def test_what_is_kept(keep, most, tmp_path):
+    assert number_kept(keep) == most
+    folder = with_checkpoints(tmp_path / "0")
+    Pruning(tmp_path, keep, Objective("m", True)).update([row(0, 0.1)])
+    assert (folder / "last.pt").exists() == (most != 0)
+
+
+def test_the_best_of_an_unknown_direction_is_refused(tmp_path):
+    unknown = Objective("value", None)
+    with pytest.raises(ConfigError, match=r"keep=best:5: it is not known whether a higher value is better: give"):
+        Pruning(tmp_path, "best:5", unknown)
+    Pruning(tmp_path, "none", unknown)
