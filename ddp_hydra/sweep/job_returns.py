@@ -61,10 +61,8 @@ class CompactReturn(JobReturn):
     def _pack(self, name: str, value: Any) -> None:
         self.__dict__[name] = zlib.compress(pickle.dumps(value), 1)
 
-    cfg = property(lambda self: self._unpacked("_cfg"), lambda self, value: self._pack("_cfg", value))  # type: ignore[assignment]
-    hydra_cfg = property(  # type: ignore[assignment]
-        lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value)
-    )
+    cfg = property(lambda self: self._unpacked("_cfg"), lambda self, value: self._pack("_cfg", value))
+    hydra_cfg = property(lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value))
 
 
 def portable(result: JobReturn) -> JobReturn:
