@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -49,29 +50,33 @@ def hydra_files(tmp_path_factory) -> Callable[..., Path]:
 def make_run(tmp_path, hydra_files) -> MakeRun:
     """Write a run by the writers of jobs: `make_run("outputs/a", "model=mlp", loss=0.5, end="done")`."""
 
-    def make(
-        name: str, *words: str, end: str = "done", steps: int = 4, tags: list[str] | None = None, **metrics: float
-    ) -> Path:
-        run_dir = tmp_path / name
-        shutil.copytree(hydra_files(*words), run_dir / ".hydra")
-        cfg = OmegaConf.create({"tags": tags or []})
-        try:
-            with locked(run_dir), summarised(run_dir, cfg) as summary:
-                summary["project"] = "c0de" * 16
-                summary["objective"] = {"metric": "val/loss", "direction": "minimize"}
-                write_records(run_dir, steps, metrics or {"loss": 0.5})
-                value = {f"val/{key}": number for key, number in (metrics or {"loss": 0.5}).items()}
-                summary |= {"steps": steps, "metrics": value, "world_size": 2}
-                if end == "failed":
-                    raise JobFailed("a rank failed", Failure("killed", 1, "far", "\x1b[31mred", step=3))
-                if end == "interrupted":
-                    raise KeyboardInterrupt
-                summary["status"] = "done"
-        except (JobFailed, KeyboardInterrupt):
-            pass
-        return run_dir
+    def make(name: str, *words: str, **given: Any) -> Path:
+        return write_run(tmp_path / name, hydra_files(*words), **given)
 
     return make
+
+
+def write_run(
+    run_dir: Path, hydra: Path, end: str = "done", steps: int = 4, tags: list[str] | None = None, **metrics: float
+) -> Path:
+    """Write a run by the writers of jobs, with what Hydra has saved in a folder, and return its directory."""
+    shutil.copytree(hydra, run_dir / ".hydra")
+    cfg = OmegaConf.create({"tags": tags or []})
+    try:
+        with locked(run_dir), summarised(run_dir, cfg) as summary:
+            summary["project"] = "c0de" * 16
+            summary["objective"] = {"metric": "val/loss", "direction": "minimize"}
+            write_records(run_dir, steps, metrics or {"loss": 0.5})
+            value = {f"val/{key}": number for key, number in (metrics or {"loss": 0.5}).items()}
+            summary |= {"steps": steps, "metrics": value, "world_size": 2}
+            if end == "failed":
+                raise JobFailed("a rank failed", Failure("killed", 1, "far", "\x1b[31mred", step=3))
+            if end == "interrupted":
+                raise KeyboardInterrupt
+            summary["status"] = "done"
+    except (JobFailed, KeyboardInterrupt):
+        pass
+    return run_dir
 
 
 def write_records(run_dir: Path, steps: int, metrics: dict[str, float]) -> None:

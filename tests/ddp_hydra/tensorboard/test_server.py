@@ -45,6 +45,7 @@ def test_it_is_active_where_there_are_runs(ask, make_run, tmp_path, monkeypatch)
     monkeypatch.setattr("ddp_hydra.tensorboard.plugin.LOOK_AGAIN_S", 0.0)
     assert plugin.is_active()
     assert plugin.frontend_metadata().tab_name == "Runs"
+    assert plugin.frontend_metadata().es_module_path in plugin.get_plugin_apps()
 
 
 def test_the_names_of_the_places_are_tensorboards():
@@ -213,6 +214,7 @@ def test_answers_are_json_that_no_browser_takes_for_anything_else(ask, make_run)
         response = asked.response(route)
         assert response.content_type.startswith(("text/javascript", "text/css"))
         assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert "/index.js" in asked.apps
 
 
 def test_nothing_outside_of_the_log_directory_is_shown(ask, make_run, tmp_path):

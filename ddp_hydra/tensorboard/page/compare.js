@@ -1,0 +1,44 @@
+// Two or more runs beside each other: what differs between them.
+
+import { digits, element, replace } from "./dom.js";
+import { get } from "./server.js";
+
+const PARTS = [["choices", "groups"], ["config", "config"], ["metrics", "last metrics"]];
+
+export async function compareView(panel, ids, onClose, onOpen) {
+  const close = element("button", { type: "button", class: "close", "aria-label": "close" }, "✕");
+  close.addEventListener("click", onClose);
+  const body = element("div");
+  replace(panel, element("div", { class: "title" }, element("h2", {}, `${ids.length} runs compared`), close), body);
+  try {
+    const found = await get("diff", { id: ids });
+    replace(body, tableOf(found, onOpen));
+  } catch (error) {
+    replace(body, element("p", { class: "note" }, error.message));
+  }
+}
+
+function tableOf(found, onOpen) {
+  const heads = found.names.map((name, place) => {
+    const link = element("button", { type: "button", class: "link" }, name);
+    link.addEventListener("click", () => onOpen(found.ids[place]));
+    return element("th", {}, link);
+  });
+  const statuses = found.status.map((status) => element("td", {}, element("span", { class: "status", "data-status": status }, status)));
+  const lines = [element("tr", {}, element("th", {}, "status"), ...statuses)];
+  if (found.code) lines.push(line("code", found.code.map((code) => code.slice(0, 16))));
+  for (const [part, title] of PARTS) {
+    const entries = Object.entries(found[part]);
+    if (!entries.length && part !== "config") continue;
+    lines.push(element("tr", { class: "part" }, element("th", { colspan: String(1 + heads.length) }, title)));
+    if (!entries.length) lines.push(element("tr", {}, element("td", { colspan: String(1 + heads.length) }, "no differing keys")));
+    const write = part === "metrics" ? (text) => digits(Number.parseFloat(text)) || text : String;
+    for (const [key, values] of entries) lines.push(line(key, values.map(write)));
+  }
+  const head = element("thead", {}, element("tr", {}, element("th", {}, ""), ...heads));
+  return element("table", { class: "facts diff" }, head, element("tbody", {}, ...lines));
+}
+
+function line(key, values) {
+  return element("tr", {}, element("th", {}, key), ...values.map((value) => element("td", {}, value)));
+}

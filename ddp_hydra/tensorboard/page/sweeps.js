@@ -1,0 +1,56 @@
+// The sweeps above the table: how many jobs are in which state, and which is the best.
+
+import { counted, digits, element, replace, when } from "./dom.js";
+
+const MOST = 200;
+
+/** Fill the box of the sweeps. `onFilter(name)` shows the jobs of one, `onOpen(id)` a run. */
+export function sweepsView(box, sweeps, rows, onFilter, onOpen) {
+  const jobs = new Map(Object.keys(sweeps).map((name) => [name, []]));
+  for (const row of rows) jobs.get(row.sweep)?.push(row);
+  box.hidden = !jobs.size;
+  const begun = (name) => Math.max(0, ...jobs.get(name).map((row) => row.started || 0));
+  const names = [...jobs.keys()].sort((a, b) => begun(b) - begun(a)).slice(0, MOST);
+  const lines = names.map((name) => line(name, sweeps[name], jobs.get(name), onFilter, onOpen));
+  const list = element("div", { class: "sweep-list" }, ...lines);
+  replace(box, element("summary", {}, counted(jobs.size, "sweep")), list);
+}
+
+function line(name, sweep, rows, onFilter, onOpen) {
+  const link = element("button", { type: "button", class: "link", title: "show its jobs" }, name);
+  link.addEventListener("click", () => onFilter(`"${name.replace(/["\\]/g, "\\$&")}/"`));
+  const best = bestOf(rows);
+  let shown = "";
+  if (best) {
+    shown = element("button", { type: "button", class: "link" }, `best ${best.objective} ${digits(best.value)}`);
+    shown.addEventListener("click", () => onOpen(best.id));
+  }
+  const started = when(Math.min(...rows.map((row) => row.started ?? Infinity)));
+  const state = sweep.running ? element("span", { class: "status", "data-status": "running" }, "running") : "";
+  return element("div", { class: "sweep" }, link, state, stateBar(sweep, rows), shown, element("span", { class: "dim" }, started));
+}
+
+/** Return a bar with a piece for each status of the jobs; those without a folder wait. */
+function stateBar(sweep, rows) {
+  const counts = new Map();
+  for (const row of rows) counts.set(row.status, (counts.get(row.status) || 0) + 1);
+  if (sweep.jobs > rows.length) counts.set("waiting", sweep.jobs - rows.length);
+  const total = Math.max(1, sweep.jobs, rows.length);
+  const bar = element("div", { class: "bar shares" });
+  for (const [status, count] of [...counts].sort()) {
+    const piece = element("span", { class: "piece", "data-kind": status, title: `${count} ${status}` });
+    piece.style.width = `${(100 * count) / total}%`;
+    bar.append(piece);
+  }
+  const words = [...counts].sort().map(([status, count]) => `${count} ${status}`).join(", ");
+  return element("span", { class: "states" }, bar, `${counted(Math.max(sweep.jobs, rows.length), "job")}: ${words}`);
+}
+
+/** Return the best job; null if they go by different metrics, or it is not known whether more is better. */
+function bestOf(rows) {
+  const ended = rows.filter((row) => typeof row.value === "number" && row.status !== "failed");
+  const [first] = ended;
+  if (!first || first.maximize === null || ended.some((row) => row.objective !== first.objective)) return null;
+  const isBetter = (a, b) => (first.maximize ? a.value > b.value : a.value < b.value);
+  return ended.reduce((best, row) => (isBetter(row, best) ? row : best));
+}
