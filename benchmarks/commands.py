@@ -133,7 +133,7 @@ class Running:
 def nobody_warm() -> Iterator[dict[str, str]]:
     """Yield variables under which no warm fork server is found; at the end, wait until the one that started is gone."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        yield {"XDG_RUNTIME_DIR": folder}
+        yield {"XDG_RUNTIME_DIR": folder, "DDP_HYDRA_KEEP_WARM_S": "0"}
         deadline = time.monotonic() + 30
         while any(Path(folder).rglob("*.sock")) and time.monotonic() < deadline:
             time.sleep(0.05)

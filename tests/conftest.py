@@ -46,12 +46,13 @@ def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     """Temporary files and sockets of the tests lie apart, so that what is left there is theirs."""
     tmp_path_factory.getbasetemp()  # stays where pytest keeps it
     root = Path(tempfile.mkdtemp(prefix="ddp-"))  # short, for the name of a socket has 107 bytes
-    before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_RUNTIME_DIR")}
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_RUNTIME_DIR", "DDP_HYDRA_KEEP_WARM_S")}
     temporary, runtime = root / "tmp", root / "run"
     for name, folder in (("TMPDIR", temporary), ("XDG_RUNTIME_DIR", runtime)):
         folder.mkdir(mode=0o700)
         os.environ[name] = str(folder)
     tempfile.tempdir = None  # read TMPDIR again
+    os.environ["DDP_HYDRA_KEEP_WARM_S"] = "0"  # no fork server outlives its job, but where a test wants it
     yield temporary, runtime / "ddp_hydra"
     for name, value in before.items():
         os.environ.pop(name)

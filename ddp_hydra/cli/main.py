@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra.cli import completion, overrides, search_path
+from ddp_hydra.cli.composed_once import composed_once
 from ddp_hydra.cli.groups import listed_without_copies
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
@@ -31,7 +32,7 @@ from ddp_hydra.job.explain import explain
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
-COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs")
+COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs", "warm")
 """First words that name a command instead of a job; each is a module of this package."""
 
 
@@ -80,9 +81,13 @@ def compose_and_run() -> None:
     schema.register()
     sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
     completion.offer_choices()
-    config_dir = get_args_parser().parse_known_args(sys.argv[1:])[0].config_dir
+    given = get_args_parser().parse_known_args(sys.argv[1:])[0]
     try:
-        with search_path.layered(config_dir) as folder, listed_without_copies():
+        with (
+            search_path.layered(given.config_dir) as folder,
+            listed_without_copies(),
+            composed_once(given.multirun),
+        ):
             hydra.main(config_path=str(folder), config_name="config", **VERSION_BASE)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell a launcher when its sweep is over

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from ddp_hydra.storage.files import write_atomic
@@ -81,6 +83,10 @@ def rewrite(*paths: Path) -> None:
 
 def _saved(path: Path) -> tuple[bool, bytes]:
     """Return whether a file holds a secret, and its content without it."""
+    with suppress(yaml.YAMLError):  # such as a tag that only OmegaConf knows
+        quickly = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+        if without(quickly) == quickly:
+            return False, path.read_bytes()
     before = OmegaConf.to_container(OmegaConf.load(path))
     after = without(before)
     if after == before:

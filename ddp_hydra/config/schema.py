@@ -126,6 +126,7 @@ class DispatchConfig:
     hang_timeout_s: float = 300.0
     first_step_timeout_s: float = 1800.0
     grace_s: float = 300.0
+    keep_warm_s: float | None = None
 
 
 @dataclass

@@ -36,6 +36,7 @@ _AT_LEAST_0 = (
     "dispatch.max_restarts",
     "dispatch.restart_wait_s",
     "dispatch.grace_s",
+    "dispatch.keep_warm_s",
 )
 _POSITIVE_SECONDS = (
     "dispatch.timeout_s",

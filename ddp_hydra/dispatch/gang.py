@@ -279,4 +279,5 @@ class Gang(Settings):
             interface=self.interface,
             cwd=self.cwd or str(Path.cwd()),
             owner=self.unique_name,
+            keep_warm_s=self.keep_warm_s or 0.0,
         )

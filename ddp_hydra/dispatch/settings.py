@@ -37,6 +37,7 @@ class Settings:
         goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
         hang_timeout_s: only ranks that report their phase (`heartbeat.at`) can hang.
         grace_s: 0 ends the ranks at once.
+        keep_warm_s: None is 0.
         sweep: the sweep that this job belongs to, where several wait for workers.
         on_give_up: called when the user ends the job at once: `on_record` should stop waiting for anything.
         cwd: working folder of the ranks, where their host has it; "" for this process's.
@@ -71,6 +72,7 @@ class Settings:
     hang_timeout_s: float = 300.0
     first_step_timeout_s: float = 1800.0
     grace_s: float = 0.0
+    keep_warm_s: float | None = None
     sweep: str = ""
     on_give_up: Callable[[], None] = field(default=lambda: None, repr=False)
     cwd: str = ""

@@ -13,7 +13,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, validate
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.job.local import backend, gang_settings
+from ddp_hydra.job.gang_settings import backend, gang_settings
 from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import check_record
 

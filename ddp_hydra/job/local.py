@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import schema
@@ -23,6 +23,7 @@ from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import CheckpointError, Interrupted
 from ddp_hydra.job.checks import check
 from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
+from ddp_hydra.job.gang_settings import gang_settings, inline_settings
 from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
 from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.resume import weights_path
@@ -74,37 +75,10 @@ def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
         config = schema.resolved(cfg)
         if weights_path(cfg) is not None:  # rank 0 reads them
             config["model"]["weights"] = None
-        results = inline.run(TRAIN, config, on_record=inline.ignore, spec=spec, **_inline_settings(cfg))
+        results = inline.run(TRAIN, config, on_record=inline.ignore, spec=spec, **inline_settings(cfg))
         value = read_value(results[0])
         if value["interrupted"] not in ("", "pause"):
             raise Interrupted(f"rank {spec.rank}: {why_stopped(value['interrupted'], value['steps'])}")
-
-
-def _inline_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return the arguments of `inline.run` that come from the config."""
-    timeouts = {"timeout_s": cfg.dispatch.timeout_s, "wait_timeout_s": cfg.cluster.get("wait_timeout_s")}
-    return {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts, "retry_s": cfg.results.retry_s}
-
-
-def backend(cfg: DictConfig) -> str:
-    """Return the backend of the process group: gloo for ranks that compute on the CPU, so that they use no GPU."""
-    # A remote job's config has texts instead of enums.
-    given, device = (getattr(one, "value", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
-    return "gloo" if given == "auto" and device == "cpu" else str(given)
-
-
-def gang_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return the settings of a gang that come from the config."""
-    settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
-    assert isinstance(settings, dict)
-    ports = settings.pop("port_range")
-    of_others = {"threads": cfg.trainer.threads, "sweep": connect.sweep(), "retry_s": cfg.results.retry_s}
-    return {
-        **{str(name): value for name, value in settings.items()},
-        **of_others,
-        "backend": backend(cfg),
-        "port_range": (ports[0], ports[1]) if ports else None,
-    }
 
 
 class Job:
@@ -187,7 +161,7 @@ class Job:
                 files={name: str(path) for name, path in self.files.items()},
                 kept=self.saved_config,
                 attempt=self.first_attempt,
-                **_inline_settings(self.cfg),
+                **inline_settings(self.cfg),
             )[0]
 
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from ddp_hydra.rank import gpus
-from ddp_hydra.rank.fork_client import without_dasks_limits
+from ddp_hydra.rank.fork_environment import without_dasks_limits
 from ddp_hydra.rank.spec import RankSpec
 
 

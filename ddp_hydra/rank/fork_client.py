@@ -1,28 +1,33 @@
 """Connects to the fork server of this host, and starts it if it does not run.
 
 All workers of one user, one Python environment and one batch job on a host share a server, which they reach through a
-socket in a private folder. The first worker starts it; it ends with its last connection. The socket is bound before the
-server imports anything, so the first clients wait in its backlog instead of polling.
+socket in a private folder. The first worker starts it. It ends with its last connection, or stays for as long as the
+last rank's request said (`keep_warm_s`). The socket is bound before the server imports anything, so the first clients
+wait in its backlog instead of polling.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import hashlib
-import importlib.metadata
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import ddp_hydra
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import fork_environment
+from ddp_hydra.rank.processes import user_of
+
+ANSWER_S = 2.0
+"""Seconds that a server may take to answer a question; one that is just starting takes longer."""
 
 
 def connect() -> socket.socket:
@@ -43,41 +48,56 @@ def connect() -> socket.socket:
 
 
 _held: socket.socket | None = None
+_holding = threading.Lock()
 
 
 def hold() -> None:
     """Keep the fork server of this host alive as long as this process lives."""
     global _held
-    if _held is not None:
-        with contextlib.suppress(BlockingIOError):
-            if not _held.recv(1, socket.MSG_DONTWAIT):  # it has ended
-                _held.close()
-                _held = None
-    if _held is None:
-        _held = connect()
+    with _holding:
+        if _held is not None:
+            with contextlib.suppress(BlockingIOError):
+                if not _held.recv(1, socket.MSG_DONTWAIT):  # it has ended
+                    _held.close()
+                    _held = None
+        if _held is None:
+            _held = connect()
 
 
 def release() -> None:
     """No longer keep the fork server alive."""
     global _held
-    if _held is not None:
-        _held.close()
-        _held = None
+    with _holding:
+        if _held is not None:
+            _held.close()
+            _held = None
 
 
 def socket_path() -> Path:
     """Return the socket of the server for this user, Python environment and batch job."""
-    environment = [sys.executable, sys.prefix, *ddp_hydra.__path__, *_versions(), *_import_time_variables()]
-    identity = "\0".join([*environment, *_batch_job(), *_confinement()])
-    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return runtime_folder() / f"{name}.sock"
+    return runtime_folder() / f"{fork_environment.identity()}.sock"
 
 
-@functools.cache
-def _versions() -> list[str]:
-    """Return the versions of the code that a server loads. They are read once: later edits do not change the server."""
-    newest = max(file.stat().st_mtime_ns for file in Path(ddp_hydra.__file__).parent.rglob("*.py"))
-    return [*(importlib.metadata.version(name) for name in ("torch", "distributed")), str(newest)]
+def ask(address: Path, question: str) -> dict[str, Any] | None:
+    """Ask a server for its "status", or to "stop" when its last rank has ended.
+
+    Returns:
+        Its status; {} if it does not answer in time, None if it has ended.
+    """
+    with locked(address.parent) as folder:
+        try:
+            connection = _connect(_short(address, folder))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+    with connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            connection.sendall(json.dumps({question: True}).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                found: dict[str, Any] = json.loads(lines.readline() or b"{}")
+            return found
+        except OSError:
+            return {}
 
 
 def runtime_folder() -> Path:
@@ -86,37 +106,6 @@ def runtime_folder() -> Path:
     if root and os.access(root, os.W_OK):
         return Path(root) / "ddp_hydra"
     return Path(tempfile.gettempdir()) / f"ddp_hydra-{os.getuid()}"
-
-
-def _import_time_variables() -> list[str]:
-    """Return variables that matter when torch is imported, so that they cannot be set per rank later."""
-    names = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
-    return [f"{name}={os.environ.get(name, '')}" for name in names]
-
-
-BATCH_JOB = (
-    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "OAR_JOB_ID", "FLUX_JOB_ID",
-)  # fmt: skip
-"""Variables in which SLURM, PBS, LSF, Grid Engine, OAR and Flux name the batch job of a process."""
-
-
-def _batch_job() -> list[str]:
-    """Return the batch job of this process: its ranks belong to that job, and end with it."""
-    return [f"{name}={os.environ[name]}" for name in BATCH_JOB if name in os.environ]
-
-
-def _confinement() -> list[str]:
-    """Return the cgroup and the namespaces of this process: a fork always has those of its server."""
-    found = []
-    for read in (
-        lambda: Path("/proc/self/cgroup").read_text(),
-        lambda: str(Path("/proc/self/ns/cgroup").readlink()),  # two containers may have cgroups of the same name
-        lambda: str(Path("/proc/self/ns/net").readlink()),
-        lambda: str(Path("/proc/self/ns/pid").readlink()),
-    ):
-        with contextlib.suppress(OSError):  # not on this system
-            found.append(read())
-    return found
 
 
 @contextmanager
@@ -171,6 +160,11 @@ def _connect(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(address)
+        if (user := user_of(connection)) not in (None, os.getuid()):
+            raise ConfigError(
+                f"the fork server at {address} belongs to user id {user}, not to you, and ranks are started through "
+                "it: remove the socket, or set XDG_RUNTIME_DIR to a folder of your own"
+            )
     except BaseException:
         connection.close()
         raise
@@ -184,13 +178,11 @@ def _start(address: Path, short: str) -> None:
         address.chmod(0o600)
         listener.listen(128)
         command = [sys.executable, "-m", "ddp_hydra.rank.fork_server", str(listener.fileno()), str(address)]
-        environment = ALLOCATOR | without_dasks_limits(os.environ)
-        path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         # The intermediate parent ends at once, so that the server outlives the process that started it.
         subprocess.run(
             [sys.executable, "-S", "-c", _DETACH, *command],
-            env=environment,
+            env=fork_environment.of_server(),
+            cwd="/",  # it may outlive this process's folder
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -199,26 +191,6 @@ def _start(address: Path, short: str) -> None:
         )
     finally:
         listener.close()
-
-
-DASKS_LIMITS = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-}
-"""Variables that Dask's nanny sets for its workers. They would slow a rank down: each rank has its own number of
-threads, and allocates its large buffers again and again."""
-
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
-"""Variables with which glibc keeps the buffers that each step frees, instead of asking the kernel for them again. glibc
-reads them when a process starts, so they are set for the server. Setting only one of the two would switch off its own
-adaptation."""
-
-
-def without_dasks_limits(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that have Dask's defaults for its workers."""
-    return {name: value for name, value in variables.items() if DASKS_LIMITS.get(name) != value}
 
 
 _DETACH = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"

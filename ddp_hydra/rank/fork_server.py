@@ -8,7 +8,13 @@ One connection is one rank. The caller sends a line of JSON together with the ra
 {"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}; or {"refused": reason} if the host lets it start no
 process. A line {"signal": n} sends a signal to the rank's process group, {"signal": n, "alone": true} to the rank only.
 When the caller's connection ends, its rank is killed; when the server ends, the kernel kills all ranks. So no rank
-outlives its worker, whatever state it is in. A caller that sends anything else is disconnected.
+outlives its worker, whatever state it is in. {"status": true} asks how the server is, {"stop": true} has it end after
+its last rank. A caller that sends anything else, or belongs to another user, is disconnected.
+
+After its last connection the server stays for `keep_warm_s` of the last request, 0 without that: the next command finds
+torch imported. It then belongs to no command: its folder is /, its output goes nowhere, and it has neither code of a
+project nor a GPU. It ends earlier where memory is short, where a file that it has imported was changed, after SIGTERM,
+and when its socket is removed. A command that comes before it has noticed a change has it start anew.
 
 Processes that a rank leaves behind are ended with it: its process group at once. The kernel makes the server the parent
 of processes that have left the group (a daemon with a session of its own). The server ends them, and names them to the
@@ -29,11 +35,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_hydra.rank.processes import adopt_orphans, children, command_of, die_with_parent, kill_group
+from ddp_hydra.rank import fork_environment, fork_idle
+from ddp_hydra.rank.left_behind import LEFT_S, LeftBehind
+from ddp_hydra.rank.processes import adopt_orphans, children, die_with_parent, kill_group, user_of
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
@@ -41,17 +50,14 @@ PRELOAD = (
 )  # fmt: skip
 """Modules that nearly every rank imports; those that are not installed are skipped."""
 
+MODULE = "ddp_hydra.rank.fork_server"
 MAX_REQUEST = 2**24
 """Allowed bytes of a request; most of it is the environment."""
 MAX_FDS = 8
 REQUEST_S = 30.0
 """Seconds that a caller may take from the first byte of a line to the last."""
-LEFT_S = 1.0
-"""Seconds that a process that a rank left behind may take to end after SIGTERM."""
-MAX_NAMED = 10
-"""Number of such processes that are named."""
-LINGER_S = 30.0
-"""Seconds that the server waits for its first connection."""
+IDLE_S = 1.0
+"""Seconds between two looks at the memory while nobody is connected."""
 
 
 @dataclass
@@ -64,6 +70,7 @@ class Caller:
         since: when that began.
         fds: descriptors for the rank.
         has_requested: it has requested its rank.
+        only_asks: it has asked for the status, or for the end.
     """
 
     connection: socket.socket
@@ -72,35 +79,43 @@ class Caller:
     since: float = 0.0
     fds: list[int] = field(default_factory=list)
     has_requested: bool = False
+    only_asks: bool = False
 
 
 class Server:
-    """Forks ranks on request, until the last connection has ended."""
+    """Forks ranks on request, until the last connection has ended and nobody wants to find it warm.
 
-    def __init__(self, listener: socket.socket, address: Path) -> None:
+    Args:
+        listener: the socket on which it listens.
+        address: the socket's path.
+        start_anew: starts this program again, with the same socket.
+    """
+
+    def __init__(self, listener: socket.socket, address: Path, start_anew: Callable[[], object] = lambda: None) -> None:
         self.listener = listener
         self.address = address
+        self.start_anew = start_anew
+        self.begun = time.monotonic()
+        self.idling = fork_idle.Idling(address)
         self.selector = selectors.DefaultSelector()
         self.callers: dict[int, Caller] = {}
         self.ranks: set[int] = set()
-        self.left: dict[int, float] = {}
-        """Processes that ranks have left behind, with the time at which they are killed."""
+        self.left_behind = LeftBehind()
         self.wake_r, self.wake_w = socket.socketpair()
 
     def serve(self) -> None:
-        """Serve until the last connection has ended."""
+        """Serve until the time has come to leave."""
         for end in (self.listener, self.wake_r, self.wake_w):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # when the host is shut down, the ranks finish first
+        signal.signal(signal.SIGTERM, self.retire)  # when the host is shut down, the ranks finish first
         signal.set_wakeup_fd(self.wake_w.fileno())
         adopt_orphans()
         self.ranks = set(children())  # children of preloaded modules, if any
         self.selector.register(self.listener, selectors.EVENT_READ)
         self.selector.register(self.wake_r, selectors.EVENT_READ)
-        timeout_s: float | None = LINGER_S
         while True:
-            events = self.selector.select(timeout_s)
+            events = self.selector.select(self.pause_s)
             for key, _ in events:
                 if key.fileobj is self.listener:
                     self.accept()
@@ -110,20 +125,41 @@ class Server:
                     self.receive(self.callers[key.fd])
             self.reap()
             self.drop_slow()
-            self.kill_left()
-            timeout_s = REQUEST_S if any(caller.partial_line for caller in self.callers.values()) else None
-            timeout_s = LEFT_S if self.left else timeout_s
-            if not self.callers and not self.left and self.leave():
+            self.left_behind.kill()
+            if self.is_idle and self.idling.is_over() and self.leave():
                 return
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nobody is connected, and nothing of a rank is left."""
+        return not self.callers and not self.left_behind.until
+
+    @property
+    def pause_s(self) -> float | None:
+        """Return for how many seconds nothing has to be done, unless an event comes."""
+        if self.left_behind.until:
+            return LEFT_S
+        if not self.callers:
+            return IDLE_S
+        return REQUEST_S if any(caller.partial_line for caller in self.callers.values()) else None
+
+    def retire(self, *_: object) -> None:
+        """Leave when the last connection has ended; also the handler of SIGTERM."""
+        self.idling.is_retired = True
+
     def accept(self) -> None:
-        """Accept the next connection, if there is one."""
+        """Accept the next connection, if there is one; start anew before it if the imported code is out of date."""
+        if self.is_idle and not self.idling.is_current():
+            self.start_anew()
         try:
             connection, _ = self.listener.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left: the caller stays in the backlog
             time.sleep(0.05)
+            return
+        if user_of(connection) not in (None, os.getuid()):
+            connection.close()
             return
         connection.setblocking(False)
         self.callers[connection.fileno()] = Caller(connection)
@@ -154,6 +190,10 @@ class Server:
             raise TypeError("a request is an object")
         if "signal" in request:
             self.kill(caller, request["signal"], bool(request.get("alone")))
+        elif "status" in request or "stop" in request:
+            caller.only_asks = True
+            self.idling.is_retired |= "stop" in request
+            self.reply(caller, self.status())
         elif caller.has_requested:
             raise ValueError("one connection is one rank")
         else:
@@ -168,6 +208,7 @@ class Server:
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         """Fork one rank."""
         caller.has_requested = True
+        self.idling.keep_warm_s = 0.0 if fork_environment.batch_job() else float(request.get("keep_warm_s", 0.0))
         try:
             pid = os.fork()
         except OSError as error:  # the host allows no other process; those that run go on
@@ -232,37 +273,12 @@ class Server:
             if pid in self.ranks:
                 self.ranks.discard(pid)
                 kill_group(pid)  # processes that the rank started, such as data loaders
-            self.left.pop(pid, None)
-            left = self.end_left(pid)
+            left = self.left_behind.end(pid, self.ranks)
             for caller in self.callers.values():
                 if caller.pid == pid:
                     caller.pid = None
                     exit_code = os.waitstatus_to_exitcode(status)
                     self.reply(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
-
-    def end_left(self, group: int) -> list[str]:
-        """Send SIGTERM to orphans that have become children of this process; return the first of them by name.
-
-        Args:
-            group: a process group that was killed already.
-        """
-        named = []
-        for pid in children():
-            if pid in self.ranks or pid in self.left or not (command := command_of(pid)):
-                continue
-            with contextlib.suppress(OSError):  # it has just ended
-                if os.getpgid(pid) != group:
-                    os.kill(pid, signal.SIGTERM)
-                    self.left[pid] = time.monotonic() + LEFT_S
-                    named.append(f"{command} (process {pid})")
-        return named[:MAX_NAMED]
-
-    def kill_left(self) -> None:
-        """Kill orphans that have not ended in time."""
-        for pid, until in self.left.items():
-            if time.monotonic() > until:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
 
     def kill(self, caller: Caller, number: int, alone: bool = False) -> None:
         """Send a signal to a caller's rank, and to its process group unless `alone`."""
@@ -277,6 +293,20 @@ class Server:
         self.selector.unregister(caller.connection)
         caller.connection.close()
         close_all(caller.fds)
+        if not caller.only_asks:
+            self.idling.begin()
+
+    def status(self) -> dict[str, Any]:
+        """Return what `ddp-hydra warm` shows."""
+        is_used = any(not caller.only_asks for caller in self.callers.values())
+        return {
+            "pid": os.getpid(),
+            "python": sys.executable,
+            "ranks": sum(caller.pid is not None for caller in self.callers.values()),
+            "age_s": time.monotonic() - self.begun,
+            "ends_in_s": None if is_used else self.idling.remaining_s,
+            "memory": fork_idle.memory_bytes(),
+        }
 
     def reply(self, caller: Caller, message: dict[str, Any]) -> None:
         """Send a message to a caller; one that is gone is dropped at its next event."""
@@ -296,7 +326,8 @@ class Server:
             if self.callers:
                 return False
             self.listener.close()
-            self.address.unlink(missing_ok=True)
+            if self.idling.is_found():
+                self.address.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other servers may have their sockets in it
                 self.address.parent.rmdir()
             return True
@@ -323,11 +354,19 @@ def main(listener_fd: int, address: str) -> None:
     """Become the fork server."""
     from setproctitle import setproctitle
 
+    environment = dict(os.environ)  # before the imports add to it
+
+    def start_anew() -> NoReturn:
+        os.set_inheritable(listener_fd, True)
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, str(listener_fd), address], environment)  # noqa: S606
+
     setproctitle("ddp_hydra fork server")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    server = Server(socket.socket(fileno=listener_fd), Path(address))
     preload()
-    server.serve()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # it may stay longer than the terminal, or the pipe, of the command that started it
+    os.close(nowhere)
+    Server(socket.socket(fileno=listener_fd), Path(address), start_anew).serve()
     os._exit(0)  # without the destructors of the preloaded libraries, which have nothing to do
 
 

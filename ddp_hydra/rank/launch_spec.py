@@ -27,6 +27,7 @@ class LaunchSpec:
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
         owner: the gang's name, without its attempt; "" for `gang`.
+        keep_warm_s: how long the host's fork server stays after its last rank.
     """
 
     gang: str
@@ -43,3 +44,4 @@ class LaunchSpec:
     interface: str | None = None
     cwd: str = ""
     owner: str = ""
+    keep_warm_s: float = 0.0

@@ -106,6 +106,7 @@ class Launcher:
             "cwd": launch_spec.cwd if Path(launch_spec.cwd).is_dir() else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "affinity": environment.cores(),
+            "keep_warm_s": launch_spec.keep_warm_s,
         }
 
     def interface(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Ends processes together with the process that started them (Linux)."""
+"""Looks after processes of this host: ends them together with the process that started them, says whose they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 from pathlib import Path
 
@@ -48,3 +50,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def user_of(connection: socket.socket) -> int | None:
+    """Return the user id of the process at the other end of a Unix socket; None where the kernel does not say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    format_ = "3i"  # process, user and group id
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(format_))
+    return int(struct.unpack(format_, credentials)[1])

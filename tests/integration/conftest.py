@@ -71,6 +71,7 @@ def warm_server(private_folders) -> Iterator[psutil.Process]:
             if name.startswith(("AWS_", "DASK_", "HYDRA_", "DDP_HYDRA_")) or name.lower().endswith("_proxy"):
                 patch.delenv(name)
         patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("DDP_HYDRA_KEEP_WARM_S", "0")
         fork_client.release()
         fork_client.hold()
         address = str(fork_client.socket_path())

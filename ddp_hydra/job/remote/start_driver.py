@@ -15,7 +15,7 @@ from typing import Any
 
 import ddp_hydra
 from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
-from ddp_hydra.rank.fork_client import without_dasks_limits
+from ddp_hydra.rank.fork_environment import without_dasks_limits
 
 STDERR_BYTES = 2000
 """How much of stderr an error message contains."""

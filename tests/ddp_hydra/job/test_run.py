@@ -32,7 +32,7 @@ from ddp_hydra.errors import (
     RankFailed,
     RecordError,
 )
-from ddp_hydra.job import checks, local, summary
+from ddp_hydra.job import checks, gang_settings, summary
 from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.resume import find_resume
@@ -73,8 +73,10 @@ def config(**changes: Any) -> DictConfig:
 )
 def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wanted):
     cfg = config(trainer__device=device, dispatch__backend=given)
-    assert local.backend(cfg) == wanted
-    assert local.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted  # a driver's
+    assert gang_settings.backend(cfg) == wanted
+    assert (
+        gang_settings.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted
+    )  # a driver's
 
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:

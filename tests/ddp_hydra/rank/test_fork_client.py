@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import ddp_hydra
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import environment, fork_client, gpus
+from ddp_hydra.rank import environment, fork_client, fork_environment, gpus, processes
 from ddp_hydra.rank.spec import RankSpec
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -27,7 +28,7 @@ ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
     ],
 )
 def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given, kept):
-    assert fork_client.without_dasks_limits(given) == kept
+    assert fork_environment.without_dasks_limits(given) == kept
 
 
 def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
@@ -150,3 +151,74 @@ def test_a_runtime_folder_may_have_a_long_path(tmp_path, monkeypatch):
         assert fork_client.socket_path().is_socket()
         with fork_client.connect(), listener.accept()[0]:  # it is there already
             pass
+
+
+def test_a_server_of_another_user_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setattr(fork_client, "runtime_folder", lambda: folder)
+    monkeypatch.setattr(fork_client, "_start", lambda address, short: listener.bind(short) or listener.listen())
+    monkeypatch.setattr(fork_client, "user_of", lambda connection: os.getuid() + 1)
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        pytest.raises(ConfigError, match=rf"belongs to user id {os.getuid() + 1}, not to you.*XDG_RUNTIME_DIR"),
+    ):
+        fork_client.connect()
+
+
+def test_the_user_at_the_other_end_is_known():
+    one, other = socket.socketpair()
+    with one, other:
+        assert processes.user_of(one) in (os.getuid(), None)
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "KMP_AFFINITY", "LD_PRELOAD", "TORCH_LOGS", "CUDA_HOME", "LANG"])
+def test_variables_that_are_read_at_import_tell_servers_apart(monkeypatch, name):
+    before = fork_environment.identity()
+    monkeypatch.setenv(name, "7")
+    assert fork_environment.identity() != before
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "RANK", "MY_OWN"])
+def test_variables_that_each_rank_reads_itself_do_not(monkeypatch, name):
+    before = fork_environment.identity()
+    monkeypatch.setenv(name, "7")
+    assert fork_environment.identity() == before
+
+
+def test_limits_and_the_mask_of_new_files_tell_servers_apart():
+    program = (
+        "import os, resource; from ddp_hydra.rank.fork_environment import identity; names = [identity()]\n"
+        "mask = os.umask(0o077); names.append(identity()); os.umask(mask)\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard)); names.append(identity())\n"
+        "os.nice(1); names.append(identity()); print(*names)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert len(set(ended.stdout.split())) == (4 if Path("/proc/self/status").exists() else 3)
+
+
+def test_a_changed_file_of_the_library_has_another_server(tmp_path, monkeypatch):
+    """Also one that is older than the newest, as a file that was put back is."""
+    for name, text in (("a.py", "1"), ("b.py", "1")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(ddp_hydra, "__path__", [str(tmp_path)])
+    fork_environment._versions.cache_clear()
+    try:
+        before = fork_environment.identity()
+        os.utime(tmp_path / "a.py", (0, 0))
+        assert fork_environment.identity() == before  # a process keeps its server
+        fork_environment._versions.cache_clear()
+        assert fork_environment.identity() != before
+    finally:
+        fork_environment._versions.cache_clear()
+
+
+def test_a_server_needs_nothing_of_the_folder_that_it_was_started_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}here{os.pathsep}/there")
+    path = fork_environment.of_server()["PYTHONPATH"].split(os.pathsep)
+    assert path[1:] == [str(tmp_path / "here"), "/there"]
+    before = fork_environment.identity()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert fork_environment.identity() != before

@@ -103,3 +103,55 @@ def test_where_no_process_can_be_started_only_that_rank_hears_of_it(server, monk
         assert caller.recv(10) == b""
     if before:
         assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_another_user_is_not_served(server, monkeypatch):
+    monkeypatch.setattr(module, "user_of", lambda connection: os.getuid() + 1)
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(5)
+        caller.connect(str(server.address))
+        server.accept()
+        assert caller.recv(10) == b""
+    assert not server.callers
+
+
+def test_in_a_batch_job_it_stays_for_nobody(server, monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: os.getpid())
+    monkeypatch.setattr(module, "kill_group", lambda pid: None)
+    monkeypatch.setattr(server, "kill", lambda *_: None)
+    for variable, kept in ((None, 60.0), ("SLURM_JOB_ID", 0.0)):
+        if variable:
+            monkeypatch.setenv(variable, "7")
+        with call(server, b'{"title": "rank", "keep_warm_s": 60}\n'):
+            assert server.idling.keep_warm_s == kept
+    server.ranks.clear()
+
+
+def test_questions_do_not_keep_it(server):
+    with call(server, b'{"status": true}\n') as caller:
+        status = json.loads(caller.recv(1000))
+        assert status["pid"] == os.getpid()
+        assert status["ranks"] == 0
+        assert 25 < status["ends_in_s"] <= 30
+    since = server.idling.since
+    server.receive(next(iter(server.callers.values())))
+    assert not server.callers
+    assert server.idling.since == since
+    with call(server, b'{"stop": true}\n') as caller:
+        assert json.loads(caller.recv(1000))["ends_in_s"] == 0.0
+        assert server.idling.is_over()
+
+
+def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monkeypatch):
+    starts = []
+    server.start_anew = lambda: starts.append(len(server.callers))
+    monkeypatch.setattr(server.idling.loaded, "are_current", lambda: False)
+    with call(server, NOBODY), call(server, NOBODY):
+        assert not starts  # nothing has been served before: it has just imported all
+        server.idling.begin()
+        with call(server, NOBODY):
+            assert not starts  # ranks that run go on
+    for caller in list(server.callers.values()):
+        server.drop(caller)
+    with call(server, NOBODY):
+        assert starts == [0]

@@ -1,0 +1,56 @@
+"""Reads the settings of a gang from a config."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_hydra.cluster import connect
+from ddp_hydra.errors import ConfigError
+
+KEEP_WARM_S = 300.0
+WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
+"""Replaces it, for machines where nothing may stay behind a command."""
+
+
+def inline_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the arguments of `inline.run` that come from the config."""
+    timeouts = {"timeout_s": cfg.dispatch.timeout_s, "wait_timeout_s": cfg.cluster.get("wait_timeout_s")}
+    return {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts, "retry_s": cfg.results.retry_s}
+
+
+def backend(cfg: DictConfig) -> str:
+    """Return the backend of the process group: gloo for ranks that compute on the CPU, so that they use no GPU."""
+    # A remote job's config has texts instead of enums.
+    given, device = (getattr(one, "value", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
+    return "gloo" if given == "auto" and device == "cpu" else str(given)
+
+
+def gang_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the settings of a gang that come from the config."""
+    settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
+    assert isinstance(settings, dict)
+    ports = settings.pop("port_range")
+    settings["keep_warm_s"] = keep_warm_s(cfg)
+    of_others = {"threads": cfg.trainer.threads, "sweep": connect.sweep(), "retry_s": cfg.results.retry_s}
+    return {
+        **{str(name): value for name, value in settings.items()},
+        **of_others,
+        "backend": backend(cfg),
+        "port_range": (ports[0], ports[1]) if ports else None,
+    }
+
+
+def keep_warm_s(cfg: DictConfig) -> float:
+    """Return how long the fork servers of the workers' hosts stay after the job."""
+    if cfg.dispatch.keep_warm_s is not None:
+        return float(cfg.dispatch.keep_warm_s)
+    if not connect.is_local(cfg.cluster):
+        return 0.0
+    given = os.environ.get(WARM_VARIABLE) or str(KEEP_WARM_S)
+    try:
+        return float(given)
+    except ValueError:
+        raise ConfigError(f"{WARM_VARIABLE}={given}: give seconds, such as 300, or 0") from None

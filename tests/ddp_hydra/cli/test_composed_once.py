@@ -1,0 +1,89 @@
+"""A job's config is composed once, and is the one that Hydra composes by itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+
+from ddp_hydra.cli.composed_once import composed_once
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+
+
+@pytest.fixture
+def app(tmp_path, monkeypatch):
+    """Run an app, and return what it got and how often Hydra has composed."""
+    (tmp_path / "conf" / "group").mkdir(parents=True)
+    (tmp_path / "conf" / "config.yaml").write_text("defaults: [{group: a}, _self_]\nnumber: 1\n")
+    (tmp_path / "conf" / "missing.yaml").write_text("defaults:\n- group: ???\n")
+    (tmp_path / "conf" / "sweeps.yaml").write_text(
+        "hydra: {mode: MULTIRUN, sweeper: {params: {number: '1,2'}}}\nnumber: 1\n"
+    )
+    (tmp_path / "conf" / "group" / "a.yaml").write_text("name: a\n")
+    (tmp_path / "conf" / "group" / "b.yaml").write_text("name: b\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    load: Any = ConfigLoaderImpl._load_configuration_impl
+    composed: list[Any] = []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        composed.append(args)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", count)
+
+    def run(*words: str, once: bool, config: str = "config") -> tuple[list[Any], int]:
+        got: list[Any] = []
+
+        def main(cfg: Any) -> None:
+            got.append((cfg.copy(), HydraConfig.get().copy()))
+
+        monkeypatch.setattr(sys, "argv", ["app", *words, "hydra.run.dir=out", "hydra.sweep.dir=swept"])
+        composed.clear()
+        GlobalHydra.instance().clear()
+        with composed_once(multirun=not once or "-m" in words):
+            hydra.main(config_path=str(tmp_path / "conf"), config_name=config, **VERSION_BASE)(main)()
+        return got, len(composed)
+
+    return run
+
+
+@pytest.mark.parametrize("words", [(), ("group=b", "number=2", "+more=3"), ("hydra.job.name=x",), ("hydra.mode=RUN",)])
+def test_the_config_is_the_one_that_hydra_composes_itself(app, words):
+    expected, twice = app(*words, once=False)
+    got, composed = app(*words, once=True)
+    assert got == expected
+    assert twice == 2
+    assert composed == (2 if words == ("hydra.mode=RUN",) else 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [(("-m", "number=1,2"), "config"), ((), "sweeps"), (("hydra.mode=MULTIRUN", "number=1,2"), "config")],
+)
+def test_a_sweep_is_composed_as_hydra_does(app, words, config):
+    expected, _ = app(*words, once=False, config=config)
+    got, _ = app(*words, once=True, config=config)
+    assert got == expected
+    assert [cfg.number for cfg, _ in got] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [(("number=1,2",), "config"), (("nothing=1",), "config"), (("group=c",), "config"), ((), "missing")],
+)
+def test_a_mistake_is_reported_as_hydra_does(app, words, config):
+    errors = []
+    for once in (False, True):
+        with pytest.raises(HydraException) as raised:
+            app(*words, once=once, config=config)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    assert not Path("out").exists()

@@ -1,0 +1,179 @@
+"""Fork servers that stay warm for the next command, and end by themselves.
+
+Most tests have a torch that is imported at once; the last one trains twice with the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_hydra.cli import warm
+from ddp_hydra.rank import fork_client
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+ROOT = Path(__file__).resolve().parents[2]
+FAILS = b'{"title": "a rank that fails at once", "keep_warm_s": %g}\n'
+
+
+@pytest.fixture
+def runtime(monkeypatch, alive, wait_for) -> Iterator[Path]:
+    """A runtime folder of its own; at the end, no server may be left that does not end when it is asked to."""
+    with tempfile.TemporaryDirectory(prefix="w-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+        pids = [status["pid"] for address in warm.addresses() if (status := fork_client.ask(address, "stop"))]
+        wait_for(lambda: not any(map(alive, pids)), 10, "the end of the fork servers")
+
+
+@pytest.fixture
+def library(runtime, tmp_path, monkeypatch) -> Path:
+    """A torch that notes when it is imported, in the place of the real one."""
+    library = tmp_path / "library" / "torch.py"
+    library.parent.mkdir()
+    library.write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('first\\n')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{library.parent}{os.pathsep}{ROOT}")
+    return library
+
+
+def fork(keep_warm_s: float) -> None:
+    """Have a rank forked, and wait for its end."""
+    with fork_client.connect() as server, server.makefile("rb") as lines:
+        server.sendall(FAILS % keep_warm_s)
+        assert "pid" in json.loads(lines.readline())
+        assert "exit" in json.loads(lines.readline())
+
+
+def status() -> dict[str, Any] | None:
+    """The status of the server for this process; None if there is none."""
+    return fork_client.ask(fork_client.socket_path(), "status")
+
+
+def test_it_stays_after_its_last_rank_and_serves_whoever_comes_next(library, tmp_path, capsys):
+    fork(60)
+    first = status()
+    assert first is not None
+    assert 50 < first["ends_in_s"] <= 60
+    fork(60)
+    second = status()
+    assert second is not None
+    assert second["pid"] == first["pid"]
+    assert (tmp_path / "imports").read_text() == "first\n"
+    with fork_client.connect():
+        warm.main([])
+    warm.main(["stop"])
+    warm.main([])
+    used, idle, ended, none = capsys.readouterr().out.splitlines()
+    about = rf"process {first['pid']}: {{}}, \d+ s old, \d+ MiB, {re.escape(sys.executable)}"
+    assert re.fullmatch(about.format("in use, 0 ranks"), used)
+    assert re.fullmatch(about.format(r"idle, ends in \d+ s"), idle)
+    assert (ended, none) == ("  has ended", "no fork server runs")
+
+
+def test_it_belongs_to_no_command(library, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        fork(60)
+    found = status()
+    assert found is not None
+    process = Path(f"/proc/{found['pid']}")
+    if not process.exists():
+        pytest.skip("looks into /proc")
+    assert (process / "cwd").readlink() == Path("/")
+    fds = {int(fd.name): str(fd.readlink()) for fd in (process / "fd").iterdir()}
+    assert [fds.pop(fd) for fd in (0, 1, 2)] == [os.devnull] * 3
+    assert all(target.startswith(("socket:", "anon_inode:")) for target in fds.values()), fds
+    session = int((process / "stat").read_text().rpartition(")")[2].split()[3])
+    assert session == found["pid"] != os.getsid(0)
+
+
+@pytest.mark.parametrize("end", ["time", "SIGTERM", "no socket"])
+def test_it_ends_by_itself(library, alive, wait_for, end):
+    fork(0.3 if end == "time" else 60)
+    found = status()
+    if found is not None:  # a slow machine takes longer than its time
+        if end == "SIGTERM":
+            os.kill(found["pid"], signal.SIGTERM)
+        elif end == "no socket":
+            fork_client.socket_path().unlink()
+        wait_for(lambda: not alive(found["pid"]), 10, "the end of the server")
+    assert not fork_client.runtime_folder().exists()
+
+
+def test_an_edited_library_is_imported_anew(library, tmp_path):
+    fork(60)
+    first = status()
+    library.write_text(library.read_text().replace("first", "second"))
+    fork(60)
+    second = status()
+    assert first is not None
+    assert second is not None
+    assert second["pid"] == first["pid"]  # the same process, with a new program
+    assert (tmp_path / "imports").read_text() == "first\nsecond\n"
+
+
+def test_several_commands_at_once_share_one(library, tmp_path):
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(fork, [60] * 4))
+    assert len(warm.addresses()) == 1
+    assert (tmp_path / "imports").read_text() == "first\n"
+
+
+def test_of_a_killed_command_only_the_idle_server_is_left_and_that_ends(library, alive, wait_for):
+    program = (
+        "import time; from ddp_hydra.rank import fork_client; server = fork_client.connect()\n"
+        f"server.sendall({FAILS % 1!r}); server.recv(1000)\n"
+        "print(fork_client.socket_path(), flush=True); time.sleep(30)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        address = Path(command.stdout.readline().strip())
+        found = fork_client.ask(address, "status")
+        command.kill()
+    assert found is not None
+    assert found["ends_in_s"] is None
+    wait_for(lambda: not alive(found["pid"]), 20, "the end of the server")
+    assert not address.exists()
+
+
+def test_a_dead_servers_socket_is_nobodys(library):
+    fork_client.runtime_folder().mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(fork_client.socket_path()))
+    assert status() is None
+    fork(60)
+    assert status() is not None
+
+
+def test_the_second_command_runs_what_was_edited_with_its_own_environment(cli, project, runtime, tmp_path):
+    own = replace(cli, project=Path(shutil.copytree(project, tmp_path / "own")))
+    model = own.project / "models" / "tiny.py"
+    plain = model.read_text()
+    words = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.max_steps=1", "cluster.n_workers=1")
+    pids = []
+    for number, said in enumerate(("one", "two")):
+        tell = f"import os\nprint('model {said}, variable', os.environ['MY_OWN'])\n"
+        model.write_text(plain.replace("import json\n", f"import json\n{tell}", 1))
+        run = tmp_path / f"run-{number}"
+        settings = {"XDG_RUNTIME_DIR": str(runtime), "DDP_HYDRA_KEEP_WARM_S": "60"}
+        own.done(*words, f"hydra.run.dir={run}", MY_OWN=f"of {said}", **settings)
+        assert f"model {said}, variable of {said}" in (run / "logs" / "rank-0.log").read_text()
+        pids += [found["pid"] for address in warm.addresses() if (found := fork_client.ask(address, "status"))]
+    assert len(pids) == 2
+    assert pids[0] == pids[1]
+    assert not (own.folder / "core").exists()
