@@ -42,8 +42,11 @@ READ_AT_IMPORT = (
 )  # fmt: skip
 """Beginnings of the variables that Python, glibc, numpy and torch read while they start, so that a rank comes too late
 to set them."""
-READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-"""Exceptions: a rank reads its own."""
+READ_LATER = (
+    "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+)  # fmt: skip
+"""Exceptions: a rank reads its own. torch and scikit-learn set the last three when they are imported."""
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
 

@@ -79,6 +79,35 @@ def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wante
     )  # a driver's
 
 
+LOCAL = "distributed.LocalCluster"
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "variable", "seconds"),
+    [
+        (LOCAL, None, None, 300.0),
+        (LOCAL, None, "0", 0.0),
+        (LOCAL, 20.0, "0", 20.0),
+        ("a.Cluster", None, "60", 0.0),
+        ("a.Cluster", 20.0, None, 20.0),
+    ],
+)
+def test_torch_stays_imported_on_this_machine_only_unless_it_is_asked_for(
+    monkeypatch, target, given, variable, seconds
+):
+    monkeypatch.delenv("DDP_HYDRA_KEEP_WARM_S")
+    if variable:
+        monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", variable)
+    cfg = config(cluster___target_=target, dispatch__keep_warm_s=given)
+    assert gang_settings.gang_settings(cfg)["keep_warm_s"] == seconds
+
+
+def test_a_variable_that_is_no_number_is_a_mistake(monkeypatch):
+    monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", "ever")
+    with pytest.raises(ConfigError, match="DDP_HYDRA_KEEP_WARM_S=ever: give seconds"):
+        gang_settings.keep_warm_s(config(cluster___target_=LOCAL))
+
+
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
     made = Job(run_dir, cfg, resolved(cfg), files or {}, {"steps_lost": 0})

@@ -178,7 +178,7 @@ def test_variables_that_are_read_at_import_tell_servers_apart(monkeypatch, name)
     assert fork_environment.identity() != before
 
 
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "RANK", "MY_OWN"])
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "KMP_INIT_AT_FORK", "TORCHELASTIC_RUN_ID", "RANK"])
 def test_variables_that_each_rank_reads_itself_do_not(monkeypatch, name):
     before = fork_environment.identity()
     monkeypatch.setenv(name, "7")
