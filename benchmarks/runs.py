@@ -1,4 +1,7 @@
-"""Measure how long `ddp-hydra runs ls` takes with 10,000 runs: without an index, with it, and after a few changes."""
+"""Measure how long `ddp-hydra runs ls` takes with 10,000 runs, and TensorBoard's tab *Runs* with 1,000.
+
+Each is measured without an index, with it, and after a few changes.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ RUNS = 10_000
 CHANGED = 100
 DAYS = 50
 WARM_GOAL = Goal(2.0, at_most=True)
+RUNS_OF_PAGE = 1_000
+PAGE_GOAL = Goal(1.0, at_most=True)
 
 
 def measure(repeats: int) -> Iterator[Figure]:
@@ -29,7 +34,7 @@ def measure(repeats: int) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         begin = time.perf_counter()
-        runs = write_runs(folder)
+        runs = write_runs(folder / "outputs", RUNS)
         report.progress(f"{RUNS:,} runs written in {time.perf_counter() - begin:.0f} s")
         for turn in range(repeats):
             shutil.rmtree(folder / "cache", ignore_errors=True)
@@ -47,17 +52,52 @@ def measure(repeats: int) -> Iterator[Figure]:
     yield report.times("with the index", found["warm"], WARM_GOAL)
     yield report.times("with the index, CPU time", found["warm, CPU"])
     yield report.times(f"with the index, {CHANGED} runs have changed", found["changed"], WARM_GOAL)
+    yield from measure_page(repeats)
 
 
-def write_runs(folder: Path) -> list[Path]:
+def measure_page(repeats: int) -> Iterator[Figure]:
+    """Ask TensorBoard's plugin for the runs of a temporary folder in a new process, and again after some changes."""
+    found: dict[str, list[float]] = {"cold": [], "warm": [], "changed": []}
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        runs = write_runs(folder / "outputs", RUNS_OF_PAGE)
+        for _ in range(repeats):
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+            found["cold"].append(page_s(folder, [])[0])
+            first_s, second_s = page_s(folder, runs[:CHANGED])
+            found["warm"].append(first_s)
+            found["changed"].append(second_s)
+    yield report.times(f"the page's first answer, {RUNS_OF_PAGE:,} runs, without the index", found["cold"])
+    yield report.times("with the index", found["warm"], PAGE_GOAL)
+    yield report.times(f"a later answer, {CHANGED} runs have changed", found["changed"], PAGE_GOAL)
+
+
+def page_s(folder: Path, changed: list[Path]) -> tuple[float, float]:
+    """Return how long the plugin takes for its first answer, and for one after some runs have changed, in seconds."""
+    variables = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    words = [sys.executable, "-m", "benchmarks.runs_page", str(folder / "outputs")]
+    with subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        for run in changed:
+            write_summary(run, int(time.time()))
+        process.stdin.close()
+        second = json.loads(process.stdout.readline())
+    assert (first["rows"], second["rows"]) == (RUNS_OF_PAGE, len(changed))
+    return first["took_s"], second["took_s"]
+
+
+def write_runs(outputs: Path, count: int) -> list[Path]:
     """Write run directories with the files that a job leaves, but checkpoints and curves, and return them."""
+    folder = outputs.parent
     composed = Composed(["experiment=digits", f"hydra.run.dir={folder / 'composed'}"])
     composed.save()
     saved = {path.name: path.read_bytes() for path in (composed.run_dir / ".hydra").iterdir()}
     shutil.rmtree(composed.run_dir)
     runs = []
-    for number in range(RUNS):
-        run = folder / "outputs" / f"day-{number % DAYS:02}" / f"{number:06}"
+    for number in range(count):
+        run = outputs / f"day-{number % DAYS:02}" / f"{number:06}"
         (run / ".hydra").mkdir(parents=True)
         for name, content in saved.items():
             (run / ".hydra" / name).write_bytes(content)

@@ -118,7 +118,9 @@ class Job:
         self.saved = False
 
     @contextmanager
-    def handler(self, fetch: Any, client: Any = None) -> Iterator[ResultsHandler]:
+    def handler(
+        self, fetch: Any, client: Any = None, attempts: Callable[[], list[dict[str, Any]]] = list
+    ) -> Iterator[ResultsHandler]:
         """Open the writers of this job.
 
         An interrupt inside the block also ends their waiting for a full disk or a bucket that does not answer.
@@ -126,12 +128,13 @@ class Job:
         Args:
             fetch: fetches a file that a rank has written.
             client: of the cluster, if there is one.
+            attempts: returns the attempts that have failed.
         """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"attempts": attempts}
         if self.remote:
-            more = {"before_mirror": self.remote.before_mirror, "mirror_store": self.remote.checkpoints}
+            more |= {"before_mirror": self.remote.before_mirror, "mirror_store": self.remote.checkpoints}
         writers = default_writers(
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
@@ -189,7 +192,7 @@ class Job:
                 **gang_settings(self.cfg),
             )
             gang.stop = stop or gang.stop
-            with self.handler(gang.fetch, client) as handler:
+            with self.handler(gang.fetch, client, lambda: self.attempts(gang)) as handler:
                 gang.on_record = lambda record: self.on_record(record, handler, gang)
                 gang.interrupts.notice = lambda: self.interrupt_notice(gang.trains)
                 try:

@@ -113,7 +113,7 @@ def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any
         message=text(failure.get("message")) if isinstance(failure, dict) else "",
         ranks=_count(newest.get("world_size")),
         restarts=_count(summary.get("restarts")) or 0,
-        attempts=failed_attempts(summary.get("attempts", status.get("attempts"))),
+        attempts=failed_attempts(newest.get("attempts", summary.get("attempts"))),
         train_s=number(summary.get("train_s")),
         wait_s=number(waited.get("wait_s")) if isinstance(waited, dict) else None,
     )

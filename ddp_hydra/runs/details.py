@@ -31,7 +31,7 @@ def of(files: RunFiles) -> dict[str, Any]:
         "restarts": summary.get("restarts") or 0,
         "steps_lost": summary.get("steps_lost") or 0,
         "samples_per_s": number(summary.get("samples_per_s")),
-        "attempts": tables(summary.get("attempts", now.get("attempts"))),
+        "attempts": tables(newest_of(summary, now).get("attempts", summary.get("attempts"))),
         "failure": failure if isinstance(failure, dict) else None,
         "checkpoints": checkpoints(files),
         "bytes": disk.by_kind(files.sizes()),

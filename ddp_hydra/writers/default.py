@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.writers.base import Fetch, Writer
@@ -27,6 +27,7 @@ def default_writers(
     tensorboard: bool = True,
     progress: bool = True,
     console: Console | None = None,
+    attempts: Callable[[], list[dict[str, Any]]] = list,
 ) -> list[Writer]:
     """Return the writers of a run directory.
 
@@ -42,6 +43,7 @@ def default_writers(
         tensorboard: whether to write TensorBoard events.
         progress: whether to show the live display.
         console: console of the live display; None: stdout.
+        attempts: returns the attempts that have failed, for status.json.
 
     Raises:
         RecordError: the run directory cannot be written.
@@ -70,7 +72,7 @@ def default_writers(
         writers.append(TensorBoardWriter(folder))
     from ddp_hydra.writers.status import StatusWriter
 
-    writers.append(StatusWriter(folder))
+    writers.append(StatusWriter(folder, attempts=attempts))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter
 

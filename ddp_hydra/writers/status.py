@@ -81,10 +81,17 @@ class StatusWriter:
     Args:
         run_dir: the job's run directory.
         clock: a monotonic clock, in seconds.
+        attempts: returns the attempts that have failed, as in summary.json.
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
+        attempts: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
         self._path = run_dir / NAME
+        self._attempts = attempts
         self._clock = clock
         self._status = JobStatus(clock)
         self._written = -INTERVAL_S
@@ -104,4 +111,5 @@ class StatusWriter:
 
     def _save(self) -> None:
         with contextlib.suppress(RecordError):
-            write_atomic(self._path, encode(self._status.content()), durable=False)
+            content = {**self._status.content(), "attempts": self._attempts()}
+            write_atomic(self._path, encode(content), durable=False)

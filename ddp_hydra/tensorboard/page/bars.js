@@ -86,7 +86,8 @@ function clamp(percent) {
 
 /** Return where the time of a run went, in seconds, and `wait`, the share of the training that waited for data. */
 export function timeShares(row) {
-  const lost = row.attempts.slice(0, row.restarts || row.attempts.length).reduce((sum, one) => sum + (one.wall_s || 0), 0);
+  const own = row.attempts.filter((one) => (one.started ?? row.started) >= row.started - 1); // not of an earlier process
+  const lost = own.reduce((sum, one) => sum + (one.wall_s || 0), 0);
   if (typeof row.train_s !== "number" || typeof row.wait_s !== "number" || typeof row.wall_s !== "number") {
     return { parts: lost ? [["lost", lost]] : [], wait: row.metrics?.data_wait ?? null };
   }

@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,12 @@ from ddp_hydra.tensorboard.plugin import RunsPlugin, roots_of
 from tests.ddp_hydra.runs.conftest import kill
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[2J\u202e"
+
+
+def test_tensorboard_finds_the_plugin():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (plugin,) = project["entry-points"]["tensorboard_plugins"].values()
+    assert EntryPoint("", plugin, "").load() is RunsPlugin
 
 
 @pytest.mark.integration
@@ -39,6 +48,7 @@ def test_it_is_active_where_there_are_runs(ask, make_run, tmp_path, monkeypatch)
     (tmp_path / "outputs" / "others").mkdir(parents=True)
     (tmp_path / "outputs" / "others" / "events.out.tfevents.1.x").write_bytes(b"")
     plugin = ask().plugin
+    monkeypatch.setattr("ddp_hydra.tensorboard.plugin.LOOK_AGAIN_S", 1e9)
     assert not plugin.is_active()
     make_run("outputs/a")
     assert not plugin.is_active()  # it does not look again at once
@@ -176,6 +186,22 @@ def test_all_that_is_known_of_a_run(ask, make_run):
     assert len(log["text"]) == run_details.LOG_BYTES
     assert log["text"].endswith("--- attempt 1 ---\nend\n")
     assert asked("/log", id=key, rank=7)["text"] == ""
+
+
+def test_attempts_of_a_run_that_goes_on_come_from_its_status(ask, make_run):
+    run_dir = make_run("outputs/a")
+    change(run_dir, attempts=[{"attempt": 0}])
+    attempts = [{"attempt": 0}, {"attempt": 1, "started": 1.79e9, "wall_s": 2.0, "failure": {"kind": "lost"}}]
+    (run_dir / "status.json").write_text(json.dumps({"state": "running", "attempts": attempts}))
+    asked = ask()
+    (row,) = asked("/runs")["rows"]
+    assert [one["kind"] for one in row["attempts"]] == ["", "lost"]
+    assert [one["attempt"] for one in asked("/run", id=row["id"])["attempts"]] == [0, 1]
+
+
+def change(run_dir: Path, **entries: object) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | entries))
 
 
 def test_a_long_curve_is_thinned_out_and_keeps_its_end(ask, make_run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from ddp_hydra.results import Record
 from ddp_hydra.writers.status import StatusWriter
@@ -28,14 +29,18 @@ def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics
 
 def test_it_is_written_no_more_than_twice_a_second_but_a_new_attempt_shows_at_once(tmp_path, metrics_record):
     now = [0.0]
-    writer = StatusWriter(tmp_path, lambda: now[0])
+    failed: list[dict[str, Any]] = []
+    writer = StatusWriter(tmp_path, lambda: now[0], lambda: failed)
     writer.write(metrics_record(1, loss=1.0))
+    assert read(tmp_path)["attempts"] == []
+    failed.append({"attempt": 0})
     now[0] = 0.4
     writer.write(metrics_record(2, loss=1.0))
     writer.write(metrics_record(2, rank=1, loss=1.0))
     assert read(tmp_path)["step"] == 1
     writer.write(Record("start", {"world_size": 1}, step=1, attempt=1))
     assert (read(tmp_path)["attempt"], read(tmp_path)["world_size"]) == (1, 1)
+    assert read(tmp_path)["attempts"] == failed
     now[0] = 0.9
     writer.write(metrics_record(3, attempt=1, loss=float("nan")))
     assert (read(tmp_path)["step"], read(tmp_path)["metrics"]["loss"]) == (3, None)
