@@ -13,7 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from ddp_hydra.config import project
 
-PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher",)
+PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher", "hydra_plugins.ddp_hydra_pbt:PBTSweeper")
 """Classes that Hydra finds by itself, but for those of an editable install: it can't list their packages."""
 
 

@@ -33,11 +33,15 @@ class GangLauncher(Launcher):
     Args:
         resume: folder of an earlier sweep to resume; None for `hydra.sweep.dir`.
         settings: see `settings.Settings`.
+
+    Attributes:
+        labels: what a sweeper of ours says of each job of the next batch; the tables show it.
     """
 
     def __init__(self, resume: str | None = None, **settings: Any) -> None:
         self.resume, self.settings = resume, settings
         self.sweep: Sweep | None = None
+        self.labels: list[dict[str, str]] = []
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Prepare for the first batch. Called by Hydra."""
@@ -68,7 +72,8 @@ class GangLauncher(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         assert self.sweep is not None, "setup comes first"
         try:
-            return self.sweep.run(job_overrides, initial_job_idx)
+            labels, self.labels = self.labels, []
+            return self.sweep.run(job_overrides, initial_job_idx, labels)
         except BaseException:
             self.close()
             raise

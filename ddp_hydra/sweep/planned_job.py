@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.job_returns import failed_return, first_line
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import Row, State, typed
 
 CHECKED = 64
 """So many jobs of a sweep are composed to be checked before the first one starts, which takes 0.1 s each. Of the
@@ -201,6 +201,11 @@ class JobNumbers:
         number = max(wanted, self.next)
         self.next = number + 1
         return number, None
+
+
+def is_paused(row: Row) -> bool:
+    """Return whether a job has paused where its own overrides ask for it, so that it has nothing more to do."""
+    return row.state.value == "paused" and "trainer.pause_after_validations" in typed(row)
 
 
 def refuse_used_folder(planned: PlannedJob) -> None:

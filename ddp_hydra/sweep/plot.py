@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.sweep.pictures import BEST, FAILED, JOB, STYLE, encoded, undisturbed
 from ddp_hydra.sweep.plot_scale import HUGE, Scale, shown, spans
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 from ddp_hydra.sweep.seeds import Repeated, is_seed, repeated
@@ -20,17 +18,9 @@ from ddp_hydra.sweep.seeds import Repeated, is_seed, repeated
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-log = logging.getLogger(__name__)
-_JOB, _BEST, _FAILED, _GREY = "#2f6db3", "#f2a900", "#c8372d", "#5c6570"
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
 _MAX_LINE, _MAX_LETTERS = 12, 40
 _NEARLY_FULL = 0.75
-_STYLE: dict[Any, Any] = {
-    "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
-    "axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "axes.axisbelow": True,
-    "grid.color": "#e8ebee", "xtick.color": _GREY, "ytick.color": _GREY, "text.color": "#20262d",
-    "text.parse_math": False, "figure.facecolor": "white", "svg.hashsalt": "ddp_hydra",
-}  # fmt: skip
 
 
 def draw(rows: Sequence[Row], objective: Objective | None, folder: Path) -> bool:
@@ -52,20 +42,13 @@ def draw(rows: Sequence[Row], objective: Objective | None, folder: Path) -> bool
         keys = [key for key in keys if not is_seed(key)] or keys
     if objective is None or len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
-    try:
-        import matplotlib
-    except ImportError:
-        log.warning("there is no picture of the sweep without matplotlib: pip install 'ddp-hydra[plot]'")
-        return False
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about letters that the font lacks
-        try:
+    with undisturbed("sweep") as state:
+        from matplotlib import rc_context
+
+        with rc_context(STYLE):
             for kind, content in _images(rows, objective, keys).items():
                 write_atomic(folder / f"sweep.{kind}", content)
-            return True
-        except Exception as error:  # an error of matplotlib must not end the sweep
-            log.warning("there is no picture of the sweep: %s", error)
-            return False
+    return state.is_done
 
 
 def _images(rows: Sequence[Row], objective: Objective, keys: list[str]) -> dict[str, bytes]:
@@ -97,10 +80,7 @@ def _images(rows: Sequence[Row], objective: Objective, keys: list[str]) -> dict[
     figure.suptitle(_title(rows, objective, len(keys), over_seeds), fontsize=10, x=0.01, ha="left")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
-    png, svg = io.BytesIO(), io.BytesIO()
-    figure.savefig(png, format="png")
-    figure.savefig(svg, format="svg", metadata={"Date": None})
-    return {"png": png.getvalue(), "svg": svg.getvalue()}
+    return encoded(figure)
 
 
 def _title(rows: Sequence[Row], objective: Objective, keys: int, over_seeds: Sequence[Repeated]) -> str:
@@ -130,13 +110,13 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, 
         bests.setdefault(place, value)
     if objective.ranks(rows) and scale.numbers and len(bests) <= _MAX_LINE:
         places = sorted(bests)
-        axes.plot(places, [bests[place] for place in places], color=_JOB, alpha=0.35, linewidth=1.2, zorder=1)
+        axes.plot(places, [bests[place] for place in places], color=JOB, alpha=0.35, linewidth=1.2, zorder=1)
     for is_done, label in ((True, "done"), (False, "running or interrupted")):
         drawn = [row for row in good if (row.state == State.done) == is_done]
         if drawn:
             axes.scatter(
                 [at[row.number] for row in drawn], [_value(row) for row in drawn], s=30, alpha=0.75, linewidth=0.9,
-                color=_JOB if is_done else "white", edgecolor=_JOB, zorder=2, label=label,
+                color=JOB if is_done else "white", edgecolor=JOB, zorder=2, label=label,
             )  # fmt: skip
     if means:
         across, up, spreads = zip(*means, strict=True)
@@ -150,7 +130,7 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, 
     if failed:
         bottom = axes.get_xaxis_transform()
         axes.scatter(
-            failed, [0.025] * len(failed), transform=bottom, marker="x", s=34, color=_FAILED, linewidth=1.6, zorder=3,
+            failed, [0.025] * len(failed), transform=bottom, marker="x", s=34, color=FAILED, linewidth=1.6, zorder=3,
             clip_on=False, label="failed",
         )  # fmt: skip
     axes.margins(y=0.14)
@@ -205,7 +185,7 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
         if _has_value(row):
             cells[y][x] = _value(row)
         elif _is_lost(row):
-            axes.scatter(x, y, marker="x", s=40, color=_FAILED, linewidth=1.6, zorder=0)
+            axes.scatter(x, y, marker="x", s=40, color=FAILED, linewidth=1.6, zorder=0)
     image = axes.imshow(
         cells, cmap="viridis_r" if objective.maximize is False else "viridis", origin="lower", aspect="auto", zorder=1,
         norm="log" if _log_values(rows, objective) else "linear",
@@ -247,7 +227,7 @@ def _one_a_config(rows: Sequence[Row], over_seeds: Sequence[Repeated]) -> list[R
 
 
 def _star(axes: Axes, x: float, y: float, size: int) -> None:
-    axes.scatter(x, y, marker="*", s=size, color=_BEST, edgecolor="#5a3f00", linewidth=0.8, zorder=4, label="the best")
+    axes.scatter(x, y, marker="*", s=size, color=BEST, edgecolor="#5a3f00", linewidth=0.8, zorder=4, label="the best")
 
 
 def _is_grid(one: Scale, other: Scale) -> bool:

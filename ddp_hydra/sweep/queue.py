@@ -70,7 +70,7 @@ class JobQueue:
         number, earlier = self.numbers.assign(task_overrides, wanted)
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
-        if earlier is not None and earlier.state in self.not_repeated:
+        if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
             job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, planned_job.is_ours(self.config)
             job.result = earlier_return(job)
         else:

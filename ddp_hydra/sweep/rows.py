@@ -21,6 +21,9 @@ DATA_KEYS = frozenset(
 MODEL_KEYS = frozenset({"model", "model._target_"})
 """Overrides that choose a model; the other keys of `model` change it."""
 
+LINEAGE_KEYS = frozenset({"resume", "trainer.pause_after_validations"})
+"""Overrides of a sweeper that labels its jobs: the labels say the same in better words."""
+
 
 class State(Enum):
     """The states of a job."""
@@ -58,6 +61,7 @@ class Row:
         message: why it failed or ended early, in one line.
         value: the return value of the task, if JSON can represent it.
         filled: from its config, the values of keys that only other jobs give.
+        labels: what the sweeper says of the job, such as its generation.
     """
 
     number: int
@@ -76,6 +80,7 @@ class Row:
     message: str = ""
     value: object = None
     filled: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def shown_state(self) -> str:
@@ -160,7 +165,8 @@ def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
         rows: of a sweep. If there is only one, all its overrides are returned.
     """
     given = {row.number: typed(row) for row in rows}
-    keys = {key: None for values in given.values() for key in values}
+    hidden = LINEAGE_KEYS if any(row.labels for row in rows) else ()
+    keys = {key: None for values in given.values() for key in values if key not in hidden}
     if len(rows) > 1:
         given = {row.number: row.filled | given[row.number] for row in rows}
         keys = {key: None for key in keys if len({_comparable(values.get(key)) for values in given.values()}) > 1}

@@ -180,7 +180,7 @@ _KINDS = {
     "number": "count", "overrides": "texts", "folder": "text", "state": "state", "objective": "number?",
     "metrics": "metrics", "step": "count?", "total_steps": "count?", "epoch": "number?", "epochs": "number?",
     "workers": "count", "wall_s": "number", "eta_s": "number?", "message": "text", "value": "returned",
-    "filled": "table",
+    "filled": "table", "labels": "table",
 }  # fmt: skip
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "count": ("a whole number of at least 0", lambda value: type(value) is int and value >= 0),

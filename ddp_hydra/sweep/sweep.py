@@ -108,12 +108,15 @@ class Sweep:
             self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
         preload(planned_job.is_ours(config))
 
-    def run(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+    def run(
+        self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]] = ()
+    ) -> list[JobReturn]:
         """Run one batch of jobs.
 
         Args:
             job_overrides: the overrides of each job.
             first: number of the first job.
+            labels: what the sweeper says of each job, if it says anything.
 
         Returns:
             One result per job, in order; reading the value of a failed one raises its error.
@@ -123,6 +126,8 @@ class Sweep:
         """
         known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
+        for job, own in zip(jobs, labels, strict=False):
+            job.row.labels = own
         if len(self.queue.keys) > known:
             self.queue.fill_started(self.rows)
         replaced = [id(job.earlier) for job in jobs]

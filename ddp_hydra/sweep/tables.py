@@ -24,12 +24,13 @@ def csv_text(rows: Sequence[Row], objective: Objective | None) -> str:
     keys = _keys(overrides.values())
     first = [objective.metric] if objective else []
     metrics = sorted({name for row in rows for name in row.metrics}.difference(first))
-    head = ["number", "state", *keys, *first, *metrics, "steps", "workers", "wall_s", "folder", "message"]
+    labels = _keys(row.labels for row in rows)
+    head = ["number", "state", *labels, *keys, *first, *metrics, "steps", "workers", "wall_s", "folder", "message"]
     target = io.StringIO()
     table = csv.writer(target, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
     table.writerow(map(_cell, head))
     for row in best_first(rows, objective):
-        values = [overrides[row.number].get(key) for key in keys]
+        values = [*map(row.labels.get, labels), *map(overrides[row.number].get, keys)]
         numbers = [row.objective] * len(first) + [row.metrics.get(name) for name in metrics]
         rest = [row.step, row.workers, round(row.wall_s, 3), row.folder, row.message]
         table.writerow(map(_cell, [row.number, row.shown_state, *values, *numbers, *rest]))
@@ -86,8 +87,9 @@ def _table(
 ) -> Iterator[str]:
     """Yield the lines of a table of jobs that can be compared."""
     metrics = [objective.metric] if objective else []
-    head = ["job", "state", *keys, *metrics, "steps", "time", "message"]
-    kinds = ["--:", ":--", *(":--" for _ in keys), *("--:" for _ in metrics), "--:", "--:", ":--"]
+    labels = _keys(row.labels for row in ordered)
+    head = ["job", "state", *labels, *keys, *metrics, "steps", "time", "message"]
+    kinds = ["--:", ":--", *(":--" for _ in (*labels, *keys)), *("--:" for _ in metrics), "--:", "--:", ":--"]
     yield _line(map(_markup, head))
     yield _line(kinds)
     best = _best(ordered, objective)
@@ -98,7 +100,8 @@ def _table(
         steps = "" if row.step is None else f"{row.step}"
         if row.total_steps:
             steps = f"{row.step or 0}/{row.total_steps}"
-        values = [_markup(overrides[row.number].get(key, "")) for key in keys]
+        values = [_markup(row.labels.get(label, "")) for label in labels]
+        values += [_markup(overrides[row.number].get(key, "")) for key in keys]
         message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
         took = _clock(row.wall_s) if row.wall_s and math.isfinite(row.wall_s) else ""
         yield _line([str(row.number), row.shown_state, *values, *[number] * len(metrics), steps, took, message])

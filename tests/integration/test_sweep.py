@@ -228,6 +228,36 @@ def test_only_the_best_keep_their_checkpoints_also_when_the_sweep_goes_on(cli):
 
 
 @pytest.mark.slow
+def test_a_population_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_left, wait_for):
+    """Four members, three generations; a copy trains with the values that it was given."""
+    here = [
+        "-m", "hydra/sweeper=pbt", "hydra.sweeper.population=4", "hydra.sweeper.generations=3", *TINY[:2],
+        "trainer.epochs=3", "cluster.n_workers=2", "dispatch.ranks=1", "optimizer.lr=tag(log,interval(1e-4,0.5))",
+    ]  # fmt: skip
+    said = cli.done(*here, "hydra.sweep.dir=straight", timeout_s=200)
+    assert "best: member" in said.stdout + said.stderr
+    process = cli.start(*here, "hydra.sweep.dir=killed")
+    wait_for(lambda: (cli.folder / "killed/5/summary.json").exists(), 120, "a job of the second generation")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    cli.done(*here, "hydra.sweep.dir=killed", timeout_s=200)
+    straight, killed = (cli.folder / name for name in ("straight", "killed"))
+    assert (straight / "lineage.csv").read_text() == (killed / "lineage.csv").read_text()
+    assert (straight / "lineage.svg").read_bytes() == (killed / "lineage.svg").read_bytes()
+    found = [rows(folder) for folder in (straight, killed)]
+    assert [row["labels"] for row in found[0].values()] == [row["labels"] for row in found[1].values()]
+    for number in range(12):
+        ends = [torch.load(folder / f"{number}/checkpoints/last.pt") for folder in (straight, killed)]
+        for name, value in ends[0]["model"].items():
+            assert torch.equal(value, ends[1]["model"][name])
+        lr = float(next(word for word in found[0][number]["overrides"] if word.startswith("optimizer.lr="))[13:])
+        assert ends[0]["optimizer"]["param_groups"][0]["initial_lr"] == lr
+    copies = [row for row in found[0].values() if row["labels"]["parent"] not in ("", row["labels"]["member"])]
+    assert len(copies) >= 2
+    nothing_left()
+
+
+@pytest.mark.slow
 def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, nothing_left):
     remote = ["cluster=remote", f"cluster.address={client4.scheduler.address}", *SWEEP[1:4], "dispatch.ranks=2"]
     sweeps = [

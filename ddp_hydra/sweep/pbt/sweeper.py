@@ -1,0 +1,179 @@
+"""The sweeper that Hydra calls for population-based training. Every Hydra app imports it, so it imports little."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_hydra.errors import ConfigError, SweepFailed
+
+if TYPE_CHECKING:
+    from ddp_hydra.sweep.pbt.lineage import Entry
+    from ddp_hydra.sweep.pbt.population import Member
+    from ddp_hydra.sweep.pbt.space import Dimension
+
+log = logging.getLogger(__name__)
+PAUSE = "trainer.pause_after_validations"
+
+
+class PopulationSweeper(Sweeper):
+    """Train a population in generations: each is one batch of jobs, which go on from checkpoints of the one before.
+
+    Args:
+        direction: maximize or minimize; None for that of the objective.
+        params: the keys to search, in Hydra's syntax for sweeps.
+        options: see `settings.Settings`.
+    """
+
+    def __init__(self, params: Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.params, self.options = params, options
+        self.entries: list[list[Entry]] = []
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Check the options, and make the launcher. Called by Hydra."""
+        from ddp_hydra.sweep.pbt.settings import Settings
+        from ddp_hydra.sweep.planned_job import is_ours
+        from ddp_hydra.sweep.settings import objective_of
+
+        if not is_ours(config):
+            raise ConfigError("hydra/sweeper=pbt resumes jobs from checkpoints, so it is for ddp_hydra's configs only")
+        self.hydra_context: HydraContext = hydra_context
+        self.config: DictConfig = config
+        self.settings = Settings(**self.options)
+        self.objective = objective_of(config)
+        if self.objective.maximize is None:
+            raise ConfigError(
+                f"hydra/sweeper=pbt: it is not known whether a higher {self.objective.metric} is better: give "
+                "objective.direction=maximize or minimize, too"
+            )
+        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
+        """Train all generations. Called by Hydra.
+
+        Args:
+            arguments: the overrides as typed.
+
+        Returns:
+            The results of each generation.
+
+        Raises:
+            ConfigError: there is nothing to search, or a key is the sweeper's own.
+            SweepFailed: all members of a generation have failed.
+        """
+        from ddp_hydra.sweep.pbt import lineage
+        from ddp_hydra.sweep.pbt.population import first_generation, next_generation
+
+        fixed, space = self.read(arguments)
+        folder = Path(str(self.config.hydra.sweep.dir)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        rules, maximize = self.settings.rules, bool(self.objective.maximize)
+        members = first_generation(self.settings.population, space, rules)
+        returns: list[Sequence[JobReturn]] = []
+        for generation in range(self.settings.generations):
+            if generation:
+                scores = [entry.score for entry in self.entries[-1]]
+                try:
+                    members = next_generation(generation, members, scores, maximize, space, rules)
+                except ValueError as error:
+                    raise SweepFailed(f"generation {generation - 1}: {error}; see {folder}/sweep.md") from None
+            returns.append(self.train(generation, members, fixed, folder))
+            lineage.write(folder, self.entries, self.objective)
+        lineage.draw(folder, self.entries, self.objective)
+        log.info("%s", lineage.describe_best(self.entries, self.objective, os.path.relpath(folder)))
+        return returns
+
+    def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
+        """Return the overrides of all jobs, and the keys to search."""
+        from ddp_hydra.sweep.pbt import space
+
+        words = [*space.words_of(self.params), *arguments]
+        fixed, searched = space.parse(words, self.hydra_context.config_loader)
+        if not searched:
+            raise ConfigError(
+                "hydra/sweeper=pbt has no keys to search: give optimizer.lr='tag(log, interval(1e-4, 1e-1))', or "
+                "hydra.sweeper.params in a config"
+            )
+        if own := [key for key in (*searched, *(word.partition("=")[0] for word in fixed)) if key.strip("+") == PAUSE]:
+            raise ConfigError(f"{own[0]} is set by hydra/sweeper=pbt: give hydra.sweeper.validations instead")
+        if "resume" in searched:
+            raise ConfigError("resume can't be searched: hydra/sweeper=pbt sets it itself")
+        return fixed, searched
+
+    def train(
+        self, generation: int, members: Sequence[Member], fixed: Sequence[str], folder: Path
+    ) -> Sequence[JobReturn]:
+        """Train one generation, and add its entries.
+
+        Args:
+            generation: its number.
+            members: its members.
+            fixed: overrides of all jobs.
+            folder: of the sweep.
+        """
+        from ddp_hydra.sweep.pbt.lineage import Entry
+
+        before = self.entries[-1] if self.entries else []
+        pause = self.settings.pause_after(generation)
+        batch = []
+        for member in members:
+            own = [f"{key}={value}" for key, value in member.values.items()]
+            own += [f"{PAUSE}={pause}"] if pause is not None else []
+            others = list(fixed)
+            if member.parent is not None:
+                others = [word for word in fixed if not word.startswith("resume=")]
+                own.append(f"resume={quoted(os.path.relpath(before[member.parent].folder))}")
+            batch.append([*others, *own])
+        if isinstance(getattr(self.launcher, "labels", None), list):  # our launcher shows them in its tables
+            self.launcher.labels = [  # type: ignore[attr-defined]
+                {
+                    "generation": str(generation),
+                    "member": str(place),
+                    "parent": "" if member.parent is None else str(member.parent),
+                }
+                for place, member in enumerate(members)
+            ]
+        self.validate_batch_is_legal(batch)
+        results = self.launcher.launch(batch, initial_job_idx=generation * len(members))
+        self.entries.append(
+            [
+                Entry(generation, place, member.parent, dict(member.values), score_of(result), folder_of(result))
+                for place, (member, result) in enumerate(zip(members, results, strict=True))
+            ]
+        )
+        return results
+
+
+def score_of(result: JobReturn) -> float | None:
+    """Return the objective of a job; None if it has failed."""
+    value = result._return_value if result.status == JobStatus.COMPLETED else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def folder_of(result: JobReturn) -> str:
+    """Return the run directory of a job."""
+    if result.hydra_cfg is not None:
+        return str(result.hydra_cfg.hydra.runtime.output_dir)
+    return str(result.working_dir)  # of a job that ended in an earlier run of the sweep
+
+
+def quoted(path: str) -> str:
+    """Return a path as the value of an override."""
+    if re.fullmatch(r"[\w./-]+", path):
+        return path
+    escaped = path.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,108 @@
+"""The worst copy the best, and everything is repeatable."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.pbt.population import Member, Rules, first_generation, next_generation, ranked
+from ddp_hydra.sweep.pbt.settings import DEFAULTS, Settings
+from ddp_hydra.sweep.pbt.space import Choice, Interval
+
+SPACE = {"lr": Interval(1e-4, 1.0, is_log=True), "size": Choice(("16", "32", "64"))}
+KEEP = Rules(resample_probability=0.0, factors=(0.8, 1.2))
+
+
+def members(n: int) -> list[Member]:
+    return [Member({"lr": str(0.1 + number / 100), "size": "32"}) for number in range(n)]
+
+
+def parents(n: int, scores: list[float | None], maximize: bool = True, rules: Rules = KEEP) -> list[int | None]:
+    return [one.parent for one in next_generation(1, members(n), scores, maximize, SPACE, rules)]
+
+
+@pytest.mark.parametrize(
+    ("scores", "maximize", "expected"),
+    [
+        ([0.1, 0.9, 0.5, 0.6, 0.7], True, [1, 1, 2, 3, 4]),
+        ([0.1, 0.9, 0.5, 0.6, 0.7], False, [0, 0, 2, 3, 4]),
+        ([0.1, 0.9, 0.5, None, 0.7], True, [0, 1, 2, 1, 4]),
+        ([math.nan, 0.9, None, math.inf, 0.7], True, [1, 1, 1, 1, 4]),
+        ([None, None, None, None, 0.7], True, [4, 4, 4, 4, 4]),
+        ([0.5, 0.5, 0.5, 0.5, 0.5], True, [0, 1, 2, 3, 0]),
+    ],
+)
+def test_the_worst_and_those_that_failed_copy_the_best(scores, maximize, expected):
+    assert parents(5, scores, maximize) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "quantile", "replaced"), [(4, 0.2, 1), (10, 0.2, 2), (3, 0.5, 1), (10, 0.0, 0), (2, 0.5, 1)]
+)
+def test_a_share_is_replaced_by_as_many_of_the_best(n, quantile, replaced):
+    found = parents(n, [float(number) for number in range(n)], rules=Rules(quantile=quantile))
+    assert sum(parent != place for place, parent in enumerate(found)) == replaced
+    assert found[replaced:] == list(range(replaced, n))
+    assert all(parent >= n - replaced for parent in found[:replaced])
+
+
+def test_a_copy_has_changed_values_of_its_parent_and_the_others_have_their_own():
+    old = members(5)
+    new = next_generation(1, old, [0.1, 0.9, 0.5, 0.6, 0.7], True, SPACE, KEEP)
+    assert [one.values for one in new[1:]] == [one.values for one in old[1:]]
+    assert float(new[0].values["lr"]) in (pytest.approx(0.11 * 0.8), pytest.approx(0.11 * 1.2))
+    assert new[0].values["size"] in ("16", "64")
+    assert [one.copies(place) for place, one in enumerate(new)] == [True] + [False] * 4
+    anew = next_generation(1, old, [0.1, 0.9, 0.5, 0.6, 0.7], True, SPACE, Rules(resample_probability=1.0))
+    assert float(anew[0].values["lr"]) not in (pytest.approx(0.11 * 0.8), pytest.approx(0.11 * 1.2))
+
+
+def test_the_same_seed_gives_the_same_generations_and_another_one_others():
+    def run(seed: int) -> list[Member]:
+        rules, found = Rules(seed=seed), []
+        now = first_generation(6, SPACE, rules)
+        for number in range(1, 5):
+            found += now
+            now = next_generation(number, now, [float(one.values["lr"]) for one in now], True, SPACE, rules)
+        return found
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+    first = first_generation(6, SPACE, Rules())
+    assert len({one.values["lr"] for one in first}) == 6
+    assert all(one.parent is None and not one.copies(0) for one in first)
+
+
+def test_nobody_left_is_said():
+    with pytest.raises(ValueError, match="no member is left"):
+        parents(3, [None, None, math.nan])
+
+
+def test_ties_go_to_the_first():
+    assert ranked([1.0, None, 1.0, 2.0], True) == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"population": 1}, "a whole number of at least 2"),
+        ({"generations": 0}, "a whole number of at least 1"),
+        ({"validations": True}, "a whole number of at least 1"),
+        ({"quantile": 0.6}, "a share from 0 to 0.5"),
+        ({"resample_probability": -1}, "a share from 0 to 1"),
+        ({"factors": []}, "numbers above 0"),
+        ({"factors": [0.0]}, "numbers above 0"),
+        ({"seed": "x"}, "a whole number"),
+    ],
+)
+def test_options_are_checked(wrong, words):
+    with pytest.raises(ConfigError, match=rf"hydra\.sweeper\.{next(iter(wrong))}=.*: give {words}"):
+        Settings(**wrong)
+
+
+def test_all_but_the_last_generation_pause():
+    settings = Settings(**{name: value for name, value in DEFAULTS.items() if name != "params"})
+    assert vars(settings) == vars(Settings())
+    assert [Settings(generations=3, validations=2).pause_after(number) for number in range(3)] == [2, 4, None]
