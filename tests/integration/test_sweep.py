@@ -228,6 +228,7 @@ def test_only_the_best_keep_their_checkpoints_also_when_the_sweep_goes_on(cli):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_a_population_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_left, wait_for):
     """Four members, three generations; a copy trains with the values that it was given."""
     here = [
@@ -237,7 +238,7 @@ def test_a_population_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_le
     said = cli.done(*here, "hydra.sweep.dir=straight", timeout_s=200)
     assert "best: member" in said.stdout + said.stderr
     process = cli.start(*here, "hydra.sweep.dir=killed")
-    wait_for(lambda: (cli.folder / "killed/5/summary.json").exists(), 120, "a job of the second generation")
+    wait_for(lambda: (cli.folder / "killed/5/summary.json").exists(), 200, "a job of the second generation")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
     cli.done(*here, "hydra.sweep.dir=killed", timeout_s=200)
