@@ -18,6 +18,7 @@ from ddp_hydra.cluster.kinds.gateway import Gateway
 from ddp_hydra.cluster.kinds.inline import Inline
 from ddp_hydra.cluster.kinds.kubernetes import Kubernetes
 from ddp_hydra.cluster.kinds.local import Local, LocalCuda
+from ddp_hydra.cluster.kinds.ray import Ray
 from ddp_hydra.cluster.kinds.remote import Remote, RemoteManager
 from ddp_hydra.cluster.kinds.saturn import Saturn
 from ddp_hydra.cluster.kinds.slurm import Slurm
@@ -44,6 +45,7 @@ MANAGERS: dict[str, type[Manager]] = {
     "KubeCluster": Kubernetes,
     "LocalCUDACluster": LocalCuda,
     "LocalCluster": Local,
+    "RayCluster": Ray,
     "Remote": RemoteManager,
     "SLURMCluster": Slurm,
     "SSHCluster": Ssh,

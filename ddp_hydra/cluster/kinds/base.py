@@ -28,6 +28,7 @@ EXTRAS = {
     "dask_jobqueue": "slurm",
     "dask_kubernetes": "kubernetes",
     "dask_saturn": "saturn",
+    "ray": "ray",
 }
 """Package -> the extra of ddp-hydra that installs it."""
 

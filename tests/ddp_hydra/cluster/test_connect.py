@@ -87,7 +87,8 @@ class StandIn:
 
 def test_the_options_are_there():
     assert set(OPTIONS) == {
-        "gateway", "inline", "kubernetes", "local", "local_cuda", "remote", "saturn", "slurm", "ssh", "torchrun",
+        "gateway", "inline", "kubernetes", "local", "local_cuda", "ray", "remote", "saturn", "slurm", "ssh",
+        "torchrun",
     }  # fmt: skip
 
 

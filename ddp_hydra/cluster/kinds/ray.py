@@ -1,0 +1,64 @@
+"""Clusters that Ray places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ddp_hydra.cluster.kinds.base import Manager
+from ddp_hydra.errors import ClusterError
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+class Ray(Manager):
+    """`ddp_hydra.cluster.ray.ray_cluster.RayCluster`. Ray installs `cluster.pip` for the workers."""
+
+    required_packages = ("ray",)
+    hint = "does `ray status` list the nodes, and is ddp-hydra installed on them?"
+
+    def __init__(self, cfg: DictConfig, logs: Path | None = None) -> None:
+        super().__init__(cfg, logs)
+        environment = dict(self.arguments.get("runtime_env") or {})
+        if cfg.get("pip") and self.arguments.get("address"):
+            environment.setdefault("pip", list(cfg.pip))
+        self.arguments["runtime_env"] = environment
+
+    def check(self) -> None:
+        """Refuse what can't be placed."""
+        super().check()
+        strategy = self.arguments.get("strategy")
+        if strategy is not None and strategy not in STRATEGIES:
+            raise ClusterError(f"cluster.strategy={strategy}: give one of {', '.join(STRATEGIES)}")
+        if self.keep and self.arguments.get("address") is None:
+            raise ClusterError(
+                "cluster.keep=true: a Ray that this command starts ends with it. Start one with `ray start --head` and "
+                "give cluster.address=auto"
+            )
+
+    @property
+    def can_keep(self) -> bool:
+        """Return True: the actors can be detached."""
+        return True
+
+    def open(self) -> Any:
+        """Start the cluster, or use the running one of this name."""
+        self.arguments["keep"] = self.keep
+        return super().open()
+
+    def explain(self, error: BaseException) -> str:
+        """Say what can be wrong with the address or the name."""
+        name = self.arguments.get("name")
+        if name is not None and isinstance(error, ValueError):
+            return f"no cluster of the name {name} runs on this Ray: leave out cluster.name={name} to start one"
+        return super().explain(error)
+
+    def reuse_with(self, cluster: Any) -> str:
+        """Return what to type to use a kept cluster again."""
+        return f"cluster=ray cluster.address={self.arguments['address']} cluster.name={cluster.name}"
+
+    def status(self, cluster: Any) -> str:
+        """Say what Ray knows of the placement group."""
+        return str(cluster.describe())

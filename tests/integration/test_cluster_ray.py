@@ -1,0 +1,178 @@
+"""Jobs on a real Ray of two nodes, and on one that the job starts itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.conftest import wait_for
+from tests.integration.support.by_hand import program
+from tests.integration.support.training import CLOCKS
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+HOST = "127.0.0.1"
+JOB = ("cluster=ray", "data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1")
+
+
+@dataclass
+class Nodes:
+    """A Ray of two nodes with two CPUs each, as an operator starts it."""
+
+    address: str
+    variables: dict[str, str]
+    pids: list[int]
+
+    @property
+    def job(self) -> tuple[str, ...]:
+        """Return what to type."""
+        return (*JOB, f"cluster.address={self.address}")
+
+    def of_dask(self) -> list[psutil.Process]:
+        """Return the processes of Dask that run on the nodes."""
+        found = []
+        for pid in self.pids:
+            for process in psutil.Process(pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if process.cmdline()[1:3] == ["-m", "dask"]:
+                        found.append(process)
+        return found
+
+
+@pytest.fixture(scope="module")
+def nodes(warm_server) -> Iterator[Nodes]:
+    # Paths of sockets are short.
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")))
+        variables = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        ray = Path(sys.executable).with_name("ray")
+        common = ("--block", f"--node-ip-address={HOST}", "--num-cpus=2", f"--object-store-memory={80 * 2**20}")
+        head = ("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
+        pids = []
+        for number, words in enumerate((head, (f"--address={HOST}:{port}",))):
+            log = folder / f"node-{number}.log"
+            command = (ray, "start", *words, *common)
+            pids.append(stack.enter_context(program(*command, log=log, **variables)).pid)
+            wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 150, f"node {number} of Ray")
+        yield Nodes(f"{HOST}:{port}", variables, pids)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(nodes) -> Iterator[None]:
+    yield
+    wait_for(lambda: not nodes.of_dask(), 30, "the end of all that ran on the nodes")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_job_on_both_nodes_gives_the_numbers_of_a_local_cluster(cli, nodes):
+    spread = ("cluster.strategy=STRICT_SPREAD", "trainer.epochs=3")
+    cli.done(*nodes.job, *spread, "hydra.run.dir=there", **nodes.variables)
+    assert summary(cli.folder / "there")["world_size"] == 2
+    cli.done(*JOB[1:], "trainer.epochs=3", "hydra.run.dir=here")
+    assert metrics(cli.folder / "there") == metrics(cli.folder / "here")
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced_by_ray(cli, nodes):
+    slow = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
+    process = cli.start(*nodes.job, *slow, **nodes.variables)
+    try:
+        wait_for((cli.folder / "run" / "checkpoints" / "last.pt").exists, 120, "a checkpoint")
+        worker = next(one for one in nodes.of_dask() if "worker" in one.cmdline())
+        worker.kill()
+        out, err = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 0, out + err
+    ended = summary(cli.folder / "run")
+    assert (ended["status"], ended["restarts"]) == ("done", 1)
+    assert metrics(cli.folder / "run")[-1]["epoch"] == 8
+
+
+def test_too_few_workers_are_told_with_what_ray_says(cli, nodes):
+    ended = cli.run(*nodes.job, "cluster.n_workers=9", "cluster.wait_timeout_s=3", **nodes.variables)
+    assert ended.returncode == 1
+    assert re.search(
+        r"0 of 9 workers came in \d+ s: Ray's placement group of 9 x \{CPU=1\} is (PENDING|INFEASIBLE); "
+        r"Ray has \d of 4 CPU free\. Ask for fewer",
+        ended.stderr,
+    ), ended.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_is_kept_used_again_and_ended(cli, nodes):
+    kept = cli.done(*nodes.job, "cluster.keep=true", "hydra.run.dir=first", **nodes.variables)
+    again = re.search(r"with (cluster=ray \S+ cluster\.name=\S+)", kept.stdout + kept.stderr)
+    assert again, kept.stdout + kept.stderr
+    before = {process.pid for process in nodes.of_dask()}
+    assert len(before) == 3
+    words = again[1].split()
+    cli.done(*JOB[1:], *words, "cluster.keep=true", "hydra.run.dir=second", **nodes.variables)
+    assert {process.pid for process in nodes.of_dask()} == before
+    cli.done(*JOB[1:], *words, "hydra.run.dir=third", **nodes.variables)
+    wait_for(lambda: not nodes.of_dask(), 30, "the end of the kept cluster")
+    gone = cli.run(*JOB[1:], *words, **nodes.variables)
+    assert "no cluster of the name" in gone.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_client_leaves_nothing_on_the_nodes(cli, nodes):
+    process = cli.start(
+        *nodes.job, "trainer.epochs=100000", "data.delay_s=0.01", "hydra.run.dir=run", **nodes.variables
+    )
+    try:
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, 120, "a job at work")
+        assert len(nodes.of_dask()) == 3
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_sweep_has_one_cluster(cli, nodes):
+    cli.done("-m", *nodes.job, "seed=1,2", "hydra.sweep.dir=sweep", timeout_s=200, **nodes.variables)
+    for number in "01":
+        assert summary(cli.folder / "sweep" / number)["status"] == "done"
+
+
+@pytest.mark.slow
+def test_without_an_address_the_job_starts_a_ray_and_ends_it(cli):
+    before = set(Path("/tmp").glob("ddp_hydra-ray-*"))
+    cli.done(*JOB, "cluster.n_workers=3", "dispatch.ranks=3", "hydra.run.dir=run")
+    assert summary(cli.folder / "run")["world_size"] == 3
+    left = set(Path("/tmp").glob("ddp_hydra-ray-*")) - before
+    for folder in left:
+        shutil.rmtree(folder)
+    assert not left
