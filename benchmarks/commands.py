@@ -130,10 +130,14 @@ class Running:
 
 
 @contextmanager
-def nobody_warm() -> Iterator[dict[str, str]]:
-    """Yield variables under which no warm fork server is found; at the end, wait until the one that started is gone."""
+def nobody_warm(keep_warm_s: float = 0) -> Iterator[dict[str, str]]:
+    """Yield variables under which no warm fork server is found; at the end, wait until the one that started is gone.
+
+    Args:
+        keep_warm_s: how long that one stays after a job.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        yield {"XDG_RUNTIME_DIR": folder, "DDP_HYDRA_KEEP_WARM_S": "0"}
+        yield {"XDG_RUNTIME_DIR": folder, "DDP_HYDRA_KEEP_WARM_S": str(keep_warm_s)}
         deadline = time.monotonic() + 30
         while any(Path(folder).rglob("*.sock")) and time.monotonic() < deadline:
             time.sleep(0.05)

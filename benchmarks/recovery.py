@@ -176,6 +176,7 @@ def ddp_hydra(ranks: int, spare: int = 0) -> Iterator[Training]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, commands.nobody_warm() as variables:
         overrides = [
             f"cluster.n_workers={ranks + spare}",
+            "cluster.processes=true",  # some are killed
             "cluster.preload=[ddp_hydra.rank.dask_preload,benchmarks.worker_pid]",
             f"dispatch.ranks={ranks}",
             "dispatch.max_restarts=1000",

@@ -16,7 +16,18 @@ from typing import IO, Any, TypeVar
 
 from distributed import Worker
 
-from ddp_hydra.rank import device_leases, environment, fork_client, gpus, inbox, network, outbox, preemption, rendezvous
+from ddp_hydra.rank import (
+    dask_preload,
+    device_leases,
+    environment,
+    fork_client,
+    gpus,
+    inbox,
+    network,
+    outbox,
+    preemption,
+    rendezvous,
+)
 from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.record_relay import RecordRelay, publish
 from ddp_hydra.storage import wait_for_space
@@ -153,7 +164,10 @@ class Launcher:
             "project": launch_spec.project.sha256 if launch_spec.project else "",
             "retry_s": launch_spec.retry_s,
             "outbox": str(self.with_room(lambda: outbox.folder(self.worker, launch_spec.gang, spec.rank))),
-            "pids": {"worker": os.getpid(), "nanny": os.getppid() if self.worker.nanny else 0},
+            "pids": {
+                "worker": 0 if dask_preload.in_client else os.getpid(),
+                "nanny": os.getppid() if self.worker.nanny else 0,
+            },
         }
         with ExitStack() as stack:
             if hasattr(os, "memfd_create"):

@@ -33,6 +33,10 @@ class Local(Manager):
         with held_back():
             runner.start()
         self.arguments["loop"] = runner.loop
+        if not self.arguments.get("processes", True):
+            # Addresses of workers in one process are made up, unless a protocol is given; ranks need a real host.
+            protocol = "tls://" if self.arguments.get("security") else "tcp://"
+            self.arguments.setdefault("protocol", protocol)
         try:
             try:
                 cluster = super().open()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import logging
+import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.cluster.kinds.local import Local
+from ddp_hydra.rank import dask_preload
 
 
 class Cluster:
@@ -44,3 +47,30 @@ def test_an_interrupt_while_workers_are_started_leaves_no_loop(monkeypatch):
     with pytest.raises(KeyboardInterrupt), manager.open():
         pass
     assert not manager.arguments["loop"].asyncio_loop.is_running()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "protocol"),
+    [
+        ({}, None),
+        ({"processes": True}, None),
+        ({"processes": False}, "tcp://"),
+        ({"processes": False, "security": True}, "tls://"),
+        ({"processes": False, "protocol": "ws://"}, "ws://"),
+    ],
+)
+def test_workers_in_this_process_have_addresses_of_a_real_host(monkeypatch, arguments, protocol):
+    manager = local(monkeypatch, **arguments)
+    monkeypatch.setattr(manager, "instantiate", lambda target, given: Cluster(given["loop"]))
+    with manager.open():
+        assert manager.arguments.get("protocol") == protocol
+
+
+@pytest.mark.parametrize(("nanny", "in_client"), [(None, True), ("tcp://127.0.0.1:1", False)])
+def test_only_a_process_of_its_own_ignores_signals_for_the_worker(monkeypatch, nanny, in_client):
+    ignored: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: ignored.append(number))
+    monkeypatch.setattr(dask_preload, "in_client", False)
+    dask_preload.dask_setup(SimpleNamespace(nanny=nanny))
+    assert dask_preload.in_client is in_client
+    assert ignored == ([] if in_client else [signal.SIGINT, signal.SIGHUP])
