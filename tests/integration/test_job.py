@@ -197,7 +197,7 @@ def test_one_batch_and_inline_run_in_the_process_itself(cli):
     ids=["no-workers", "no-distributed"],
 )
 def test_a_dry_run_builds_everything_and_starts_no_cluster(cli, variables):
-    ended = cli.done(*TINY, "dry_run=true", "cluster.n_workers=4", **variables)
+    ended = cli.done(*TINY, "dry_run=true", "cluster.n_workers=4", "cluster.processes=true", **variables)
     assert "dry run: all of it works" in ended.stdout
     assert "data      96 samples, 37 for validation" in ended.stdout
     assert "3 in an epoch with 4 ranks of 8" in ended.stdout
