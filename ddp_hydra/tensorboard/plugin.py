@@ -69,13 +69,18 @@ class RunsPlugin(base_plugin.TBPlugin):
 
     def is_active(self) -> bool:
         """Return whether there is a run. TensorBoard asks often, so it never waits long, nor fails."""
-        if not self._has_runs and self.roots:
-            if self._looking is None and (not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S):
-                self._looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
-                self._looking.start()
-            if (looking := self._looking) is not None:
-                looking.join(LOOK_S)
+        self._start_to_look()
+        if not self._has_runs and (looking := self._looking) is not None:
+            looking.join(LOOK_S)
         return self._has_runs
+
+    def _start_to_look(self) -> None:
+        """Look for a run beside what TensorBoard does, unless that was done just now."""
+        if self._has_runs or not self.roots or self._looking is not None:
+            return
+        if not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S:
+            self._looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
+            self._looking.start()
 
     def _look(self) -> None:
         from ddp_hydra.errors import ConfigError
@@ -95,6 +100,7 @@ class RunsPlugin(base_plugin.TBPlugin):
 
     def get_plugin_apps(self) -> dict[str, App]:
         """Return the answer to each address: the files of the page, and JSON."""
+        self._start_to_look()  # so that the answer is there when the browser asks
         answers = {"/runs": self._runs, "/run": self._run, "/log": self._log, "/diff": self._diff}
         apps: dict[str, App] = {route: _json_app(answer) for route, answer in answers.items()}
         for file in resources.files(__package__).joinpath("page").iterdir():

@@ -76,7 +76,9 @@ class RunList:
     """
 
     def __init__(self, roots: Mapping[str, str]) -> None:
-        self._roots = dict(roots)
+        self._roots = {
+            title: root if results_root.is_url(root) else os.path.normpath(root) for title, root in roots.items()
+        }
         self._lock = threading.Lock()
         self._indexes = {root: KeptIndex(root) for root in self._roots.values() if not results_root.is_url(root)}
         self._runs: dict[str, Listed] = {}
@@ -149,7 +151,7 @@ class RunList:
         for title, root in self._roots.items():
             for row in self._rows(root):
                 inner = below(row.run, root)
-                name = "/".join(filter(None, (title, inner))) or Path(root).name
+                name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
                 sweep = self._sweep_of(row.run, name, sweeps)
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
                 seen.setdefault(key, Listed(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))

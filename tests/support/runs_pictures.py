@@ -6,6 +6,7 @@ photograph them in a browser.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -34,11 +35,16 @@ def main() -> None:
         folder = Path(name)
         subprocess.run([*JOB, *RESTARTED], cwd=folder, check=True)
         subprocess.run([*JOB, *SWEEP], cwd=folder, check=False)
-        with going_on(folder), serving(folder, folder / "cache") as url:
-            (folder / "profile").mkdir()
-            with browser.started(folder / "profile") as tab:
-                tab.resize(*SIZE)
-                photograph(tab, url)
+        (folder / "profile").mkdir()
+        # Folders are shown as they are given.
+        with (
+            going_on(folder),
+            contextlib.chdir(folder),
+            serving(Path(), folder / "cache") as url,
+            browser.started(folder / "profile") as tab,
+        ):
+            tab.resize(*SIZE)
+            photograph(tab, url)
 
 
 @contextmanager
@@ -60,6 +66,8 @@ def photograph(tab: browser.Tab, url: str) -> None:
     tab.prefer("light")
     tab.open(f"{url}#ddp_hydra")
     tab.wait("page.querySelectorAll('tr[data-id]').length === 8")
+    tab.listen(3)
+    tab.open(f"{url}?again#ddp_hydra")  # the tab is in its place once TensorBoard knows that there are runs
     tab.wait("!!page.querySelector('.runs .status[data-status=running]')")
     tab.listen(4)
     tab.picture(DOCS / "runs-table.png")

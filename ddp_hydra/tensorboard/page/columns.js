@@ -19,12 +19,11 @@ export function columnsFor(rows, metrics, now) {
   const span = spanOf(rows, now());
   const took = (row) => (row.status === "running" ? endOf(row, now()) - row.started : row.wall_s);
   const columns = [
-    { ...text("name", "run", 300, (row) => row.name), cell: (row, table) => table.link(row) },
+    { ...text("name", "run", 290, (row) => row.name), cell: (row, table) => table.link(row) },
     { ...text("status", "status", 96, (row) => row.status), cell: statusCell },
     number("value", objective, 40 + 7 * objective.length, (row) => row.value),
-    ...metrics.filter((name) => name !== objective).map((name) => number(`metric:${name}`, name, Math.min(190, 40 + 7 * name.length), (row) => row.metrics[name])),
-    { ...number("progress", "steps", 80, (row) => row.step), text: steps },
-    ...keys.map((key) => text(`key:${key}`, key, Math.min(190, 40 + 7 * key.length), (row) => overridesOf(row)[key] ?? "")),
+    ...metrics.filter((name) => name !== objective).map((name) => number(`metric:${name}`, name, wide(name), (row) => row.metrics[name])),
+    { ...number("progress", "steps", 100, (row) => row.step), text: steps },
     number("took", "took", 80, took, duration),
     {
       ...number("attempts", "attempts and faults", 170, (row) => row.attempts.length),
@@ -36,6 +35,7 @@ export function columnsFor(rows, metrics, now) {
       cell: timeBar,
       hint: "waiting for data, compute and exchange, the rest, failed attempts; sorted by the share of data",
     },
+    ...keys.map((key) => text(`key:${key}`, key, wide(key), (row) => overridesOf(row)[key] ?? "")),
     text("message", "cause", 300, causeOf),
     number("started", "started", 165, (row) => row.started, when),
     number("ranks", "ranks", 60, (row) => row.ranks),
@@ -44,6 +44,10 @@ export function columnsFor(rows, metrics, now) {
     text("tags", "tags", 120, (row) => row.tags.join(", ")),
   ];
   return columns;
+}
+
+function wide(title) {
+  return Math.min(190, 40 + 7 * title.length);
 }
 
 /** Return why a run failed, or was started again. */

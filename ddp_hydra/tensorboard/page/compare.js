@@ -32,7 +32,7 @@ function tableOf(found, onOpen) {
     if (!entries.length && part !== "config") continue;
     lines.push(element("tr", { class: "part" }, element("th", { colspan: String(1 + heads.length) }, title)));
     if (!entries.length) lines.push(element("tr", {}, element("td", { colspan: String(1 + heads.length) }, "no differing keys")));
-    const write = part === "metrics" ? (text) => digits(Number.parseFloat(text)) || text : String;
+    const write = part === "metrics" ? (text) => digits(Number(text)) || text : String;
     for (const [key, values] of entries) lines.push(line(key, values.map(write)));
   }
   const head = element("thead", {}, element("tr", {}, element("th", {}, ""), ...heads));

@@ -35,8 +35,9 @@ export function counted(count, noun) {
 
 /** Return a number with four digits, a whole one with all. */
 export function digits(value) {
-  if (typeof value !== "number") return "";
+  if (typeof value !== "number" || !Number.isFinite(value)) return "";
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return String(value);
+  if (Math.abs(value) < 1e-4) return value.toExponential(3);
   return String(Number(value.toPrecision(4)));
 }
 

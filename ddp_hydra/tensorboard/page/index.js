@@ -92,7 +92,9 @@ class Page {
       const found = await get("runs", { instance, since: version, filter: this.state.filter });
       if (asked === this.asked) this.take(found);
     } catch (error) {
-      if (asked === this.asked) this.note.textContent = error.message;
+      if (asked !== this.asked) return;
+      this.note.textContent = error.message;
+      this.hasFailed = true;
     }
   }
 
@@ -103,7 +105,8 @@ class Page {
     for (const id of found.removed) this.rows.delete(id);
     for (const row of found.rows) this.rows.set(row.id, row);
     const chosen = found.chosen ? found.chosen.join() : null;
-    const isNew = found.rows.length || found.removed.length || chosen !== this.chosenKey;
+    const isNew = this.hasFailed || found.rows.length || found.removed.length || chosen !== this.chosenKey;
+    this.hasFailed = false;
     this.chosen = found.chosen ? new Set(found.chosen) : null;
     this.chosenKey = chosen;
     const sweeps = JSON.stringify(found.sweeps);

@@ -10,8 +10,10 @@ export function logView(found, before) {
   if (!found.logs.length) return null;
   const chosen = Number(before?.dataset.rank ?? found.failure?.rank ?? found.logs[0].rank);
   const rank = found.logs.some((log) => log.rank === chosen) ? chosen : found.logs[0].rank;
+  const old = before?.querySelector("pre");
+  const kept = old && old.scrollTop + old.clientHeight < old.scrollHeight - 4 ? old.scrollTop : null; // null: at the end
   const pre = element("pre", { tabindex: "0" });
-  pre.append(...(before?.querySelector("pre")?.childNodes ?? []));
+  pre.append(...(old?.childNodes ?? []));
   const choice = element("select", { "aria-label": "rank" });
   for (const log of found.logs) {
     choice.append(element("option", { value: String(log.rank) }, `rank ${log.rank}, ${bytes(log.bytes)}`));
@@ -20,19 +22,18 @@ export function logView(found, before) {
   const box = element("div", { class: "log", "data-rank": String(rank) }, choice, pre);
   choice.addEventListener("change", () => {
     box.dataset.rank = choice.value;
-    load(found.id, choice.value, pre);
+    load(found.id, choice.value, pre, null);
   });
-  load(found.id, rank, pre);
+  load(found.id, rank, pre, kept);
   return box;
 }
 
-async function load(id, rank, pre) {
+/** Fill in the log; `top`: where to scroll to, null for the end. */
+async function load(id, rank, pre, top) {
   try {
     const log = await get("log", { id, rank });
-    const isAtEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 4;
-    const top = pre.scrollTop;
     replace(pre, ...linesOf(log));
-    pre.scrollTop = isAtEnd ? pre.scrollHeight : top;
+    pre.scrollTop = top ?? pre.scrollHeight;
   } catch (error) {
     replace(pre, error.message);
   }

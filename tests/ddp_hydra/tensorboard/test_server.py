@@ -282,6 +282,14 @@ def test_a_log_directory_that_is_a_link_itself_is_what_it_leads_to(ask, make_run
     assert asked("/run", id=asked.ids()["a"])["value"] == 0.5
 
 
+def test_a_run_may_be_the_log_directory_itself(ask, make_run, monkeypatch):
+    run_dir = make_run("outputs/a", loss=0.5)
+    monkeypatch.chdir(run_dir)
+    for logdir in (".", str(run_dir), f"{run_dir}/", "./../a"):
+        asked = ask(logdir)
+        assert asked("/run", id=asked.ids()["a"])["value"] == 0.5
+
+
 def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run, tmp_path):
     run_dir = make_run("outputs/a")
     summary = json.loads((run_dir / "summary.json").read_text())
