@@ -11,6 +11,7 @@
     cluster_process  run a cluster for all jobs in such a process
     job_returns      the results that Hydra gets
     job_status       read the status and the summary of a job
+    stopping         stop jobs early: hydra.launcher.stop
     other_apps       run the task of another Hydra app on the ranks of a gang
     rows             the table of all jobs
     summary_files    sweep.json, sweep.csv, sweep.md

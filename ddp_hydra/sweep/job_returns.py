@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import zlib
 from pathlib import Path
@@ -37,8 +38,8 @@ def failed_return(job: Job, error: Exception) -> JobReturn:
 
 def earlier_return(job: Job) -> JobReturn:
     """Return the result that a job had in an earlier run of the sweep."""
-    if job.row.state == State.done:
-        return _result(job, JobStatus.COMPLETED, job.row.value)
+    if job.row.state in (State.done, State.paused, State.stopped):
+        return value_return(job)
     reason = f"job {job.row.number} failed before ({job.row.message})"
     return failed_return(job, SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
 
@@ -63,6 +64,12 @@ class CompactReturn(JobReturn):
 
     cfg = property(lambda self: self._unpacked("_cfg"), lambda self, value: self._pack("_cfg", value))
     hydra_cfg = property(lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value))
+
+
+def value_return(job: Job) -> JobReturn:
+    """Return the result of a job whose value is in its row; a stopped one has at least NaN."""
+    value = math.nan if job.row.value is None and job.row.state == State.stopped else job.row.value
+    return _result(job, JobStatus.COMPLETED, value)
 
 
 def portable(result: JobReturn) -> JobReturn:

@@ -45,6 +45,11 @@ def take_end(row: Row, folder: Path, objective: Objective) -> None:
         row.state, row.value = State.done, row.objective
 
 
+def is_paused(folder: Path) -> bool:
+    """Return whether a job has ended by a pause."""
+    return _read(folder / "summary.json").get("status") == "paused"
+
+
 def take_value(row: Row, value: Any, objective: Objective) -> None:
     """Take over the return value of the task."""
     row.value = plain_value(value)

@@ -14,7 +14,14 @@ from ddp_hydra.console.text import plain
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 
 REFRESH_S = 0.5
-STYLES = {State.done: "green", State.failed: "red", State.interrupted: "yellow", State.running: "bold"}
+STYLES = {
+    State.done: "green",
+    State.stopped: "cyan",
+    State.paused: "cyan",
+    State.failed: "red",
+    State.interrupted: "yellow",
+    State.running: "bold",
+}
 
 
 class LiveTable:

@@ -49,6 +49,7 @@ class PlannedJob:
         is_ours: whether its config is one of ours, so that the task dispatches a gang itself.
         result: the result for Hydra's sweeper; None until it has ended.
         spent_s: duration of the earlier runs that it resumes, in seconds.
+        priority: jobs with a higher one start first.
     """
 
     row: Row
@@ -60,6 +61,7 @@ class PlannedJob:
     is_ours: bool = False
     result: JobReturn | None = None
     spent_s: float = 0.0
+    priority: int = 0
 
     @property
     def is_composed(self) -> bool:
@@ -205,7 +207,7 @@ class JobNumbers:
 
 def is_paused(row: Row) -> bool:
     """Return whether a job has paused where its own overrides ask for it, so that it has nothing more to do."""
-    return row.state.value == "paused" and "trainer.pause_after_validations" in typed(row)
+    return row.state == State.paused and "trainer.pause_after_validations" in typed(row)
 
 
 def refuse_used_folder(planned: PlannedJob) -> None:
@@ -222,13 +224,18 @@ def refuse_used_folder(planned: PlannedJob) -> None:
         )
 
 
-def resume(planned: PlannedJob) -> None:
-    """Let a job of ours resume from its last checkpoint, if it has one."""
+def resume(planned: PlannedJob, spent_s: float) -> None:
+    """Let a job of ours resume from its last checkpoint, if it has one.
+
+    Args:
+        planned: the job.
+        spent_s: how long it has taken so far, in seconds.
+    """
     checkpoints = planned.folder / "checkpoints" / "manifest.json"
-    if planned.is_ours and planned.earlier is not None and checkpoints.is_file():
+    if planned.is_ours and checkpoints.is_file():
         with open_dict(planned.config):
             planned.config.resume = str(planned.folder)
-        planned.spent_s = planned.earlier.wall_s
+        planned.spent_s = spent_s
 
 
 def first_need(config: DictConfig) -> Need:

@@ -111,7 +111,7 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, 
     if objective.ranks(rows) and scale.numbers and len(bests) <= _MAX_LINE:
         places = sorted(bests)
         axes.plot(places, [bests[place] for place in places], color=JOB, alpha=0.35, linewidth=1.2, zorder=1)
-    for is_done, label in ((True, "done"), (False, "running or interrupted")):
+    for is_done, label in ((True, "done"), (False, "stopped, running or interrupted")):
         drawn = [row for row in good if (row.state == State.done) == is_done]
         if drawn:
             axes.scatter(

@@ -51,7 +51,7 @@ class JobQueue:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
         self.is_resumed = earlier is not None
         self.numbers = JobNumbers(earlier or [])
-        self.not_repeated = {State.done} if retry_failed else {State.done, State.failed}
+        self.not_repeated = {State.done, State.stopped} | (set() if retry_failed else {State.failed})
         self.jobs: deque[PlannedJob] = deque()
         self.waiting: deque[PlannedJob] = deque()
         self.keys = dict.fromkeys(key for row in earlier or () for key in typed(row))
@@ -103,6 +103,19 @@ class JobQueue:
         """Remove the first job and return it."""
         return self.jobs.popleft()
 
+    def put_first(self, job: PlannedJob, priority: int) -> None:
+        """Put a job before those with a lower priority; new jobs have the priority 0."""
+        self.remove(job)
+        job.priority = priority
+        place = next((at for at, other in enumerate(self.jobs) if other.priority < priority), len(self.jobs))
+        self.jobs.insert(place, job)
+
+    def remove(self, job: PlannedJob) -> None:
+        """Remove a job, if it is in the queue."""
+        for jobs in (self.jobs, self.waiting):
+            if job in jobs:
+                jobs.remove(job)
+
     def switch_cluster(self) -> bool:
         """Continue with the jobs that were set aside; return False if there are none."""
         self.jobs, self.waiting = self.waiting, deque()
@@ -115,7 +128,7 @@ class JobQueue:
             with planned_job.hydra_config_of(job.config):
                 defaults.fill(job.row, self.keys, job.config, job.config.hydra.runtime.choices)
             if job.earlier is not None:
-                planned_job.resume(job)
+                planned_job.resume(job, job.earlier.wall_s)
             elif self.is_resumed:
                 planned_job.refuse_used_folder(job)
         except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
@@ -142,4 +155,4 @@ class JobQueue:
         for job in self.jobs:
             if (job.is_composed or self.compose(job)) and job.need.cluster == cluster:
                 job.fail(error)
-        self.jobs = deque(job for job in self.jobs if job.row.state == State.queued)
+        self.jobs = deque(job for job in self.jobs if job.row.state != State.failed)

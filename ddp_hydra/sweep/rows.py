@@ -30,14 +30,16 @@ class State(Enum):
 
     queued = "queued"
     running = "running"
+    paused = "paused"
     done = "done"
+    stopped = "stopped"
     failed = "failed"
     interrupted = "interrupted"
 
     @property
     def has_ended(self) -> bool:
         """Return whether the job runs no more in this sweep."""
-        return self in (State.done, State.failed, State.interrupted)
+        return self in (State.done, State.stopped, State.failed, State.interrupted)
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Row:
         workers: number of its workers; 0 while it waits for them.
         wall_s: how long it has taken, in seconds.
         eta_s: the estimated time until its end, in seconds; None if not known.
-        message: why it failed or ended early, in one line.
+        message: why it failed, or where and why it was stopped, in one line.
         value: the return value of the task, if JSON can represent it.
         filled: from its config, the values of keys that only other jobs give.
         labels: what the sweeper says of the job, such as its generation.
@@ -187,7 +189,7 @@ def describe_counts(rows: Iterable[Row]) -> str:
     rows = list(rows)
     names = [row.shown_state for row in rows]
     parts = []
-    for name in ("done", "failed", "interrupted", "running", "waiting", "queued"):
+    for name in ("done", "stopped", "failed", "interrupted", "paused", "running", "waiting", "queued"):
         if number := names.count(name):
             parts.append(f"{number} {name}")
     return f"{len(rows)} job{'s' if len(rows) != 1 else ''}: {', '.join(parts)}"

@@ -29,6 +29,7 @@ class Settings:
         cluster: only for other apps: `_target_` and arguments of the cluster; None for a local one.
         direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
         keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended.
+        stop: the rule that stops jobs early, see `stopping.settings`; None for none.
     """
 
     max_jobs: int | None = None
@@ -39,6 +40,7 @@ class Settings:
     cluster: Any = None
     direction: str | None = None
     keep: str | None = "all"
+    stop: Any = None
 
     def __post_init__(self) -> None:
         for key in ("max_jobs", "ranks"):

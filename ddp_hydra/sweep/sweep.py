@@ -38,6 +38,7 @@ from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
 from ddp_hydra.sweep.settings import Settings, objective_of
+from ddp_hydra.sweep.stopping import settings as stopping
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,9 @@ class Sweep:
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, self.start_cluster)
         self.objective = objective_of(config, settings.direction)
         self.pruning = Pruning(folder, settings.keep, self.objective)
+        self.stopping = stopping.start(
+            settings.stop, self.objective, self.queue, self.scheduler.running, config, settings.ranks
+        )
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows = earlier or []
@@ -99,6 +103,7 @@ class Sweep:
             if row.state == State.running:  # the earlier run was killed
                 row.state = State.interrupted
                 job_status.take_end(row, folder / row.folder, self.objective)
+                row.state = self.stopping.state_at_end if row.state == State.done else row.state
         self.plot: ForkedProcess | None = None
         self.plotted, self.has_news = -math.inf, False
         self.stop_reason = ""
@@ -130,12 +135,15 @@ class Sweep:
             job.row.labels = own
         if len(self.queue.keys) > known:
             self.queue.fill_started(self.rows)
+        self.stopping.add(jobs)
         replaced = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
         self.pruning.update(self.rows)
         try:
             with self.interrupts.caught(), self.interrupts.deferred():
                 self.run_queue()
+                if not self.is_stopping():
+                    self.stopping.end_batch()
         finally:
             self.end_all()
             self.write_summary()
@@ -184,9 +192,10 @@ class Sweep:
 
     def start(self, job: PlannedJob) -> None:
         """Start a job in a process of its own."""
+        self.stopping.before_start(job)
         job.row.state, job.row.message = State.running, ""
-        if not job.is_ours or not job.need.cluster:
-            job.row.workers = job.need.ranks or 1  # it does not wait for workers, and reports none
+        waits = job.is_ours and job.need.cluster
+        job.row.workers = 0 if waits else job.need.ranks or 1  # without waiting for workers, it reports none
         with contextlib.suppress(OSError):
             (job.folder / "status.json").unlink(missing_ok=True)  # of an earlier run that was killed
         cluster = self.scheduler.cluster
@@ -207,9 +216,13 @@ class Sweep:
             job.planned.result = with_trace(outcome.result, outcome.trace)
             if outcome.state == State.done:
                 job_status.take_value(row, outcome.result.return_value, self.objective)
-        if outcome.state == State.failed and self.settings.fail_fast and not self.is_stopping():
+                if job.planned.is_ours and job_status.is_paused(folder):
+                    row.state = State.paused
+        if not self.is_stopping():
+            self.stopping.on_end(job.planned)
+        if row.state == State.failed and self.settings.fail_fast and not self.is_stopping():
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
-        if row.state in (State.done, State.failed):
+        if row.state in (State.done, State.stopped, State.failed):
             job.planned.config = DictConfig({})  # hundreds of them would fill the memory
             self.pruning.update(self.rows)
 
@@ -221,6 +234,8 @@ class Sweep:
         if now - self.polled < POLL_S:
             return
         self.polled = now
+        if not self.is_stopping():
+            self.stopping.poll()
         if self.interrupts.wanted and not self.stop_reason:
             self.stop_all("interrupted")
         for job in self.running:
@@ -296,7 +311,7 @@ class Sweep:
 
     def result(self, job: PlannedJob) -> JobReturn:
         """Return the result of a job for Hydra's sweeper."""
-        if job.is_ours and job.row.state != State.done:
+        if job.is_ours and job.row.state not in (State.done, State.stopped, State.paused):
             return failed_return(job, SweepFailed(self.closing_line))
         reason = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {reason}"

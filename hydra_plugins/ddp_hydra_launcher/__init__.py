@@ -22,5 +22,6 @@ register(
         "cluster": None,
         "direction": None,
         "keep": "all",
+        "stop": None,
     },
 )

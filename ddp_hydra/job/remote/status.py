@@ -16,7 +16,7 @@ STOP = "stop"
 """The object that asks a run to end."""
 SUCCEEDED = ("done", "paused")
 """States of a run that went as it was asked to."""
-ENDED = (*SUCCEEDED, "failed", "interrupted")
+ENDED = (*SUCCEEDED, "stopped", "failed", "interrupted")
 LOST = "lost"
 """The state of a run whose driver has ended because it lost the scheduler; another driver resumes the run."""
 HEARTBEAT_S = 2.0

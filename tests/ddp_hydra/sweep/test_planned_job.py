@@ -113,9 +113,7 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "manifest.json").write_text("{}")
     job = planned(tmp_path, row(0, "", state), is_ours)
-    if job.earlier is not None:
-        job.earlier.wall_s = 60.0
-    planned_job.resume(job)
+    planned_job.resume(job, 60.0)
     assert (job.config.resume == str(tmp_path)) == resumes
     assert job.spent_s == 60.0 * resumes, "the time that it took before counts, where it is not begun anew"
 

@@ -122,7 +122,7 @@ def test_texts_are_side_by_side(tmp_path, monkeypatch):
     assert draw(rows, LOSS, tmp_path)
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["lstm", "gru", "resnet18", "none"]
-    assert points(axes)["running or interrupted"] == [[3.0, 1.0]]
+    assert points(axes)["stopped, running or interrupted"] == [[3.0, 1.0]]
     assert points(axes)["the best"] == [[3.0, 1.0]]
 
 

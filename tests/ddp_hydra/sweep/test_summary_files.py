@@ -126,7 +126,7 @@ GOOD = json.loads(json_text([done(0, 0.5)], ACCURACY))
         ({"folder": 1}, "folder of job 0 in it is 1, not a text"),
         (
             {"state": "asleep"},
-            "state of job 0 in it is 'asleep', not one of queued, running, done, failed, interrupted",
+            "state of job 0 in it is 'asleep', not one of queued, running, paused, done, stopped, failed, interrupted",
         ),
         ({"state": ["done"]}, "state of job 0"),
         ({"objective": "0.5"}, "objective of job 0 in it is '0.5', not a number"),

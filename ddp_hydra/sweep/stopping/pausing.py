@@ -1,0 +1,110 @@
+"""Run the jobs of a sweep from pause to pause, and let the best go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from omegaconf import DictConfig, open_dict
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep import planned_job
+from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.rows import Objective, State
+from ddp_hydra.sweep.stopping import outcome
+from ddp_hydra.sweep.stopping.base import Stopping
+from ddp_hydra.sweep.stopping.reports import Report, ReportFile, saved_reports
+from ddp_hydra.sweep.stopping.rungs import Rungs, Standing
+
+log = logging.getLogger(__name__)
+_ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
+
+
+class Pausing(Stopping):
+    """Apply rungs to the jobs of a sweep.
+
+    Args:
+        rungs: rank the jobs.
+        queue: of the sweep; jobs that go on are put at its front.
+        objective: of the sweep.
+        config: of the sweep, without the swept overrides.
+
+    Raises:
+        ConfigError: the jobs pause by themselves.
+    """
+
+    def __init__(self, rungs: Rungs, queue: JobQueue, objective: Objective, config: DictConfig) -> None:
+        if config.trainer.pause_after_validations is not None:
+            raise ConfigError("hydra.launcher.stop pauses jobs itself: leave out trainer.pause_after_validations")
+        self.rungs, self.queue, self.objective, self.config = rungs, queue, objective, config
+        self.jobs: dict[int, PlannedJob] = {}
+        self.reports: dict[int, list[Report]] = {}
+
+    def add(self, jobs: Sequence[PlannedJob]) -> None:
+        """Take over a batch; jobs of an earlier run of the sweep stand where they were."""
+        for job in sorted(jobs, key=lambda job: job.row.number):
+            number = job.row.number
+            self.jobs[number], self.reports[number] = job, saved_reports(job, self.queue.folder, self.objective.metric)
+            self.rungs.add(number, self._values(number), _ENDS.get(job.row.state, ""))
+        self._let_best_go_on()
+        for job in jobs:
+            if job.row.state not in _ENDS and not self.rungs.must_run(job.row.number):
+                assert job.earlier is not None, "it has reports"
+                self.queue.remove(job)
+                job.row, job.folder, job.is_ours = job.earlier, self.queue.folder / job.earlier.folder, True
+                job.row.state = State.paused
+
+    def before_start(self, job: PlannedJob) -> None:
+        """Tell a job where to pause; one that has paused resumes."""
+        with open_dict(job.config):
+            job.config.trainer.pause_after_validations = self.rungs.goal(job.row.number)
+        if job.row.state == State.paused:
+            planned_job.resume(job, job.row.wall_s)
+        outcome.set_length(job, self.config)
+
+    def poll(self) -> None:
+        """Take over the jobs that have failed before they began."""
+        failed = [job for job in self.queue.jobs if job.row.state == State.failed]
+        for job in failed:
+            self.queue.remove(job)
+        for number, job in self.jobs.items():
+            if job.row.state == State.failed and not self.rungs.trials[number].end:
+                self.on_end(job)
+
+    def on_end(self, job: PlannedJob) -> None:
+        """Rank the results that are in, and let the best go on."""
+        number, file = job.row.number, ReportFile(job.folder, self.objective.metric)
+        file.read()
+        self.reports[number] = file.reports
+        self.rungs.update(number, self._values(number), _ENDS.get(job.row.state, ""))
+        self._let_best_go_on()
+
+    def end_batch(self) -> None:
+        """Stop the jobs that are paused: nobody is left who could make room for them."""
+        for standing in self.rungs.stop_rest():
+            job, reports = self.jobs[standing.number], self.reports[standing.number]
+            outcome.set_length(job, self.config)
+            where = f"stopped at {outcome.place(job, reports[-1], len(reports))}, rung {standing.rung}"
+            outcome.stop(job, reports[-1], where)
+            log.info("job %d %s: %s", standing.number, where, self._describe(standing))
+
+    def _let_best_go_on(self) -> None:
+        for standing in self.rungs.advance():
+            if self.rungs.must_run(standing.number):
+                goal = self.rungs.goal(standing.number)
+                self.queue.put_first(self.jobs[standing.number], goal)
+                log.info(
+                    "job %d goes on to report %d, rung %d: %s",
+                    standing.number, goal, standing.rung + 1, self._describe(standing),
+                )  # fmt: skip
+
+    def _describe(self, standing: Standing) -> str:
+        """Return the value of a job at a rung and its place there."""
+        goal = self.rungs.goal_of(standing.number, standing.rung)
+        value = self._values(standing.number)[:goal][-1]
+        place = f"place {standing.place} of {standing.ranked}"
+        return f"{self.objective.metric} {value:.4g} is in {place}, and the best {standing.quota} go on"
+
+    def _values(self, number: int) -> list[float]:
+        return [report.value for report in self.reports[number]]
