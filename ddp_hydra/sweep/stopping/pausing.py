@@ -18,6 +18,10 @@ from ddp_hydra.sweep.stopping.reports import Report, ReportFile, saved_reports
 from ddp_hydra.sweep.stopping.rungs import Rungs, Standing
 
 log = logging.getLogger(__name__)
+PAUSES_ITSELF = (
+    "hydra.launcher.stop=asha and hyperband pause jobs themselves: leave out trainer.pause_after_validations and "
+    "hydra/sweeper=pbt, or give another rule"
+)
 _ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
 
 
@@ -36,13 +40,19 @@ class Pausing(Stopping):
 
     def __init__(self, rungs: Rungs, queue: JobQueue, objective: Objective, config: DictConfig) -> None:
         if config.trainer.pause_after_validations is not None:
-            raise ConfigError("hydra.launcher.stop pauses jobs itself: leave out trainer.pause_after_validations")
+            raise ConfigError(PAUSES_ITSELF)
         self.rungs, self.queue, self.objective, self.config = rungs, queue, objective, config
         self.jobs: dict[int, PlannedJob] = {}
         self.reports: dict[int, list[Report]] = {}
 
     def add(self, jobs: Sequence[PlannedJob]) -> None:
-        """Take over a batch; jobs of an earlier run of the sweep stand where they were."""
+        """Take over a batch; jobs of an earlier run of the sweep stand where they were.
+
+        Raises:
+            ConfigError: the jobs pause by themselves.
+        """
+        if any("pause_after_validations" in override for job in jobs for override in job.overrides):
+            raise ConfigError(PAUSES_ITSELF)
         for job in sorted(jobs, key=lambda job: job.row.number):
             number = job.row.number
             self.jobs[number], self.reports[number] = job, saved_reports(job, self.queue.folder, self.objective.metric)
