@@ -39,10 +39,11 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> None:
 
 
 def take_end(row: Row, folder: Path, objective: Objective) -> None:
-    """Take over that a job of ours is done, if its process has written so after the last look at it."""
-    if _read(folder / "summary.json").get("status") == "done":
+    """Take over that a job of ours is done or paused, if its process has written so after the last look at it."""
+    status = _read(folder / "summary.json").get("status")
+    if status in ("done", "paused"):
         read_summary(row, folder, objective)
-        row.state, row.value = State.done, row.objective
+        row.state, row.value = State(status), row.objective
 
 
 def is_paused(folder: Path) -> bool:
