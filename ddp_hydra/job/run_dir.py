@@ -109,6 +109,24 @@ def saved_step(run_dir: Path) -> int | None:
     return next((int(entries[name].get("step") or 0) for name in newest_first(entries)), None)
 
 
+def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float]:
+    """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none.
+
+    Args:
+        run_dir: of the run.
+        resume: the run or checkpoint that it resumes, if any.
+    """
+    if not is_resumed(run_dir, resume):
+        return {}
+    with contextlib.suppress(CheckpointError):
+        entries = read_manifest(run_dir / FOLDER)
+        for name in newest_first(entries):
+            metrics = entries[name].get("metrics")
+            known = metrics.items() if isinstance(metrics, dict) else ()
+            return {key: value for key, value in known if isinstance(value, float)}
+    return {}
+
+
 def full_disk_advice(run_dir: Path, shown_dir: str) -> str:
     """Return which step is saved, how much space is free, and what to type.
 

@@ -24,8 +24,11 @@ from ddp_hydra.sweep.forked_process import ForkedProcess
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 """How often the workers are counted."""
-EVENTS_KEPT = "10s"
-"""How long the scheduler keeps the events of a client that has left."""
+SHORT_LOGS = {
+    "distributed.scheduler.events-cleanup-delay": "10s",  # the events of a client that has left; an hour otherwise
+    "distributed.admin.low-level-log-length": 100,  # messages; of 1,000, each may start a rank and hold the project
+}
+"""What lets the memory of the scheduler grow with each job of a sweep."""
 CLOSE_S = 30.0
 """How long the cluster may take to close."""
 
@@ -92,8 +95,7 @@ def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) ->
             # one. That process has to be ours, because they inherit its environment.
             if connect.is_local(parsed):
                 stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
-            # Each job connects clients. The scheduler keeps what they did for an hour otherwise.
-            stack.enter_context(dask.config.set({"distributed.scheduler.events-cleanup-delay": EVENTS_KEPT}))
+            stack.enter_context(dask.config.set(SHORT_LOGS))
             client = connect.start(parsed, stack, lambda line: pipe.send(("log", line)), logs)
             workers = _count_workers(client)
             pipe.send(("workers", workers))

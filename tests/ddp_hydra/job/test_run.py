@@ -353,6 +353,22 @@ def test_the_objective_of_a_validation_just_before_a_restart_is_returned(returne
     assert summary_of(tmp_path / "run")["metrics"] == {"val/accuracy": 0.75}
 
 
+def test_a_run_that_has_nothing_left_to_do_returns_the_objective_of_its_checkpoint(returned, monkeypatch, tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "last.pt").touch()
+    entry = {"size": 0, "sha256": "0", "metrics": {"val/accuracy": 0.75, "train/loss": None, "lr": 0.5}}
+    content = {"step-000020.pt": {**entry, "metrics": {"val/accuracy": 0.5}}, "step-000030.pt": entry}
+    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps({"files": content}))
+    monkeypatch.setattr("ddp_hydra.job.run.find_resume", lambda *_: run_dir / "checkpoints" / "last.pt")
+    returned |= {"interrupted": "pause", "metrics": {"lr": 0.1}}
+    cfg = config(objective__metric="val/accuracy", data__val={"_target_": "a.Set"}, resume=str(run_dir))
+    assert run_job(cfg, run_dir) == 0.75
+    assert summary_of(run_dir)["metrics"] == {"val/accuracy": 0.75, "lr": 0.1}
+    elsewhere = config(objective__metric="val/accuracy", data__val={"_target_": "a.Set"}, resume=str(run_dir))
+    assert run_job(elsewhere, tmp_path / "other") is None, "those are the metrics of another run"
+
+
 def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned, tmp_path):
     returned.update(train_s=float("nan"), status="done")
     with pytest.raises(RecordError):
