@@ -1,0 +1,20 @@
+"""The cluster of a sweep."""
+
+from __future__ import annotations
+
+import dask
+import distributed  # noqa: F401 (brings its settings along)
+import pytest
+from distributed.batched import BatchedSend
+
+from ddp_hydra.sweep.cluster_process import SHORT_LOGS
+
+
+@pytest.mark.parametrize("key", SHORT_LOGS)
+def test_dask_has_the_settings_that_keep_logs_short(key):
+    assert dask.config.get(key)
+
+
+def test_few_messages_are_kept():
+    with dask.config.set(SHORT_LOGS):
+        assert BatchedSend(interval="2ms").recent_message_log.maxlen == 100
