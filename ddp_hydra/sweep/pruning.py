@@ -12,11 +12,11 @@ from pathlib import Path
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, read_manifest, write_manifest_text
-from ddp_hydra.sweep.rows import Objective, Row, data_of
+from ddp_hydra.sweep.rows import Objective, Row, State, data_of
 from ddp_hydra.writers.run_dir import locked
 
 log = logging.getLogger(__name__)
-_FINAL = ("done", "stopped")
+_FINAL = (State.done, State.stopped)
 """Jobs in other states may be resumed, and need their checkpoints."""
 
 
@@ -50,7 +50,7 @@ def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
     data = data_of(rows)
     groups: dict[object, list[Row]] = {}
     for row in rows:
-        if row.state.value in _FINAL:
+        if row.state in _FINAL:
             groups.setdefault(data[row.number], []).append(row)
 
     def key(row: Row) -> tuple[bool, float, int]:

@@ -46,9 +46,14 @@ def test_losers_are_done_and_worse_than_enough_others(objective, most, expected)
         row(2, 0.9),
         row(3, math.nan),
         row(4, 0.3),
-        *(row(5 + n, 0.0, state) for n, state in enumerate(State) if state.value not in ("done", "stopped")),
+        *(row(5 + n, 0.0, state) for n, state in enumerate(State) if state not in (State.done, State.stopped)),
     ]
     assert sorted(one.number for one in losers(rows, objective, most)) == sorted(expected)
+
+
+def test_a_job_that_a_rule_has_stopped_can_lose_and_win():
+    rows = [row(0, 0.9, State.stopped), row(1, 0.5), row(2, 0.1, State.stopped), row(3, 0.2, State.paused)]
+    assert [one.number for one in losers(rows, ACCURACY, 1)] == [1, 2]
 
 
 def test_each_data_set_has_its_best():
