@@ -95,7 +95,8 @@ class RunList:
         Args:
             instance: as the page got it before; all rows are returned if it is another one, "" for example.
             since: the version that the page has.
-            filter_text: words as `ddp-hydra runs ls` takes them; others are looked for in names, overrides and tags.
+            filter_text: words as `ddp-hydra runs ls` takes them, and "sweep=<name>"; others are looked for in names,
+                overrides, tags and messages.
 
         Raises:
             ConfigError: the filter is not allowed, or a store does not answer.
@@ -210,17 +211,20 @@ def choose(runs: Sequence[Listed], filter_text: str) -> list[str]:
     except ValueError:  # a quote that is still open
         words = filter_text.split()
     given: dict[str, str] = {}
-    compared, others = [], []
+    compared, sweeps, others = [], [], []
     for word in words:
         key, _, value = word.partition("=")
         if (comparison := select.comparison(word)) is not None:
             compared.append(comparison)
         elif key in _KEYS and value:
             given[key] = value
+        elif key == "sweep" and value:
+            sweeps.append(value)
         else:
             others.append(word.casefold())
     found = select.Filter(**given, comparisons=tuple(compared)).choose([one.row for one in runs])
     taken = {row.run for row in found}
+    runs = [one for one in runs if not sweeps or one.shown["sweep"] in sweeps]
     return [one.shown["id"] for one in runs if one.row.run in taken and all(word in _words_of(one) for word in others)]
 
 

@@ -182,9 +182,10 @@ class Page {
   }
 }
 
+/** Return a filter for runs with a status; without it if it was for these already. */
 function withStatus(filter, status) {
-  const others = filter.split(/\s+/).filter((word) => word && !word.startsWith("status="));
-  return [...others, `status=${status}`].join(" ");
+  const others = filter.replace(/(^|\s)status=\S*/g, "").trim();
+  return filter.includes(`status=${status}`) ? others : `${others} status=${status}`.trim();
 }
 
 /** TensorBoard calls this in the frame of the tab. */

@@ -18,7 +18,7 @@ export function sweepsView(box, sweeps, rows, onFilter, onOpen) {
 
 function line(name, sweep, rows, onFilter, onOpen) {
   const link = element("button", { type: "button", class: "link", title: "show its jobs" }, name);
-  link.addEventListener("click", () => onFilter(`"${name.replace(/["\\]/g, "\\$&")}/"`));
+  link.addEventListener("click", () => onFilter(filterOf(name)));
   const best = bestOf(rows);
   let shown = "";
   if (best) {
@@ -28,6 +28,11 @@ function line(name, sweep, rows, onFilter, onOpen) {
   const started = when(Math.min(...rows.map((row) => row.started ?? Infinity)));
   const state = sweep.running ? element("span", { class: "status", "data-status": "running" }, "running") : "";
   return element("div", { class: "sweep" }, link, state, stateBar(sweep, rows), shown, element("span", { class: "dim" }, started));
+}
+
+/** Return the filter for the jobs of a sweep; a name with blanks or quotes is quoted as for a shell. */
+function filterOf(name) {
+  return /^[\w./:@%+-]*$/.test(name) ? `sweep=${name}` : `"sweep=${name.replace(/["\\]/g, "\\$&")}"`;
 }
 
 /** Return a bar with a piece for each status of the jobs; those without a folder wait. */

@@ -93,7 +93,7 @@ def test_all_runs_are_told_once_and_then_what_has_changed(ask, make_run, process
     assert len(asked("/runs", instance="another", since=99)["rows"]) == 3
 
 
-def test_jobs_of_a_sweep_carry_its_name(ask, tmp_path):
+def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path):
     folder = tmp_path / "outputs" / "day" / "sweep"
     rows = [SweepRow(number, [f"x={number}"], str(number), State.done, 0.5) for number in range(2)]
     for row in rows:
@@ -105,6 +105,9 @@ def test_jobs_of_a_sweep_carry_its_name(ask, tmp_path):
         ("day/sweep/0", "day/sweep", 0.5), ("day/sweep/1", "day/sweep", 0.5),
     }  # fmt: skip
     assert found["sweeps"] == {"day/sweep": {"jobs": 3, "running": False}}
+    make_run("outputs/day/other")
+    assert len(ask()("/runs", filter="sweep=day/sweep")["chosen"]) == 2
+    assert ask()("/runs", filter='"sweep=day"')["chosen"] == []
     (folder / "sweep.json").write_text("[")
     assert ask()("/runs")["sweeps"] == {"day/sweep": {"jobs": 0, "running": False}}
 
