@@ -27,7 +27,7 @@ _VERSION = 1
 _PAUSE_S = 1.0
 """At least so long there is no other write, in seconds."""
 _PAUSE_FACTOR = 20
-"""After a write, the next one waits for this many times as long as it took, so that many jobs don't cost more time."""
+"""After a write, the next one waits for this many times its CPU time, so that many jobs don't cost more time."""
 _ADVICE = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
 
 
@@ -55,9 +55,9 @@ class SummaryFiles:
             rows: all jobs of the sweep.
             now: write at once in any case.
         """
-        begin = time.monotonic()
-        if begin < self._wait_until and not now:
+        if time.monotonic() < self._wait_until and not now:
             return
+        begin = time.process_time()
         try:
             if not self._is_open:
                 self._open()
@@ -73,8 +73,8 @@ class SummaryFiles:
             if not self._warned:
                 log.warning("the sweep goes on, but its overview is out of date: %s", error)
             self._warned = True
-        end = time.monotonic()
-        self._wait_until = end + max(_PAUSE_S, _PAUSE_FACTOR * (end - begin))
+        spent_s = time.process_time() - begin
+        self._wait_until = time.monotonic() + max(_PAUSE_S, _PAUSE_FACTOR * spent_s)
 
     def _open(self) -> None:
         with writing(self.folder):

@@ -332,6 +332,7 @@ def test_a_long_message_is_cut():
 def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypatch):
     now, texts = [0.0], []
     monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(summary_files.time, "process_time", lambda: 0.0)
     monkeypatch.setattr(summary_files, "json_text", lambda *given: texts.append(now[0]) or json_text(*given))
     rows = [job(number) for number in range(500)]
     made = SummaryFiles(tmp_path / "new" / "sweep", ACCURACY)
@@ -353,6 +354,7 @@ def test_slow_writes_take_a_twentieth_of_the_time_at_most(tmp_path, monkeypatch)
         return "{}"
 
     monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(summary_files.time, "process_time", lambda: now[0])
     monkeypatch.setattr(summary_files, "json_text", write)
     made = SummaryFiles(tmp_path, ACCURACY)
     while now[0] < 100:
