@@ -142,8 +142,8 @@ class Sweep:
         try:
             with self.interrupts.caught(), self.interrupts.deferred():
                 self.run_queue()
-                if not self.is_stopping():
-                    self.stopping.end_batch()
+                while not self.is_stopping() and self.stopping.end_batch():
+                    self.run_queue()
         finally:
             self.end_all()
             self.write_summary()

@@ -29,5 +29,6 @@ class Stopping:
     def on_end(self, job: PlannedJob) -> None:
         """Decide about a job whose process has ended; its row says how. Not called when the sweep is being stopped."""
 
-    def end_batch(self) -> None:
-        """Settle the jobs of a batch that has run to its end."""
+    def end_batch(self) -> bool:
+        """Settle the jobs of a batch when nothing is left to run; return whether some have to run on first."""
+        return False

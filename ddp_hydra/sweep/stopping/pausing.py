@@ -57,7 +57,7 @@ class Pausing(Stopping):
             number = job.row.number
             self.jobs[number], self.reports[number] = job, saved_reports(job, self.queue.folder, self.objective.metric)
             self.rungs.add(number, self._values(number), _ENDS.get(job.row.state, ""))
-        self._let_best_go_on()
+        self._let_go_on(self.rungs.advance())
         for job in jobs:
             if job.row.state not in _ENDS and not self.rungs.must_run(job.row.number):
                 assert job.earlier is not None, "it has reports"
@@ -88,19 +88,24 @@ class Pausing(Stopping):
         file.read()
         self.reports[number] = file.reports
         self.rungs.update(number, self._values(number), _ENDS.get(job.row.state, ""))
-        self._let_best_go_on()
+        self._let_go_on(self.rungs.advance())
 
-    def end_batch(self) -> None:
-        """Stop the jobs that are paused: nobody is left who could make room for them."""
+    def end_batch(self) -> bool:
+        """Stop the jobs that are paused, once one has come to its end: no more results come."""
+        while (best := self.rungs.finish()) is not None:
+            self._let_go_on([best, *self.rungs.advance()])
+            if self.queue:
+                return True
         for standing in self.rungs.stop_rest():
             job, reports = self.jobs[standing.number], self.reports[standing.number]
             outcome.set_length(job, self.config)
             where = f"stopped at {outcome.place(job, reports[-1], len(reports))}, rung {standing.rung}"
             outcome.stop(job, reports[-1], where)
             log.info("job %d %s: %s", standing.number, where, self._describe(standing))
+        return False
 
-    def _let_best_go_on(self) -> None:
-        for standing in self.rungs.advance():
+    def _let_go_on(self, promoted: Sequence[Standing]) -> None:
+        for standing in promoted:
             if self.rungs.must_run(standing.number):
                 goal = self.rungs.goal(standing.number)
                 self.queue.put_first(self.jobs[standing.number], goal)

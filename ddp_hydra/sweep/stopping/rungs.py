@@ -121,10 +121,29 @@ class Rungs:
     def advance(self) -> list[Standing]:
         """Rank the results that are in; return the jobs that have entered another rung, in this order."""
         promoted: list[Standing] = []
-        for bracket, rungs in enumerate(self.rungs):
+        for rungs in self.rungs:
             for place, rung in enumerate(rungs):  # grows meanwhile; what is promoted is ranked further on
-                promoted += self._rank(bracket, place, rung)
+                promoted += self._rank(place, rung)
         return promoted
+
+    def finish(self) -> Standing | None:
+        """Let the best job of the highest rung go on if none has come to its end yet, and return it.
+
+        It is called when nothing is left to run: so a search of few jobs has a trained model, too.
+        """
+        if any(trial.end == "done" and len(trial.values) <= self.goal(trial.number) for trial in self.trials.values()):
+            return None
+        candidates = [
+            (-rung.goal, negative, number, place, rung)
+            for rungs in self.rungs
+            for place, rung in enumerate(rungs)
+            for negative, number in rung.ranked
+            if self._goes_on(negative, number, rung)
+        ]
+        if not candidates:
+            return None
+        _, _, number, place, rung = min(candidates, key=lambda candidate: candidate[:3])
+        return self._promote(number, place, rung)
 
     def stop_rest(self) -> list[Standing]:
         """End the jobs that are paused: no more results come."""
@@ -139,7 +158,7 @@ class Rungs:
             rungs.append(Rung(self.first * self.reduction ** (bracket + len(rungs))))
         return rungs[number]
 
-    def _rank(self, bracket: int, place: int, rung: Rung) -> Iterator[Standing]:
+    def _rank(self, place: int, rung: Rung) -> Iterator[Standing]:
         while len(rung.ranked) < len(rung.entrants):
             number = rung.entrants[len(rung.ranked)]
             found = self._score(self.trials[number], rung.goal)
@@ -147,11 +166,15 @@ class Rungs:
                 return
             bisect.insort(rung.ranked, (-found, number))
             for negative, good in rung.ranked[: len(rung.ranked) // self.reduction]:
-                if good not in rung.promoted and negative < math.inf and self._may_go_on(self.trials[good], rung.goal):
-                    rung.promoted.add(good)
-                    yield self._standing(good, place)
-                    self.trials[good].rung = place + 1
-                    self._rung(bracket, place + 1).entrants.append(good)
+                if self._goes_on(negative, good, rung):
+                    yield self._promote(good, place, rung)
+
+    def _promote(self, number: int, place: int, rung: Rung) -> Standing:
+        trial, standing = self.trials[number], self._standing(number, place)
+        rung.promoted.add(number)
+        trial.rung = place + 1
+        self._rung(trial.bracket, place + 1).entrants.append(number)
+        return standing
 
     def _score(self, trial: Trial, goal: int) -> float | None:
         """Return the score of a job's result in a rung; None while it is to come."""
@@ -161,11 +184,20 @@ class Rungs:
             return score(trial.values[-1], self.maximize)
         return -math.inf if trial.end else None
 
-    def _may_go_on(self, trial: Trial, goal: int) -> bool:
-        """Return whether a job with a result in a rung can run on, or has run on in an earlier run of the sweep."""
+    def _goes_on(self, negative_score: float, number: int, rung: Rung) -> bool:
+        """Return whether a job can run on, or has run on in an earlier run of the sweep, and has not been chosen yet.
+
+        Args:
+            negative_score: of its result in a rung.
+            number: of the job.
+            rung: the rung.
+        """
+        trial = self.trials[number]
+        if number in rung.promoted or negative_score == math.inf:
+            return False
         if trial.end == "stopped":
-            return len(trial.values) >= goal * self.reduction
-        return trial.end != "done" or len(trial.values) > goal
+            return len(trial.values) >= rung.goal * self.reduction
+        return trial.end != "done" or len(trial.values) > rung.goal
 
     def _standing(self, number: int, place: int) -> Standing:
         rung = self.rungs[self.trials[number].bracket][place]

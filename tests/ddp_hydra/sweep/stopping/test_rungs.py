@@ -45,7 +45,13 @@ def run(
             for number in numbers:
                 rungs.add(number, *disk.get(number, ((), "")))
             rungs.advance()
-            while ready := [number for number in numbers if rungs.must_run(number)]:
+            while True:
+                ready = [number for number in numbers if rungs.must_run(number)]
+                if not ready:
+                    if rungs.finish() is None:
+                        break
+                    rungs.advance()
+                    continue
                 if done == limit:
                     return False
                 done += 1
@@ -76,10 +82,9 @@ def flat(values: Sequence[float]) -> list[list[float]]:
 
 def test_of_nine_jobs_three_go_on_and_one_of_them_to_the_end():
     ends, rungs = run(flat([1, 2, 3, 4, 5, 6, 7, 8, 9][::-1]), random.Random(0))
-    assert rungs == [[list(range(9)), [0, 1, 2], [0]]]
-    assert ends == {0: ("stopped", 9), 1: ("stopped", 3), 2: ("stopped", 3)} | dict.fromkeys(
-        range(3, 9), ("stopped", 1)
-    )
+    assert rungs == [[list(range(9)), [0, 1, 2], [0], [0]]]
+    assert ends.pop(0) == ("done", LENGTH), "the last one goes on alone"
+    assert ends == {number: ("stopped", 3 if number < 3 else 1) for number in range(1, 9)}
 
 
 def test_the_best_go_on_before_all_are_there_and_so_some_who_would_not_have():
@@ -91,7 +96,8 @@ def test_the_best_go_on_before_all_are_there_and_so_some_who_would_not_have():
 
 def test_equal_values_go_to_the_lower_number_and_nan_never():
     ends, _ = run(flat([5, 5, 5, math.nan, math.nan, math.nan]), random.Random(0))
-    assert ends == {n: ("stopped", 3 if n < 2 else 1) for n in range(6)}
+    assert ends.pop(0) == ("done", LENGTH)
+    assert ends == {number: ("stopped", 3 if number < 2 else 1) for number in range(1, 6)}
     nothing, _ = run(flat([math.nan] * 9), random.Random(0))
     assert set(nothing.values()) == {("stopped", 1)}
 
@@ -103,7 +109,7 @@ def test_a_job_that_fails_is_the_worst_where_it_failed_and_keeps_nobody_waiting(
     assert rungs[0][1] == [1, 2]
     ends, rungs = run(curves, random.Random(0), [2, None, None, None, None, None])
     assert ends[0] == ("failed", 2)
-    assert rungs[0][1:] == [[0, 1]]
+    assert rungs[0][1:] == [[0, 1], [1], [1]]
 
 
 def test_lower_is_better_where_that_is_wanted():
@@ -124,10 +130,11 @@ def test_a_job_that_ends_by_itself_at_a_rung_does_not_go_on_but_counts():
 
 def test_a_batch_that_is_over_is_not_woken_up_by_the_next_but_counts_in_its_ranking():
     ends, rungs = run(flat([5, 4, 3, 2, 1, 0]), random.Random(0), batch=2)
-    assert ends == dict.fromkeys(range(6), ("stopped", 1)), "0 is the best of 3, but its batch is over"
-    assert rungs[0][1:] == []
+    assert ends.pop(0) == ("done", LENGTH), "the best of its batch, when none had come to its end"
+    assert ends == dict.fromkeys(range(1, 6), ("stopped", 1)), "1 is the second of 6, but its batch is over"
+    assert rungs[0][1:] == [[0], [0], [0]]
     ends, _ = run(flat([1, 2, 3, 4, 5, 6]), random.Random(0), batch=2)
-    assert {number for number, (_, reports) in ends.items() if reports > 1} == {2, 3, 4, 5}
+    assert {number for number, (_, reports) in ends.items() if reports > 1} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(("brackets", "sizes"), [(1, {0: 1}), (2, {0: 3, 1: 2}), (3, {0: 9, 1: 5, 2: 3})])
