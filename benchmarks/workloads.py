@@ -51,6 +51,20 @@ class Vectors(InMemory):
         super().__init__(torch.randn(n_samples, 64), torch.randint(10, (n_samples,)), 10)
 
 
+class DigitVectors(InMemory):
+    """scikit-learn's handwritten digits, 64 pixels each.
+
+    Args:
+        split: "train", or "val": every fifth image.
+    """
+
+    def __init__(self, split: str) -> None:
+        from data.digits import Digits
+
+        digits = Digits(split)
+        super().__init__(digits.images.flatten(1), digits.labels, digits.num_classes)
+
+
 class Images(InMemory):
     """Random images of 32x32 pixels in ten classes."""
 
