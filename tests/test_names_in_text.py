@@ -90,6 +90,6 @@ def test_all_that_the_fork_server_loads_of_ours_can_be_imported():
     from ddp_hydra.rank.fork_server import PRELOAD
 
     ours = [name for name in PRELOAD if name.startswith("ddp_hydra")]
-    assert len(ours) == 2
+    assert len(ours) == 3
     for name in ours:
         importlib.import_module(name)

@@ -105,7 +105,6 @@ class Gang(Settings):
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
     grouped: bool = field(default=True, init=False, repr=False)
-    checked: set[str] = field(default_factory=set, init=False, repr=False)
     unique_name: str = field(default="", init=False, repr=False)
     in_use: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     record: Callable[[Record], None] | None = field(default=None, init=False, repr=False)
@@ -210,11 +209,18 @@ class Gang(Settings):
         Raises:
             ClusterError: some do not.
         """
-        found = preflight.probe(self.client, [address for address in workers if address not in self.checked], self.pip)
+        checked = self.checked
+        found = preflight.probe(self.client, [address for address in workers if address not in checked], self.pip)
         preflight.check(found)
         preflight.check_packages(found)
         preflight.check_network(found, self.interface)
-        self.checked |= found.keys()
+        checked.update(found)
+
+    @property
+    def checked(self) -> set[str]:
+        """Return the workers that were checked for what this gang needs, also for an earlier gang of this client."""
+        of_client: dict[Any, set[str]] = vars(self.client).setdefault("_ddp_hydra_checked", {})
+        return of_client.setdefault((tuple(self.pip), self.interface), set())
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""

@@ -47,6 +47,7 @@ from ddp_hydra.rank.processes import adopt_orphans, children, die_with_parent, k
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
     "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
+    "ddp_hydra.tasks.losses", "torch.utils.serialization",
 )  # fmt: skip
 """Modules that nearly every rank imports; those that are not installed are skipped."""
 

@@ -1,0 +1,51 @@
+"""Workers are checked once for all gangs of a client that need the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddp_hydra.cluster import preflight
+from ddp_hydra.dispatch import Gang
+from ddp_hydra.errors import ClusterError
+
+
+@pytest.fixture
+def probed(monkeypatch) -> list[list[str]]:
+    """The workers that were looked at, call by call."""
+    calls: list[list[str]] = []
+
+    def probe(client: Any, workers: list[str], pip: Any) -> dict[str, Any]:
+        calls.append(workers)
+        return dict.fromkeys(workers)
+
+    monkeypatch.setattr(preflight, "probe", probe)
+    for name in ("check", "check_packages", "check_network"):
+        monkeypatch.setattr(preflight, name, lambda *_: None)
+    return calls
+
+
+def test_a_worker_is_looked_at_once_for_each_need(probed):
+    client: Any = SimpleNamespace()
+    Gang(client).check_workers(["a", "b"])
+    Gang(client).check_workers(["b", "c"])
+    Gang(client, pip=["timm"]).check_workers(["a"])
+    Gang(client, interface="eth1").check_workers(["a"])
+    other: Any = SimpleNamespace()
+    Gang(other).check_workers(["a"])
+    assert probed == [["a", "b"], ["c"], ["a"], ["a"], ["a"]]
+
+
+def test_a_worker_that_lacks_something_is_looked_at_again(probed, monkeypatch):
+    def refuse(found: Any) -> None:
+        raise ClusterError("no torch")
+
+    client: Any = SimpleNamespace()
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "check", refuse)
+        with pytest.raises(ClusterError):
+            Gang(client).check_workers(["a"])
+    Gang(client).check_workers(["a"])
+    assert probed == [["a"], ["a"]]
