@@ -44,12 +44,13 @@ class Nodes:
         return (*JOB, f"cluster.address={self.address}")
 
     def of_dask(self) -> list[psutil.Process]:
-        """Return the processes of Dask that run on the nodes."""
+        """Return the scheduler and the workers' nannies that run on the nodes."""
         found = []
         for pid in self.pids:
             for process in psutil.Process(pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    if process.cmdline()[1:3] == ["-m", "dask"]:
+                    words = process.cmdline()  # a scheduler changes it
+                    if words[1:3] == ["-m", "dask"] or "".join(words[:1]).startswith("dask scheduler"):
                         found.append(process)
         return found
 
