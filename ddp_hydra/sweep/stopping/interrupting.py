@@ -22,7 +22,13 @@ from ddp_hydra.sweep.stopping.reports import Report, ReportFile, saved_reports
 
 log = logging.getLogger(__name__)
 WAITS = "ended; the jobs before it have to come as far, to decide whether it counts to its end"
-_ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
+_ENDS = {
+    State.done: "done",
+    State.paused: "done",  # by its own trainer.pause_after_validations
+    State.failed: "failed",
+    State.interrupted: "failed",
+    State.stopped: "stopped",
+}
 
 
 class Interrupting(Stopping):

@@ -101,7 +101,7 @@ class Pausing(Stopping):
             outcome.set_length(job, self.config)
             where = f"stopped at {outcome.place(job, reports[-1], len(reports))}, rung {standing.rung}"
             outcome.stop(job, reports[-1], where)
-            log.info("job %d %s: %s", standing.number, where, self._describe(standing))
+            log.info("job %d %s: %s", standing.number, where, self._describe(standing, goes_on=False))
         return False
 
     def _let_go_on(self, promoted: Sequence[Standing]) -> None:
@@ -111,15 +111,17 @@ class Pausing(Stopping):
                 self.queue.put_first(self.jobs[standing.number], goal)
                 log.info(
                     "job %d goes on to report %d, rung %d: %s",
-                    standing.number, goal, standing.rung + 1, self._describe(standing),
+                    standing.number, goal, standing.rung + 1, self._describe(standing, goes_on=True),
                 )  # fmt: skip
 
-    def _describe(self, standing: Standing) -> str:
-        """Return the value of a job at a rung and its place there."""
+    def _describe(self, standing: Standing, goes_on: bool) -> str:
+        """Return the value of a job at a rung and its place there, with why it goes on or does not."""
         goal = self.rungs.goal_of(standing.number, standing.rung)
         value = self._values(standing.number)[:goal][-1]
-        place = f"place {standing.place} of {standing.ranked}"
-        return f"{self.objective.metric} {value:.4g} is in {place}, and the best {standing.quota} go on"
+        place = f"{self.objective.metric} {value:.4g} is in place {standing.place} of {standing.ranked}"
+        if goes_on and standing.place > standing.quota:
+            return f"{place}, and no job has come to its end"
+        return f"{place}, and the best {standing.quota} go on"
 
     def _values(self, number: int) -> list[float]:
         return [report.value for report in self.reports[number]]
