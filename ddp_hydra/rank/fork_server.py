@@ -30,6 +30,7 @@ import importlib
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -150,7 +151,8 @@ class Server:
 
     def accept(self) -> None:
         """Accept the next connection, if there is one; start anew before it if the imported code is out of date."""
-        if self.is_idle and not self.idling.is_current():
+        is_wanted = bool(select.select([self.listener], [], [], 0)[0])
+        if is_wanted and self.is_idle and not self.idling.is_current():
             self.start_anew()
         try:
             connection, _ = self.listener.accept()

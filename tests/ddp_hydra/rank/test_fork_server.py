@@ -155,3 +155,11 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
         server.drop(caller)
     with call(server, NOBODY):
         assert starts == [0]
+
+
+def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, monkeypatch):
+    server.start_anew = lambda: pytest.fail("started anew for nobody")
+    monkeypatch.setattr(server.idling.loaded, "are_current", lambda: False)
+    server.idling.begin()
+    assert server.leave()
+    assert not server.address.exists()
