@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import schema
@@ -177,7 +177,7 @@ class Job:
         from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
-        with connect.connect(self.cfg.cluster, self.run_dir / "logs") as client:
+        with connect.connect(self.cluster_config, self.run_dir / "logs") as client:
             from ddp_hydra.dispatch.gang import Gang
 
             gang = Gang(
@@ -203,6 +203,14 @@ class Job:
                         "restarts": gang.attempt.number - self.first_attempt if gang.attempt else 0,
                         "attempts": self.attempts(gang),
                     }
+
+    @property
+    def cluster_config(self) -> DictConfig:
+        """Return the config of the cluster; its workers are processes where a fault strikes one."""
+        strikes = any(fault.kind in fault_injection.OF_WORKERS for fault in fault_injection.parse(self.cfg.faults))
+        if strikes and self.cfg.cluster.get("processes") is False:
+            return DictConfig(OmegaConf.merge(self.cfg.cluster, {"processes": True}))
+        return self.cfg.cluster
 
     def interrupt_notice(self, trains: bool) -> str:
         """Return the message for a user who has pressed Ctrl-C.

@@ -36,6 +36,8 @@ KINDS = {
     "nanny": "its Dask worker's nanny is killed",
     "term": "its Dask worker gets SIGTERM, as in a preemption",
 }
+OF_WORKERS = ("worker", "nanny", "term")
+"""Faults that need a worker that is a process of its own."""
 ON_CLIENT = {
     "interrupt": "Ctrl-C, from step=… on",
     "client": "the process of the command is killed",
