@@ -77,7 +77,7 @@ def figures(grid: Searched, ours: Sequence[Searched], ray: Sequence[Searched]) -
 
 def place(grid: Searched, found: Searched) -> int:
     """Return the place that the best job of a search has in the grid, from 1."""
-    return 1 + sum(value < grid.values[found.best] for value in grid.values.values())
+    return 1 + sum(value > grid.values[found.best] for value in grid.values.values())
 
 
 def points() -> list[tuple[float, float]]:
@@ -104,8 +104,8 @@ def by_us(folder: Path, rule: str = "null") -> Searched:
         "trainer.threads=1",
         "trainer.checkpoint_every_epochs=0",
         "trainer.log_every_steps=100",
-        "objective.metric=val/loss",
-        "objective.direction=minimize",
+        "objective.metric=val/accuracy",
+        "objective.direction=maximize",
         f"model.dropout={','.join(map(str, DROPOUTS))}",
         f"optimizer.lr={','.join(map(str, LRS))}",
         f"hydra.launcher.stop={rule}",
@@ -116,7 +116,7 @@ def by_us(folder: Path, rule: str = "null") -> Searched:
         wall_s = time.time() - begin
     rows: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
     values = {points()[row["number"]]: row["objective"] for row in rows if row["objective"] is not None}
-    return Searched(wall_s, sum(row["step"] for row in rows), min(values, key=lambda job: values[job]), values)
+    return Searched(wall_s, sum(row["step"] for row in rows), max(values, key=lambda job: values[job]), values)
 
 
 def by_ray(folder: Path, python: str) -> Searched:

@@ -36,8 +36,8 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
         model.eval()
         with torch.no_grad():
-            found = torch.nn.functional.cross_entropy(model(val.x), val.y).item()
-        tune.report({"val_loss": found, "epochs": epoch + 1})
+            found = (model(val.x).argmax(1) == val.y).float().mean().item()
+        tune.report({"val_accuracy": found, "epochs": epoch + 1})
 
 
 def main(folder: Path, search: dict[str, Any]) -> None:
@@ -48,8 +48,8 @@ def main(folder: Path, search: dict[str, Any]) -> None:
             train,
             param_space={"search": search, "trial": tune.grid_search(search["trials"])},
             tune_config=tune.TuneConfig(
-                metric="val_loss",
-                mode="min",
+                metric="val_accuracy",
+                mode="max",
                 scheduler=ASHAScheduler(
                     time_attr="epochs", max_t=search["epochs"], grace_period=1, reduction_factor=search["reduction"]
                 ),
@@ -60,7 +60,7 @@ def main(folder: Path, search: dict[str, Any]) -> None:
         best = results.get_best_result()
         found = {
             "best": best.config["trial"],
-            "best_value": best.metrics["val_loss"],
+            "best_value": best.metrics["val_accuracy"],
             "epochs": [result.metrics.get("epochs", 0) for result in results],
         }
         (folder / "result.json").write_text(json.dumps(found))

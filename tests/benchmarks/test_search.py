@@ -9,7 +9,7 @@ from benchmarks.search import Searched
 def test_a_search_is_measured_by_its_steps_and_by_the_place_of_what_it_found():
     jobs = search.points()
     assert len(jobs) == len(set(jobs)) == 27
-    values = {job: float(number) for number, job in enumerate(jobs)}
+    values = {job: -float(number) for number, job in enumerate(jobs)}
     grid = Searched(100.0, 1000, jobs[0], values)
     ours = [Searched(20.0, 300, jobs[0], {})]
     ray = [Searched(30.0, 450, jobs[2], {})]
