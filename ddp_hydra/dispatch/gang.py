@@ -209,18 +209,20 @@ class Gang(Settings):
         Raises:
             ClusterError: some do not.
         """
-        checked = self.checked
-        found = preflight.probe(self.client, [address for address in workers if address not in checked], self.pip)
-        preflight.check(found)
-        preflight.check_packages(found)
-        preflight.check_network(found, self.interface)
-        checked.update(found)
+        workers, known = list(workers), self.probes
+        found = dict(preflight.probe(self.client, [address for address in workers if address not in known], self.pip))
+        if found:  # they have to fit together with those that were looked at before
+            all_found = {address: there for address, there in (known | found).items() if address in workers}
+            preflight.check(all_found)
+            preflight.check_packages(all_found)
+            preflight.check_network(all_found, self.interface)
+            known.update(found)
 
     @property
-    def checked(self) -> set[str]:
-        """Return the workers that were checked for what this gang needs, also for an earlier gang of this client."""
-        of_client: dict[Any, set[str]] = vars(self.client).setdefault("_ddp_hydra_checked", {})
-        return of_client.setdefault((tuple(self.pip), self.interface), set())
+    def probes(self) -> dict[str, Any]:
+        """Return what is known of workers that have what this gang needs, also from earlier gangs of this client."""
+        of_client: dict[Any, dict[str, Any]] = vars(self.client).setdefault("_ddp_hydra_probes", {})
+        return of_client.setdefault((tuple(self.pip), self.interface), {})
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""

@@ -49,3 +49,13 @@ def test_a_worker_that_lacks_something_is_looked_at_again(probed, monkeypatch):
             Gang(client).check_workers(["a"])
     Gang(client).check_workers(["a"])
     assert probed == [["a"], ["a"]]
+
+
+def test_a_new_worker_has_to_fit_together_with_those_looked_at_before(probed, monkeypatch):
+    client: Any = SimpleNamespace()
+    Gang(client).check_workers(["a", "b", "gone"])
+    together: list[list[str]] = []
+    monkeypatch.setattr(preflight, "check", lambda found: together.append(sorted(found)))
+    Gang(client).check_workers(["a", "b", "c"])
+    Gang(client).check_workers(["a", "c"])
+    assert together == [["a", "b", "c"]]
