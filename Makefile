@@ -32,7 +32,7 @@ endef
 
 BENCHMARKS := launch overhead recovery data train exchange scale step_cost sweep
 
-.PHONY: demo test test-fast test-all test-slurm test-hydra14 test-lowest test-newest dist check format clean
+.PHONY: demo test test-fast test-all test-slurm test-ray test-hydra14 test-lowest test-newest dist check format clean
 
 demo: $(DEMO)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
@@ -49,6 +49,9 @@ test-all: $(READY)  ## all tests, with more examples of each property; then each
 
 test-slurm: $(READY)  ## batch jobs on a real SLURM, where there is one; its nodes reach this machine by SLURM_INTERFACE
 	TEST_SLURM=$(SLURM_INTERFACE) $(BIN)/python -m pytest -rs tests/integration/test_real_slurm.py
+
+test-ray: $(READY)  ## jobs on a real Ray of two nodes
+	$(BIN)/python -m pytest tests/integration/test_cluster_ray.py
 
 test-hydra14: $(READY14)  ## the tests that touch Hydra, with its next version
 	$(VENV14)/bin/python -m pytest $(TOUCHES_HYDRA)

@@ -25,7 +25,7 @@ from tests.integration.support.by_hand import program
 from tests.integration.support.training import CLOCKS
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 HOST = "127.0.0.1"
 JOB = ("cluster=ray", "data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1")
 
@@ -103,7 +103,6 @@ def test_a_job_on_both_nodes_gives_the_numbers_of_a_local_cluster(cli, nodes):
     assert metrics(cli.folder / "there") == metrics(cli.folder / "here")
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_by_ray(cli, nodes):
     slow = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
     process = cli.start(*nodes.job, *slow, **nodes.variables)
@@ -132,7 +131,6 @@ def test_too_few_workers_are_told_with_what_ray_says(cli, nodes):
     ), ended.stderr
 
 
-@pytest.mark.slow
 def test_a_cluster_is_kept_used_again_and_ended(cli, nodes):
     kept = cli.done(*nodes.job, "cluster.keep=true", "hydra.run.dir=first", **nodes.variables)
     again = re.search(r"with (cluster=ray \S+ cluster\.name=\S+)", kept.stdout + kept.stderr)
@@ -148,7 +146,6 @@ def test_a_cluster_is_kept_used_again_and_ended(cli, nodes):
     assert "no cluster of the name" in gone.stderr
 
 
-@pytest.mark.slow
 def test_a_killed_client_leaves_nothing_on_the_nodes(cli, nodes):
     process = cli.start(
         *nodes.job, "trainer.epochs=100000", "data.delay_s=0.01", "hydra.run.dir=run", **nodes.variables
@@ -161,14 +158,12 @@ def test_a_killed_client_leaves_nothing_on_the_nodes(cli, nodes):
         process.communicate()
 
 
-@pytest.mark.slow
 def test_a_sweep_has_one_cluster(cli, nodes):
     cli.done("-m", *nodes.job, "seed=1,2", "hydra.sweep.dir=sweep", timeout_s=200, **nodes.variables)
     for number in "01":
         assert summary(cli.folder / "sweep" / number)["status"] == "done"
 
 
-@pytest.mark.slow
 def test_without_an_address_the_job_starts_a_ray_and_ends_it(cli):
     before = set(Path("/tmp").glob("ddp_hydra-ray-*"))
     cli.done(*JOB, "cluster.n_workers=3", "dispatch.ranks=3", "hydra.run.dir=run")
