@@ -66,6 +66,7 @@ class Trial:
         end: "" while more may come, done, failed or stopped.
         is_complete: the last value is that of the whole run, so nothing is left to stop.
         decided: how many of its reports are decided upon.
+        is_known: all is decided about it, in an earlier run of the sweep; the rule only gets to see it again.
     """
 
     number: int
@@ -73,6 +74,7 @@ class Trial:
     end: str = ""
     is_complete: bool = False
     decided: int = 0
+    is_known: bool = False
 
     @property
     def reached(self) -> float:
@@ -104,7 +106,7 @@ class Decisions:
             values: that it has reported in an earlier run of the sweep.
             end: how it has ended there: then all is decided about it.
         """
-        self.trials[number] = Trial(number, values, end, decided=len(values) if end else 0)
+        self.trials[number] = Trial(number, values, end, is_complete=end == "done", is_known=bool(end))
 
     def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
         """Take over what a job has reported, and how it has ended, if it has; see `Trial`."""
@@ -127,7 +129,7 @@ class Decisions:
                 if trial.is_complete and report == len(trial.values):
                     break
                 reason = self.rule.judge(trial.values[:report], [other.seen_at(report) for other in earlier])
-                if reason:
+                if reason and not trial.is_known:
                     trial.values, trial.end = trial.values[:report], "stopped"
                     yield Stop(trial.number, report, reason)
             reached = min(reached, trial.reached)

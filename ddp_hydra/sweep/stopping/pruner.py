@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
@@ -16,8 +17,8 @@ class Pruner:
     """Ask a pruner about each report, in the order of the decisions.
 
     A pruner looks at a study, and a study changes with every job that ends. So each report has a study of its own, in
-    memory, in which the jobs before have come exactly as far as this report, or to their end: what the pruner sees does
-    not depend on which of them is still at work.
+    memory, in which the jobs before have come exactly as far as this report, or to their end; and a copy of the pruner,
+    which may keep what it has seen. So a decision does not depend on which of the jobs is still at work.
 
     Args:
         maximize: whether higher values are better.
@@ -40,7 +41,8 @@ class Pruner:
         self.optuna, self.pruner = optuna, pruner
         self.direction = "maximize" if maximize else "minimize"
         self.studies: list[Any] = []
-        self.notes: dict[int, dict[str, Any]] = {}
+        self.notes: dict[int, list[dict[str, Any]]] = {}
+        """What the pruner notes at a job, as successive halving does with its rungs: after each report."""
 
     def judge(self, own: Sequence[float], earlier: Sequence[Seen]) -> str:
         """Return why a job is stopped, or ""."""
@@ -50,12 +52,13 @@ class Pruner:
         return f"{type(self.pruner).__name__} has pruned it" if is_pruned else ""
 
     def _ask(self, own: Sequence[float], earlier: Sequence[Seen]) -> bool:
-        study, place = self._study(len(own)), len(earlier)
+        report, place = len(own), len(earlier)
+        study = self._study(report)
         for number in range(len(study.get_trials(deepcopy=False)), place):  # they have no such report
             self._add(study, number, earlier[number].values, earlier[number].end)
         self._add(study, place, own)
-        is_pruned = bool(self.pruner.prune(study, study.get_trials()[place]))
-        self.notes[place] = study.get_trials()[place].system_attrs  # successive halving notes its rungs there
+        is_pruned = bool(study.pruner.prune(study, study.get_trials()[place]))
+        self.notes.setdefault(place, []).append(study.get_trials()[place].system_attrs)
         if is_pruned:
             study.tell(place, state=self.optuna.trial.TrialState.PRUNED)
         else:
@@ -67,7 +70,8 @@ class Pruner:
         level = self.optuna.logging.get_verbosity()
         self.optuna.logging.set_verbosity(logging.WARNING)  # it would tell of each study
         while len(self.studies) < report:
-            study = self.optuna.create_study(study_name="sweep", direction=self.direction, pruner=self.pruner)
+            pruner = copy.deepcopy(self.pruner)
+            study = self.optuna.create_study(study_name="sweep", direction=self.direction, pruner=pruner)
             self.studies.append(study)
         self.optuna.logging.set_verbosity(level)
         return self.studies[report - 1]
@@ -83,6 +87,7 @@ class Pruner:
         """
         states = self.optuna.trial.TrialState
         ended = {None: states.RUNNING, "": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[end]
+        notes = self.notes.get(place, [])[: len(values)]
         if not values and ended == states.COMPLETE:
             ended = states.FAIL  # it has ended without a value
         study.add_trial(
@@ -90,7 +95,7 @@ class Pruner:
                 state=ended,
                 value=_value(values) if ended in (states.COMPLETE, states.PRUNED) and values else None,
                 intermediate_values=dict(enumerate(values, 1)),
-                system_attrs=self.notes.get(place, {}),
+                system_attrs=notes[-1] if notes else {},
             )
         )
 

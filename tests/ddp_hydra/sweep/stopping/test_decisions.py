@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,7 +21,11 @@ NAN = math.nan
 
 
 def play(
-    rule: Rule, curves: Sequence[Sequence[float]], order: random.Random, kill_after: int | None = None
+    rule: Rule,
+    curves: Sequence[Sequence[float]],
+    order: random.Random,
+    kill_after: int | None = None,
+    stopped: Mapping[int, tuple[int, str]] | None = None,
 ) -> dict[int, tuple[int, str]]:
     """Let reports arrive in some order; return the jobs that were stopped, with their last report and why.
 
@@ -29,12 +33,16 @@ def play(
         rule: judges them.
         curves: the reports of each job.
         order: which job reports next, how much at once, and whether its end is noticed with its last report.
-        kill_after: after so many steps the decisions are forgotten, and made again from the reports.
+        kill_after: after so many steps the sweep is killed.
+        stopped: the jobs that were stopped before that, in the sweep that goes on now.
     """
     given, stops = dict.fromkeys(range(len(curves)), 0), {}
     decisions = Decisions(rule)
     for number in given:
-        decisions.add(number)
+        if number in (stopped or {}):
+            decisions.add(number, curves[number][: stopped[number][0]], "stopped")
+        else:
+            decisions.add(number)
     steps = 0
     while live := [n for n in given if n not in stops and decisions.trials[n].end == ""]:
         steps += 1
@@ -208,3 +216,4 @@ def test_no_order_of_arrival_and_no_kill_of_the_sweep_changes_a_decision(curves,
     assert play(make(), curves, random.Random(seed + 1)) == one
     before = play(make(), curves, random.Random(seed + 2), kill_after)
     assert before.items() <= one.items()
+    assert before | play(make(), curves, random.Random(seed + 3), stopped=before) == one
