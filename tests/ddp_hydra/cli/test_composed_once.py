@@ -26,6 +26,9 @@ def logging_as_before() -> Iterator[None]:
     before = root.level, root.handlers[:], {name: log.disabled for name, log in loggers().items()}
     yield
     root.setLevel(before[0])
+    for handler in [one for one in root.handlers if one not in before[1]]:
+        root.removeHandler(handler)
+        handler.close()
     root.handlers[:] = before[1]
     for name, log in loggers().items():
         log.disabled = before[2].get(name, False)
