@@ -43,6 +43,7 @@ class TestLauncher(LauncherTestSuite):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher_name", "overrides"), [("dask_ddp", ["hydra/sweeper=basic", "hydra.sweeper.max_batch_size=2"])]
 )
@@ -50,6 +51,7 @@ class TestBatchedSweeper(BatchedSweeperTestSuite):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/job_logging=disabled", "hydra/launcher=dask_ddp"])]
 )

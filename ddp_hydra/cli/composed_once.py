@@ -1,7 +1,8 @@
 """Compose the config of a job once.
 
-To find out whether a command line is a sweep (`hydra.mode`), Hydra composes all of the config, throws it away, and
+To find out whether a command line is a sweep (`hydra.mode`), Hydra 1.3 composes all of the config, throws it away, and
 composes it again. That is a good part of the time to the first step of a job whose fork server is warm.
+Hydra 1.4 finds it without.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from ddp_hydra.config.hydra_compat import IS_1_3
+
 RUN = "hydra.mode=RUN"
 
 
@@ -25,7 +28,7 @@ def composed_once(multirun: bool) -> Iterator[None]:
     Args:
         multirun: the command line has -m; the two configs differ then.
     """
-    if multirun:
+    if multirun or not IS_1_3:
         yield
         return
     load: Any = ConfigLoaderImpl.load_configuration

@@ -11,15 +11,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.errors import InstantiationException
 
-VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+IS_1_3 = hydra.__version__.startswith("1.3")
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if IS_1_3 else {}
 """Arguments of `hydra.main` and the like: Hydra 1.3 warns if version_base is missing, 1.4 warns if it is given."""
 
-_ALLOWED: dict[str, Any] = (
-    # 1.4 asks which targets may be called. A config is its user's own code, and so are the modules that it names.
-    {"_execution_whitelist_": utils.UNSAFE_DISABLE_EXECUTION_CHECKS}
-    if hasattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS")
-    else {}
-)
+_EVERY_TARGET = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+# 1.4 asks which targets may be called. A config is its user's own code, and so are the modules that it names.
+_ALLOWED: dict[str, Any] = {} if _EVERY_TARGET is None else {"_execution_whitelist_": _EVERY_TARGET}
+MAIN: dict[str, Any] = VERSION_BASE if _EVERY_TARGET is None else {"execution_whitelist": _EVERY_TARGET}
+"""Arguments of our own `hydra.main`."""
 
 
 def register(name: str, node: Any) -> None:

@@ -45,7 +45,7 @@ def restore(state: State, content: dict[str, Any]) -> str:
         "ema"
     ):  # the checkpoint has no average: start from its weights
         ema.model.load_state_dict(state.model.state_dict())
-    if _objective(before) != _objective(now):
+    if before != now and _objective(before) != _objective(now):
         state.best = None
         if (early_stopping := state.extras.get("early_stopping")) is not None:
             early_stopping.load_state_dict({"best": None, "validations_without_progress": 0})

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Nodes:
 
     address: str
     variables: dict[str, str]
+    folder: Path
+    client_port: int
     pids: list[int]
 
     @property
@@ -43,10 +45,25 @@ class Nodes:
         """Return what to type."""
         return (*JOB, f"cluster.address={self.address}")
 
-    def of_dask(self) -> list[psutil.Process]:
-        """Return the scheduler and the workers' nannies that run on the nodes."""
+    @contextmanager
+    def node(self, *words: object, cpus: int = 2) -> Iterator[int]:
+        """Start a node; yield the pid of its `ray start`, which leads a process group."""
+        number = len(self.pids)
+        log, own = self.folder / f"node-{number}.log", f"127.0.0.{number + 1}"  # a command connects to the first
+        command = (Path(sys.executable).with_name("ray"), "start", *words, "--block", f"--node-ip-address={own}")
+        limits = (f"--num-cpus={cpus}", f"--object-store-memory={80 * 2**20}")
+        with program(*command, *limits, log=log, **self.variables) as process:
+            self.pids.append(process.pid)
+            wait_for(lambda: "Ray runtime started" in log.read_text(), 150, f"{log.name} of Ray")
+            try:
+                yield process.pid
+            finally:
+                self.pids.remove(process.pid)
+
+    def of_dask(self, *pids: int) -> list[psutil.Process]:
+        """Return the scheduler and the workers' nannies that run on the nodes, or on some of them."""
         found = []
-        for pid in self.pids:
+        for pid in pids or self.pids:
             for process in psutil.Process(pid).children(recursive=True):
                 with suppress(psutil.Error):
                     words = process.cmdline()  # a scheduler changes it
@@ -65,19 +82,18 @@ def nodes(warm_server) -> Iterator[Nodes]:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
-        ray = Path(sys.executable).with_name("ray")
-        common = ("--block", f"--node-ip-address={HOST}", "--num-cpus=2", f"--object-store-memory={80 * 2**20}")
-        head = ("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
-        pids = []
-        for number, words in enumerate((head, (f"--address={HOST}:{port}",))):
-            log = folder / f"node-{number}.log"
-            command = (ray, "start", *words, *common)
-            pids.append(stack.enter_context(program(*command, log=log, **variables)).pid)
-            wait_for(lambda log=log: "Ray runtime started" in log.read_text(), 150, f"node {number} of Ray")
-        yield Nodes(f"{HOST}:{port}", variables, pids)
+        port, client_port = free_port(), free_port()
+        nodes = Nodes(f"{HOST}:{port}", variables, folder, client_port, [])
+        own = ("--include-dashboard=false", f"--ray-client-server-port={client_port}", f"--temp-dir={folder}")
+        stack.enter_context(nodes.node("--head", f"--port={port}", *own))
+        stack.enter_context(nodes.node(f"--address={nodes.address}"))
+        yield nodes
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +135,32 @@ def test_a_worker_that_is_killed_is_replaced_by_ray(cli, nodes):
     ended = summary(cli.folder / "run")
     assert (ended["status"], ended["restarts"]) == ("done", 1)
     assert metrics(cli.folder / "run")[-1]["epoch"] == 8
+
+
+def test_the_worker_of_a_lost_node_goes_to_another_one(cli, nodes):
+    with nodes.node(f"--address={nodes.address}", cpus=1) as third:
+        spread = ("cluster.n_workers=3", "dispatch.ranks=3", "cluster.strategy=SPREAD")
+        slow = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
+        process = cli.start(*nodes.job, *spread, *slow, **nodes.variables)
+        try:
+            wait_for((cli.folder / "run" / "checkpoints" / "last.pt").exists, 200, "a checkpoint")
+            assert len(nodes.of_dask(third)) == 1
+            os.killpg(third, signal.SIGKILL)
+            out, err = process.communicate(timeout=300)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    assert process.returncode == 0, out + err
+    ended = summary(cli.folder / "run")
+    assert (ended["status"], ended["restarts"], ended["world_size"]) == ("done", 1, 3), out + err
+    assert metrics(cli.folder / "run")[-1]["epoch"] == 8
+
+
+def test_a_job_from_a_machine_that_is_not_a_node(cli, nodes):
+    address = f"cluster.address=ray://{HOST}:{nodes.client_port}"
+    cli.done(*JOB, address, "hydra.run.dir=run", **nodes.variables)
+    assert summary(cli.folder / "run")["world_size"] == 2
 
 
 def test_too_few_workers_are_told_with_what_ray_says(cli, nodes):

@@ -31,6 +31,7 @@ EXTRAS = {
     "ray": "ray",
 }
 """Package -> the extra of ddp-hydra that installs it."""
+_PLAIN = (str, int, float, bool, bytes, list, dict, type(None))
 
 
 class Manager:
@@ -123,8 +124,10 @@ class Manager:
 
     def instantiate(self, target: str, arguments: Mapping[str, Any]) -> Any:
         """Call a class or function, with plain lists and dicts of Python."""
-        with signals_kept():
-            return instantiate({"_target_": target, "_convert_": "all", **arguments})
+        objects = {key: value for key, value in arguments.items() if not isinstance(value, _PLAIN)}
+        plain = {key: value for key, value in arguments.items() if key not in objects}
+        with signals_kept():  # Hydra 1.4 takes no objects, such as a loop, in a node
+            return instantiate({"_target_": target, "_convert_": "all", **plain}, **objects)
 
     def client(self, cluster: Any) -> Any:
         """Connect; return the `distributed.Client`."""
@@ -165,13 +168,14 @@ class Manager:
 
 @contextlib.contextmanager
 def signals_kept() -> Iterator[None]:
-    """Restore the handler of Ctrl-C after the block: dask-jobqueue replaces it when it is imported."""
-    before = signal.getsignal(signal.SIGINT)
+    """Restore signal handlers after the block: dask-jobqueue replaces that of Ctrl-C, Ray that of SIGTERM."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is not before and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
 
 
 def is_missing(package: str) -> bool:

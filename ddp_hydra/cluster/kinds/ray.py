@@ -49,10 +49,13 @@ class Ray(Manager):
         return super().open()
 
     def explain(self, error: BaseException) -> str:
-        """Say what can be wrong with the address or the name."""
+        """Say what can be wrong with the address, the name or what Ray installs."""
         name = self.arguments.get("name")
         if name is not None and isinstance(error, ValueError):
             return f"no cluster of the name {name} runs on this Ray: leave out cluster.name={name} to start one"
+        if type(error).__name__ == "RuntimeEnvSetupError":  # it ends with the cause, after stacks of Ray's own
+            cause = str(error).strip().splitlines()[-1]
+            return f"Ray could not install cluster.pip or set up cluster.runtime_env on a node: {cause}"
         return super().explain(error)
 
     def reuse_with(self, cluster: Any) -> str:

@@ -7,8 +7,6 @@ import logging
 import math
 import os
 import secrets
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -155,7 +153,6 @@ def connected(address: str | None, cpus: int) -> Iterator[None]:
         cpus: that a Ray that is started here has at least, as a local Dask cluster takes any number of workers.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(signals_kept())
         options: dict[str, Any] = {"address": address}
         if address is None:
             # It sends no statistics, and refuses those who do not know its token: it listens on all interfaces.
@@ -187,14 +184,3 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def signals_kept() -> Iterator[None]:
-    """Restore the handler of SIGTERM after the block: Ray replaces it."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 
 from ddp_hydra.cli.composed_once import composed_once
-from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 
 
 @pytest.fixture
@@ -77,15 +77,17 @@ def app(tmp_path, monkeypatch, logging_as_before):
     return run
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("words", [(), ("group=b", "number=2", "+more=3"), ("hydra.job.name=x",), ("hydra.mode=RUN",)])
 def test_the_config_is_the_one_that_hydra_composes_itself(app, words):
     expected, twice = app(*words, once=False)
     got, composed = app(*words, once=True)
     assert got == expected
-    assert twice == 2
-    assert composed == (2 if words == ("hydra.mode=RUN",) else 1)
+    assert twice == (2 if IS_1_3 else 1)
+    assert composed == (2 if IS_1_3 and words == ("hydra.mode=RUN",) else 1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "config"),
     [(("-m", "number=1,2"), "config"), ((), "sweeps"), (("hydra.mode=MULTIRUN", "number=1,2"), "config")],
@@ -97,6 +99,7 @@ def test_a_sweep_is_composed_as_hydra_does(app, words, config):
     assert [cfg.number for cfg, _ in got] == [1, 2]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "config"),
     [(("number=1,2",), "config"), (("nothing=1",), "config"), (("group=c",), "config"), ((), "missing")],

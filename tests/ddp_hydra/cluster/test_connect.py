@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import inspect
 import logging
+import signal
 import subprocess
 import sys
 import types
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from distributed import LocalCluster
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -69,6 +72,10 @@ def gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "dask_cuda", package)
 
 
+DASK_CUDA_TAKES = ("CUDA_VISIBLE_DEVICES", "n_workers", "threads_per_worker", "memory_limit", "device_memory_limit")
+"""Arguments of dask-cuda 26.10 that our option may give; it passes others on to `distributed.LocalCluster`."""
+
+
 class StandIn:
     """With the signature of dask-cuda 26.10, as far as our option goes."""
 
@@ -92,11 +99,13 @@ def test_the_options_are_there():
     }  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "inline"])
 def test_our_own_keys_are_keys_of_every_option(name):
     assert {"n_workers", "wait_timeout_s", "keep", "pip"} <= set(option(name))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["gateway", "kubernetes", "saturn", "slurm", "ssh"])
 def test_a_package_that_is_missing_is_named_with_the_extra_that_installs_it(name, monkeypatch):
     find = importlib.util.find_spec
@@ -112,6 +121,7 @@ def test_a_package_that_is_unknown_is_named():
         Manager(cfg).check()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["local", "slurm", "ssh"])
 def test_what_can_not_be_kept_says_what_to_do_instead(name):
     given = ["cluster.hosts=[a,b]"] if name == "ssh" else []
@@ -120,6 +130,7 @@ def test_what_can_not_be_kept_says_what_to_do_instead(name):
     assert "start `dask scheduler` and `dask worker` yourself and give cluster=remote" in said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["gateway", "kubernetes"])
 def test_what_can_be_kept(name):
     manager(name, "cluster.keep=true").check()
@@ -246,6 +257,16 @@ def test_local_cuda_gets_its_arguments(gpus, given, workers):
     assert not {"keep", "wait_timeout_s"} & native.keys()
 
 
+def test_dask_cuda_takes_what_local_cuda_gives(gpus):
+    chosen = manager("local_cuda")
+    chosen.check()
+    with chosen.open() as opened:
+        passed_on = {name: value for name, value in opened.given.items() if name not in DASK_CUDA_TAKES}
+    assert (opened.given["memory_limit"], opened.given["device_memory_limit"]) == (0, None)
+    worker = {"preload"}  # LocalCluster takes any argument of its workers
+    assert worker < passed_on.keys() <= inspect.signature(LocalCluster.__init__).parameters.keys() | worker
+
+
 @pytest.mark.integration
 def test_gpus_are_counted_without_torch():
     import subprocess
@@ -271,6 +292,21 @@ def test_a_class_gets_plain_python_values_and_what_its_signature_names():
     given = Manager(cfg).open().given
     assert given == {"n_workers": 3, "shutdown_on_close": True, "options": {"a": [1, {"b": 2}]}}
     assert type(given["options"]["a"]) is list
+
+
+class Grasping:
+    """Replaces signal handlers, as some packages do."""
+
+    def __init__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def test_signal_handlers_stay_ours_whatever_a_cluster_does_when_it_starts():
+    sys.modules.setdefault(__name__, sys.modules[Grasping.__module__])
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    Manager(OmegaConf.create({"_target_": f"{__name__}.Grasping"})).open()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 CTRL_C = """

@@ -28,6 +28,7 @@ def there(python: str = HERE, ours: str | None = ddp_hydra.__version__, torch: s
 # -- functions that travel as text -------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_function_by_source_arrives_where_its_module_is_not_installed(tmp_path):
     data = pickle.dumps([BySource(scheduler_plugin.choose), BySource(scheduler_plugin.natural)])
     (tmp_path / "data").write_bytes(data)

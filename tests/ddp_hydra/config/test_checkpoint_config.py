@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.config import checkpoint_config
+from ddp_hydra.config.hydra_compat import IS_1_3
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
 
@@ -39,8 +41,10 @@ def test_the_cluster_is_not_kept_and_what_points_into_it_is_resolved():
     assert (kept["data"]["parts"], kept["data"]["lanes"]) == (3, [3])
 
 
+@pytest.mark.medium
 def test_the_environment_is_asked_anew_and_what_only_the_job_knows_is_resolved(monkeypatch):
-    OmegaConf.register_new_resolver("of_a_job", lambda: "then", replace=True)
+    register: Any = OmegaConf.register_new_resolver if IS_1_3 else OmegaConf.register_resolver
+    register("of_a_job", lambda: "then", replace=True)
     cfg = config(data={"key": "${oc.env:A_KEY}", "made": "${of_a_job:}"})
     kept = checkpoint_config.of(cfg)
     OmegaConf.clear_resolver("of_a_job")
@@ -78,6 +82,7 @@ def test_changes_are_told_by_what_was_given():
     ]
 
 
+@pytest.mark.medium
 def test_what_looks_like_a_secret_is_not_kept_and_has_to_be_given_again():
     tracker = {"tracker": {"password": "hunter2"}}
     cfg = OmegaConf.merge(OmegaConf.create({}), config(data={"api_key": "hunter2", "token": "${oc.env:TOKEN,x}"}))

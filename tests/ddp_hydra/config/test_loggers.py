@@ -28,10 +28,12 @@ def composed(*overrides: str) -> DictConfig:
         return compose("config", [*overrides])
 
 
+@pytest.mark.medium
 def test_there_are_no_loggers_unless_they_are_named():
     assert loggers.nodes(composed()) == {}
 
 
+@pytest.mark.medium
 def test_a_name_has_the_settings_of_its_group():
     found = loggers.nodes(composed("results.loggers=[mlflow,wandb]", "results.mlflow.tracking_uri=http://h:5000"))
     assert list(found) == ["mlflow", "wandb"]
@@ -41,11 +43,13 @@ def test_a_name_has_the_settings_of_its_group():
     }  # fmt: skip
 
 
+@pytest.mark.medium
 def test_a_node_is_a_logger_by_the_name_of_its_class():
     found = loggers.nodes(composed("results.loggers=[clearml,{_target_:models.mine.MyWriter,path:x}]"))
     assert found["MyWriter"] == {"_target_": "models.mine.MyWriter", "path": "x"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -66,12 +70,14 @@ def test_wrong_settings_are_refused_with_a_sentence(overrides, sentence):
     assert str(raised.value).startswith(sentence)
 
 
+@pytest.mark.medium
 def test_a_writer_of_the_project_that_does_not_exist_is_found_before_the_cluster(monkeypatch):
     cfg = composed("results.loggers=[{_target_:models.resnet.Writer}]")
     with pytest.raises(ConfigError, match=r"results.loggers.0._target_=models.resnet.Writer: models/resnet.py has no"):
         checks.packed_project(cfg, OmegaConf.to_container(cfg))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", loggers.NAMES)
 def test_a_missing_package_is_said_with_what_to_type(name, monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None if package == name else 1)
@@ -103,6 +109,7 @@ def test_no_logger_imports_its_package_in_the_job(name):
     assert subprocess.run([sys.executable, "-c", script], cwd=CONF.parent, check=False).returncode == 0
 
 
+@pytest.mark.medium
 def test_parameters_are_flat_and_have_neither_cluster_nor_secrets(monkeypatch):
     monkeypatch.setenv("MY_PLACE", "hidden")
     cfg = composed(

@@ -77,6 +77,7 @@ def test_what_only_the_workers_may_have_is_left_to_them(root, target):
     check(target, root, installed_here=False)
 
 
+@pytest.mark.medium
 def test_all_targets_that_ship_are_found():
     """Also those that name another in a file they import."""
     found = {}

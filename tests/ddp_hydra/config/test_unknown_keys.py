@@ -15,6 +15,7 @@ from ddp_hydra.training import instantiate
 from tests.ddp_hydra.config.test_schema import CONF, composed
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -29,6 +30,7 @@ def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
         unknown_keys.check(composed(word))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -47,6 +49,7 @@ def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
     assert caplog.messages == said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -65,6 +68,7 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
     assert unknown_keys.explain(ValueError("something else")) is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "said"),
     [

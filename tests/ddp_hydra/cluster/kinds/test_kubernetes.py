@@ -64,6 +64,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("changes", [{}, EVERYTHING])
 def test_the_resource_is_as_the_operator_wants_it(monkeypatch, changes):
     given = created(monkeypatch, **changes)
@@ -72,6 +73,7 @@ def test_the_resource_is_as_the_operator_wants_it(monkeypatch, changes):
     assert given["shutdown_on_close"] is None
 
 
+@pytest.mark.medium
 def test_the_schema_refuses_what_it_does_not_know(monkeypatch):
     spec = created(monkeypatch)["custom_cluster_spec"]
     spec["spec"]["worker"]["spec"]["containers"][0]["unheard_of"] = ["x"]

@@ -56,3 +56,12 @@ def test_a_kept_cluster_is_named_with_its_ray():
 def test_a_name_that_is_not_there():
     said = manager(address="auto", name="mine").explain(ValueError("Failed to look up actor"))
     assert said == "no cluster of the name mine runs on this Ray: leave out cluster.name=mine to start one"
+
+
+def test_what_ray_could_not_install_is_told_without_its_stacks():
+    class RuntimeEnvSetupError(Exception):
+        pass
+
+    error = RuntimeEnvSetupError("Failed to set up\nTraceback (most recent call last):\n  File\nRuntimeError: no such")
+    said = manager(address="auto").explain(error)
+    assert said == "Ray could not install cluster.pip or set up cluster.runtime_env on a node: RuntimeError: no such"
