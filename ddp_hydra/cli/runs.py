@@ -155,7 +155,7 @@ def rm(words: Sequence[str]) -> None:
     options = options_of(Remove, rest)
     if not runs:
         raise ConfigError(f"rm needs a run; usage:\n{USAGE}")
-    count = sum(len(disk.removable(run)) for run in runs)
+    count = sum(disk.count(run) for run in runs)
     if not options.yes:
         if not sys.stdin.isatty():
             raise ConfigError("rm asks on a terminal only: give yes=true")
@@ -164,7 +164,7 @@ def rm(words: Sequence[str]) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:
-        elsewhere = results_root.find(run)
+        elsewhere = "" if results_root.is_url(run) else results_root.find(run)
         freed = disk.remove(run)
         print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
         if results_root.is_url(elsewhere):

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import find_stored, status
+from ddp_hydra.runs import find_stored, remove_stored, status
 from ddp_hydra.runs.find import run_dirs
 from ddp_hydra.runs.run_files import LocalRun, is_run
 from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
@@ -54,6 +54,22 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
     return found
 
 
+def count(run: str) -> int:
+    """Return how many runs go with a run, or with a sweep.
+
+    Args:
+        run: a run directory, the folder of a sweep, or the URL of a run.
+
+    Raises:
+        ConfigError: it can't be removed.
+    """
+    return 1 if _is_stored(run) and remove_stored.removable(run) else len(removable(run))
+
+
+def _is_stored(run: str) -> bool:
+    return results_root.is_url(run) and not run.startswith("file://")
+
+
 def removable(run: str) -> list[Path]:
     """Return the run directories that go with a run or a sweep.
 
@@ -61,13 +77,8 @@ def removable(run: str) -> list[Path]:
         run: a run directory, or the folder of a sweep.
 
     Raises:
-        ConfigError: it is a URL, a link or no run, or the sweep goes on.
+        ConfigError: it is a link or no run, or the sweep goes on.
     """
-    if results_root.is_url(run) and not run.startswith("file://"):
-        raise ConfigError(
-            f"{run}: runs in a store are not removed by this command, because it can't keep others from resuming one "
-            "meanwhile; remove the folder with the tool of the store"
-        )
     folder = Path(results_root.plain_path(run))
     if folder.is_symlink():
         raise ConfigError(f"{run} is a link: give the folder itself, {shown_target(folder)}")
@@ -98,13 +109,15 @@ def shown_target(link: Path) -> str:
 
 
 def remove(run: str) -> int:
-    """Remove a run directory, or the folder of a sweep with its runs, and return the bytes that are freed.
+    """Remove a run, or the folder of a sweep with its runs, and return the bytes that are freed.
 
     No link is followed: a link inside is removed itself. Nobody can write the runs meanwhile.
 
     Raises:
-        ConfigError: as `removable`, or a run is running, or a file cannot be removed.
+        ConfigError: as `count`, or a run is running, or a file cannot be removed.
     """
+    if _is_stored(run):
+        return remove_stored.remove(run)
     folder, runs = Path(results_root.plain_path(run)), removable(run)
     for one in runs:
         if status.of_run_dir(one) == "running":

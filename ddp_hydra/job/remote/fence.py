@@ -77,14 +77,21 @@ class FencedStore:
         Raises:
             TakenOver: another process is.
         """
-        if self.lost or self.store.get(OWNER).decode(errors="replace").strip() != self.token:
+        if self.lost or self._token() != self.token:
             raise self._taken_over()
+
+    def _token(self) -> str:
+        """Return the owner's token, "" if the run was removed."""
+        try:
+            return self.store.get(OWNER).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
 
     def _taken_over(self) -> TakenOver:
         self.lost = True
         return TakenOver(
-            f"another driver has taken over {self.url}: this one ends, and writes nothing more there; see python -m "
-            f"ddp_hydra attach run={self.url}"
+            f"another driver has taken over {self.url}, or the run was removed: this one ends, and writes nothing more "
+            f"there; see python -m ddp_hydra attach run={self.url}"
         )
 
     def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:

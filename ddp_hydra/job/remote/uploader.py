@@ -228,13 +228,11 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
         ConfigError: the store cannot be written, or another run is active in the folder.
         ConnectionError: the store is not reachable, or out of order.
     """
-    owner, other = store.owner(), read(store)
-    age_s = time.time() - other.get("time", 0) if isinstance(other.get("time", 0), float) else LOST_S
-    is_open = bool(other) and other.get("state") not in (*ENDED, LOST)
-    if is_open and (abs(age_s) < LOST_S or _is_updated(store, other.get("time"))):
+    owner = store.owner()
+    if is_active(store):
         raise ConfigError(
-            f"another run is active in {store.url} (its last status is {age_s:.0f} s old, by its clock): end it with "
-            f"python -m ddp_hydra attach run={store.url} stop=true, or give another hydra.run.dir"
+            f"another run is active in {store.url}: end it with python -m ddp_hydra attach run={store.url} stop=true, "
+            "or give another hydra.run.dir"
         )
     try:
         store.acquire(owner)
@@ -248,6 +246,16 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
     store.put(NAME, encode(status.content()))
     for name, content in hydra_files.items():
         store.put(f".hydra/{name}", content)
+
+
+def is_active(store: FencedStore) -> bool:
+    """Return whether a driver is at work on the run in a store, whatever its clock says."""
+    last = read(store)
+    if not last or last.get("state") in (*ENDED, LOST):
+        return False
+    at = last.get("time", 0)
+    age_s = time.time() - at if isinstance(at, float) else LOST_S
+    return abs(age_s) < LOST_S or _is_updated(store, last.get("time"))
 
 
 def _is_updated(store: FencedStore, last_update: object) -> bool:

@@ -17,6 +17,8 @@ from tests.ddp_hydra.runs.conftest import hydra_files as hydra_files
 from tests.ddp_hydra.runs.conftest import make_run as make_run
 from tests.ddp_hydra.runs.conftest import own_cache as own_cache
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def three(make_run, tmp_path, monkeypatch):

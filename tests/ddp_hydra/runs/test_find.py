@@ -18,6 +18,8 @@ from ddp_hydra.sweep.rows import Row as SweepRow
 from ddp_hydra.sweep.summary_files import json_text
 from tests.ddp_hydra.runs.conftest import kill
 
+pytestmark = pytest.mark.medium
+
 
 def by_name(root: Path, cached: bool = True) -> dict[str, Row]:
     return {Path(row.run).name: row for row in find.rows([str(root)], cached)}

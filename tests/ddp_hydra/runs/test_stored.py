@@ -10,6 +10,8 @@ import pytest
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.runs import details, diff, disk, find, run_files, tags
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def root(s3, credentials, monkeypatch, make_run):

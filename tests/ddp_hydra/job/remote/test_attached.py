@@ -97,6 +97,7 @@ def test_it_ends_as_the_run_did(run, state, error):
         attached.follow()
 
 
+@pytest.mark.medium
 def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
     run.start()
     end = threading.Event()
