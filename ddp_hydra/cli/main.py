@@ -24,7 +24,7 @@ from ddp_hydra.cli import completion, overrides, search_path
 from ddp_hydra.cli.composed_once import composed_once
 from ddp_hydra.cli.groups import listed_without_copies
 from ddp_hydra.config import project, redact, schema, unknown_keys
-from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config.hydra_compat import MAIN
 from ddp_hydra.console import output, signals
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError
@@ -39,8 +39,8 @@ COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs
 def main(cfg: DictConfig) -> float | None:
     """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
     signals.leave_tidily()
-    from ddp_hydra.job.local import run_other_rank
     from ddp_hydra.job.run import run_job
+    from ddp_hydra.job.torchrun import run_other_rank
 
     spec = torchrun.place(cfg.cluster)
     if spec is not None and spec.rank:
@@ -88,7 +88,7 @@ def compose_and_run() -> None:
             listed_without_copies(),
             composed_once(given.multirun),
         ):
-            hydra.main(config_path=str(folder), config_name="config", **VERSION_BASE)(main)()
+            hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
     finally:
         launcher.close_all()  # Hydra does not tell a launcher when its sweep is over
 

@@ -22,6 +22,9 @@ def main(words: Sequence[str]) -> None:
     Raises:
         ConfigError: unknown words.
     """
+    if {"-h", "--help"} & set(words):
+        print(USAGE)  # noqa: T201
+        return
     if list(words) not in ([], ["stop"]):
         raise ConfigError(f"{' '.join(words)!r} is not known; usage:\n{USAGE}")
     found = {address: status for address in addresses() if (status := fork_client.ask(address, "status")) is not None}

@@ -25,7 +25,10 @@ class Interrupts:
     Attributes:
         wanted: whether the user wants the process to end.
         is_deferring: whether somebody looks at `wanted`; otherwise the first signal ends the process at once, too.
+        reason: why the ranks are to finish, one of `heartbeat.REASONS`.
     """
+
+    reason = "interrupt"
 
     def __init__(self, notice: Callable[[], str] = lambda: f"ending, once all is saved. {SECOND}") -> None:
         self.notice = notice
@@ -130,4 +133,5 @@ def _handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
+            if signal.getsignal(number) != signal.SIG_IGN:  # somebody wants it to be ignored until the process ends
+                signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)

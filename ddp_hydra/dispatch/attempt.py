@@ -67,7 +67,7 @@ class Attempt:
         self.settings, self.number, self.name, self.specs = settings, number, name, specs
         self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
         self.client = settings.client
-        self.workers = WorkerClient(settings.client, name, specs)
+        self.workers = self.reach_workers()
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: list[Future] = []
         self.values: dict[int, Any] = {}
@@ -78,10 +78,18 @@ class Attempt:
             settings.lost_timeout_s, settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s
         )
         self.rank_states = RankStates(specs, number, self.health)
-        self.watchdog = watchdog.Watchdog(
-            settings, self.workers, self.rank_states, interrupts, self.futures, self.events, self.handle_next
-        )
+        self.watchdog = self.make_watchdog()
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
+
+    def reach_workers(self) -> WorkerClient:
+        """Return what reaches the workers."""
+        return WorkerClient(self.settings.client, self.name, self.specs)
+
+    def make_watchdog(self) -> watchdog.Watchdog:
+        """Return what checks the ranks."""
+        return watchdog.Watchdog(
+            self.settings, self.workers, self.rank_states, self.interrupts, self.futures, self.events, self.handle_next
+        )
 
     def run(self, call: bytes) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.
@@ -232,8 +240,7 @@ class Attempt:
                 self.on_record(Record.decode(line), len(line))
         elif isinstance(message, dict) and message.get("action") == "remove-worker":
             address = message["worker"]
-            how = f"its worker {address} left the cluster (killed, out of memory, or its host is gone)"
-            self.watchdog.lose_worker(address, how)
+            self.watchdog.lose_worker(address, self.watchdog.left.format(worker=address))
         return True
 
     def on_record(self, record: Record, size: int) -> None:

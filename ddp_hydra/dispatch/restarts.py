@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,8 +46,35 @@ class Ended:
         }
 
     def cause(self) -> tuple[str, int, str]:
-        """Return what two failures of one cause share: not numbers, such as addresses, process ids and times."""
-        return self.failure.kind, self.failure.step, _NUMBERS.sub("0", self.failure.message)
+        """Return what two failures of one cause share."""
+        return cause(self.failure.kind, self.failure.step, self.failure.message)
+
+
+def cause(kind: str, step: int, message: str) -> tuple[str, int, str]:
+    """Return what two failures of one cause share: not numbers, such as addresses, process ids and times."""
+    return kind, step, _NUMBERS.sub("0", message)
+
+
+def repeated(attempts: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why there should be no other attempt: the last two have failed alike.
+
+    Args:
+        attempts: entries of summary.json.
+
+    Returns:
+        A sentence; None if they differ, or if there are fewer.
+    """
+    last = [entry.get("failure") or {} for entry in attempts[-2:]]
+    if len(last) < 2 or any(failure.get("kind") not in OWN_FAULT for failure in last):
+        return None
+    before, now = (cause(it["kind"], it.get("step") or 0, str(it.get("message"))) for it in last)
+    return same_failure(now[1]) if before == now else None
+
+
+def same_failure(step: int) -> str:
+    """Return the sentence for a failure that has come twice in the same step."""
+    where = f"in step {step}" if step else "before the first step"
+    return f"the same failure {where} in two attempts running: it was not tried again"
 
 
 @dataclass
@@ -70,8 +98,7 @@ class Restarts:
         if ended.failure.deterministic and not before and not ended.steps_done:
             return "the project's own code raised this before the first step was done: it was not tried again"
         if before and ended.failure.kind in OWN_FAULT and before.cause() == ended.cause():
-            where = f"in step {ended.failure.step}" if ended.failure.step else "before the first step"
-            return f"the same failure {where} in two attempts running: it was not tried again"
+            return same_failure(ended.failure.step)
         if len(self.ended) > self.most:
             return f"all {self.most} restarts of dispatch.max_restarts={self.most} are used up"
         return None

@@ -45,7 +45,10 @@ class Watchdog:
     Attributes:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
+        left: what is said of a worker that went away.
     """
+
+    left = "its worker {worker} left the cluster (killed, out of memory, or its host is gone)"
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class Watchdog:
                     return
                 raise KeyboardInterrupt
             self.finish_by = time.monotonic() + self.settings.grace_s
-            self.workers.finish(self.rank_states.running, "interrupt")
+            self.workers.finish(self.rank_states.running, self.interrupts.reason)
         elif time.monotonic() > self.finish_by:
             raise KeyboardInterrupt
 

@@ -17,8 +17,8 @@ WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 
 def inline_settings(cfg: DictConfig) -> dict[str, Any]:
     """Return the arguments of `inline.run` that come from the config."""
-    timeouts = {"timeout_s": cfg.dispatch.timeout_s, "wait_timeout_s": cfg.cluster.get("wait_timeout_s")}
-    return {"threads": cfg.trainer.threads, "backend": backend(cfg), **timeouts, "retry_s": cfg.results.retry_s}
+    settings = {"threads": cfg.trainer.threads, "backend": backend(cfg)}
+    return {**settings, "timeout_s": cfg.dispatch.timeout_s, "retry_s": cfg.results.retry_s}
 
 
 def backend(cfg: DictConfig) -> str:

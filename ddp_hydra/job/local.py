@@ -11,26 +11,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import schema
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
-from ddp_hydra.dispatch import inline
-from ddp_hydra.errors import CheckpointError, Interrupted
-from ddp_hydra.job.checks import check
+from ddp_hydra.dispatch import inline, torchrun
+from ddp_hydra.errors import CheckpointError
 from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
 from ddp_hydra.job.gang_settings import gang_settings, inline_settings
 from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
 from ddp_hydra.job.remote.job_spec import JobSpec
-from ddp_hydra.job.resume import weights_path
 from ddp_hydra.job.run_dir import saved_step
-from ddp_hydra.job.summary import read_value, shown_path, why_stopped
+from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record, finite
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import find_checkpoint
@@ -38,6 +34,10 @@ from ddp_hydra.writers.base import Writer
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.run_dir import next_attempt, read_summary
+
+if TYPE_CHECKING:  # these import Dask
+    from ddp_hydra.dispatch.gang import Gang
+    from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
 
 log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.training.loop:train"
@@ -61,24 +61,6 @@ class RemoteContext:
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[dict[str, Any]]], None]
     checkpoints: results_root.ResultsFolder
-
-
-def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
-    """Run in this process a rank other than 0, started by torchrun or the like; rank 0's process runs the job.
-
-    Raises:
-        DdpHydraError: this rank failed.
-        Interrupted: the job was asked to end.
-    """
-    if not cfg.dry_run:
-        check(cfg)
-        config = schema.resolved(cfg)
-        if weights_path(cfg) is not None:  # rank 0 reads them
-            config["model"]["weights"] = None
-        results = inline.run(TRAIN, config, on_record=inline.ignore, spec=spec, **inline_settings(cfg))
-        value = read_value(results[0])
-        if value["interrupted"] not in ("", "pause"):
-            raise Interrupted(f"rank {spec.rank}: {why_stopped(value['interrupted'], value['steps'])}")
 
 
 class Job:
@@ -115,6 +97,7 @@ class Job:
         self.earlier_attempts = read_summary(run_dir).get("attempts") or []
         self.first_world_size = 0
         self.first_step = 0
+        self.steps_before: list[int] = []  # done by the attempt before, in another process
         self.saved = False
 
     @contextmanager
@@ -151,21 +134,56 @@ class Job:
             finally:
                 self.summarise(handler)
 
-    def run_here(self, spec: RankSpec) -> dict[str, Any]:
-        """Run rank 0 in this process, and return what `train` returns."""
-        self.summary["world_size"] = spec.world_size
+    def run_here(self) -> dict[str, Any]:
+        """Run the only rank in this process, and return what `train` returns."""
+        self.summary["world_size"] = 1
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
             return inline.run(
                 TRAIN,
                 self.config,
                 on_record=handler.handle,
-                spec=spec,
                 notice=partial(self.interrupt_notice, trains=True),
                 files={name: str(path) for name, path in self.files.items()},
                 kept=self.saved_config,
                 attempt=self.first_attempt,
                 **inline_settings(self.cfg),
             )[0]
+
+    def run_on_torchrun(self, gang: TorchrunGang) -> dict[str, Any]:
+        """Run the ranks that torchrun has started, and return what `train` returns on rank 0.
+
+        Args:
+            gang: the ranks.
+        """
+        gang.first_attempt = self.first_attempt = max(self.first_attempt, torchrun.restart_count())
+        gang.on_give_up = self.give_up.set
+        if before := self.earlier_attempts[-torchrun.restart_count() :] if torchrun.restart_count() else []:
+            self.steps_before = [int(before[-1]["steps_done"])]
+            self.first_world_size = int(before[0]["world_size"])
+            batch = self.rank_batch(gang.own.spec.world_size)
+            gang.numbers = {"data.batch_size": batch.size, "trainer.gradient_accumulation_steps": batch.micro_batches}
+        with self.handler(gang.fetch, attempts=lambda: self.attempts(gang)) as handler:
+            return self.watch(gang, handler, torchrun.restart_count)
+
+    def watch(self, gang: Gang, handler: ResultsHandler, restarts: Callable[[], int]) -> dict[str, Any]:
+        """Run a gang whose records are written, and return what `train` returns on rank 0.
+
+        Args:
+            gang: the ranks.
+            handler: writes the records.
+            restarts: returns how many times the ranks were started again.
+        """
+        gang.on_record = lambda record: self.on_record(record, handler, gang)
+        gang.interrupts.notice = lambda: self.interrupt_notice(gang.trains)
+        try:
+            value: dict[str, Any] = gang.run_attempts(self.call)[0]
+            return value
+        finally:
+            self.summary |= {
+                "world_size": gang.world_size,
+                "restarts": restarts(),
+                "attempts": self.attempts(gang),
+            }
 
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
         """Run a gang on a Dask cluster, and return what `train` returns on rank 0.
@@ -193,16 +211,9 @@ class Job:
             )
             gang.stop = stop or gang.stop
             with self.handler(gang.fetch, client, lambda: self.attempts(gang)) as handler:
-                gang.on_record = lambda record: self.on_record(record, handler, gang)
-                gang.interrupts.notice = lambda: self.interrupt_notice(gang.trains)
-                try:
-                    return gang.run_attempts(self.call)[0]
-                finally:
-                    self.summary |= {
-                        "world_size": gang.world_size,
-                        "restarts": gang.attempt.number - self.first_attempt if gang.attempt else 0,
-                        "attempts": self.attempts(gang),
-                    }
+                return self.watch(
+                    gang, handler, lambda: gang.attempt.number - self.first_attempt if gang.attempt else 0
+                )
 
     @property
     def cluster_config(self) -> DictConfig:
@@ -274,9 +285,10 @@ class Job:
         if self.remote:
             self.remote.note_attempts(self.attempts(gang))
         begin = record.step or 0
-        if gang.restarts.ended:
-            self.summary["steps_lost"] += max(0, gang.restarts.ended[-1].steps_done - begin)
-        else:
+        before = [attempt.steps_done for attempt in gang.restarts.ended[-1:]] or self.steps_before
+        if before:
+            self.summary["steps_lost"] += max(0, before[0] - begin)
+        if not gang.restarts.ended:
             self.first_step = begin
 
     def attempts(self, gang: Any) -> list[dict[str, Any]]:

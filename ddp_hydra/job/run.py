@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, schema
 from ddp_hydra.console.signals import held_back
-from ddp_hydra.dispatch import inline, torchrun
+from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import Interrupted
-from ddp_hydra.job import loggers
+from ddp_hydra.job import loggers, torchrun
 from ddp_hydra.job.checks import check, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
@@ -23,6 +23,9 @@ from ddp_hydra.job.run_dir import keep_project, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
 from ddp_hydra.writers.run_dir import locked
+
+if TYPE_CHECKING:  # it imports Dask
+    from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
 
 
 def run_job(
@@ -54,7 +57,8 @@ def run_job(
         packed_project(cfg, config)
         _dry_run(config)
         return None
-    with locked(run_dir):
+    ranks = nullcontext() if remote else torchrun.started(cfg, run_dir)
+    with ranks as gang, locked(run_dir):
         if remote is None:
             refuse_other_run(run_dir, cfg.resume)
         print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
@@ -63,7 +67,7 @@ def run_job(
             from ddp_hydra.job.remote.client import run_remote_job
 
             return run_remote_job(cfg, run_dir, overrides)
-        return train(cfg, run_dir, overrides, remote, stop)
+        return train(cfg, run_dir, overrides, remote, stop, gang)
 
 
 def train(
@@ -72,8 +76,13 @@ def train(
     overrides: Sequence[str],
     remote: RemoteContext | None,
     stop: threading.Event | None,
+    torchrun_gang: TorchrunGang | None = None,
 ) -> float | None:
-    """Train a job whose results this process writes; arguments and errors as for `run_job`."""
+    """Train a job whose results this process writes; other arguments and errors as for `run_job`.
+
+    Args:
+        torchrun_gang: the ranks that torchrun has started.
+    """
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         check(cfg)
@@ -95,9 +104,10 @@ def train(
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
-        spec = torchrun.place(cfg.cluster)
-        is_here = spec is not None or connect.is_inline(cfg.cluster)
-        value = read_value(job.run_here(spec or inline.ALONE) if is_here else job.run_on_dask(packed, stop))
+        if torchrun_gang is not None:
+            value = read_value(job.run_on_torchrun(torchrun_gang))
+        else:
+            value = read_value(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = {**saved_metrics(run_dir, cfg.resume), **summary.get("metrics", {})}
         summary |= {**value, "metrics": {**before, **finite(value["metrics"])}}

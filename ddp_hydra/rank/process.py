@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -74,7 +74,8 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
     sender = PipeSender(control, Path(job["outbox"]))
     results.connect(sender, spec["rank"], job["attempt"], job["retry_s"])
     fault_injection.install(spec["rank"], job["attempt"], job["pids"])
-    try:
+
+    def work() -> Any:
         set_threads(job["threads"], spec["local_world_size"])
         host, port = receive_rendezvous(control)
         store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
@@ -83,7 +84,19 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
             heartbeat.at("run", 0)
             value = perform(call)
             heartbeat.at("end", shared_status.step)
-        end = {"status": "ok", **pack_value(value)}
+        return value
+
+    return report_end(work)
+
+
+def report_end(work: Callable[[], Any]) -> int:
+    """Do a rank's work, and send the end record with its return value or its error.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        end = {"status": "ok", **pack_value(work())}
     except BaseException as error:
         failed_at = time.time()
         heartbeat.await_saved()
@@ -105,11 +118,15 @@ def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
 
 def perform(call: bytes) -> Any:
     """Call a pickled function; a function may be named as "module:name"."""
+    return call_function(*cloudpickle.loads(call))
+
+
+def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function, which may be named as "module:name"."""
     if (numpy := sys.modules.get("numpy")) is not None:
         # Ranks are forks of one process and would all draw the same numbers; Python's own generator reseeds itself.
         numpy.random.seed()
-    target, args, kwargs = cloudpickle.loads(call)
-    function: Callable[..., Any] = target
+    function: Any = target
     if isinstance(target, str):
         module, _, name = target.partition(":")
         function = getattr(importlib.import_module(module), name)
@@ -192,17 +209,18 @@ def process_group(
         store: where the ranks meet.
         rank: this rank.
         world_size: number of ranks.
-        backend: gloo, nccl, or auto: gloo, and nccl for tensors on a GPU where there is one.
+        backend: gloo, nccl, or auto: see `choose_backend`.
         timeout_s: of collectives, also of other groups that are made inside the block.
         init: whether to make the process group; otherwise the code inside the block does.
     """
     timeout = timedelta(seconds=timeout_s)
     with default_timeout(timeout):
         if init:
-            if backend == "auto":
-                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            if "nccl" in backend:
+            if torch.cuda.is_available() and backend != "gloo":
                 torch.cuda.set_device(0)  # each rank sees its own GPU first
+            if backend == "auto":
+                backend = choose_backend(store, rank, world_size)
+            elif "nccl" in backend:
                 check_gpu_is_own(store, rank, world_size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         store.add("ddp_hydra/joined", 1)
@@ -214,6 +232,32 @@ def process_group(
         while rank == 0 and store.add("ddp_hydra/done", 0) < world_size:
             time.sleep(0.005)  # rank 0 serves the store, so it leaves last
         leave_process_group()
+
+
+def choose_backend(store: dist.Store, rank: int, world_size: int) -> str:
+    """Return gloo, with NCCL for tensors on GPUs where each rank has one of its own. A collective.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+    uses_gpu = torch.cuda.is_available()
+    if uses_gpu and (uuid := gpu_uuid()) is not None and store.add(f"ddp_hydra/gpu/{uuid}", 1) > 1:
+        store.add("ddp_hydra/gpu_shared", 1)
+    store.add("ddp_hydra/gpus_named", 1)
+    if not uses_gpu:
+        return "gloo"
+    while store.add("ddp_hydra/gpus_named", 0) < world_size:
+        time.sleep(0.002)
+    if not store.add("ddp_hydra/gpu_shared", 0):
+        return "cpu:gloo,cuda:nccl"
+    if rank == 0:
+        results.warn(
+            "ranks share a GPU, and NCCL takes each once, so gradients are exchanged by gloo, which is slower: give as "
+            "many workers as there are GPUs, or on a single host dispatch.ranks=<number of GPUs>"
+        )
+    return "gloo"
 
 
 def check_gpu_is_own(store: dist.Store, rank: int, world_size: int) -> None:

@@ -160,22 +160,26 @@ class RankTask:
                 self.relay.log_sentence(f"it has left processes behind, and they were ended: {', '.join(left)}")
 
     def on_inbox(self) -> None:
-        """Act on messages of the client; pass on those that are for the rank's process."""
+        """Act on the messages of the client."""
         for message in self.box.take():
-            if "acknowledged" in message:
-                self.relay.acknowledge(message["acknowledged"])
-            elif "stop" in message:
-                self.stop(finish_checkpoint=bool(message.get("finish_checkpoint")))
-            elif "finish" in message:
-                self.shared_status.ask_to_finish(message["finish"])
-            elif "stacks" in message:
-                self.request_stacks()
-            elif "preempted" in message:
-                self.shared_status.ask_to_finish(REASONS.index("preemption"))
-                publish(self.worker, self.launch_spec, "preempted", {})
-            else:
-                with contextlib.suppress(OSError):  # a rank that has ended does not read it
-                    self.launcher.send(message)
+            self.on_message(message)
+
+    def on_message(self, message: inbox.Message) -> None:
+        """Act on a message of the client; pass on one that is for the rank's process."""
+        if "acknowledged" in message:
+            self.relay.acknowledge(message["acknowledged"])
+        elif "stop" in message:
+            self.stop(finish_checkpoint=bool(message.get("finish_checkpoint")))
+        elif "finish" in message:
+            self.shared_status.ask_to_finish(message["finish"])
+        elif "stacks" in message:
+            self.request_stacks()
+        elif "preempted" in message:
+            self.shared_status.ask_to_finish(REASONS.index("preemption"))
+            publish(self.worker, self.launch_spec, "preempted", {})
+        else:
+            with contextlib.suppress(OSError):  # a rank that has ended does not read it
+                self.launcher.send(message)
 
     @property
     def pause_s(self) -> float:

@@ -167,6 +167,7 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
     assert one.client.sent_to("stop") == [0]  # and not again
 
 
+@pytest.mark.medium
 def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_meanwhile(make, caplog):
     stuck = {"step": 3, "phase": "save", "age_s": 1000.0, "first": False}
     one = make(Record("text", {"n": 1}, 0))

@@ -1,24 +1,26 @@
 from __future__ import annotations
 
-import base64
-import pickle
-import socket
+import logging
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.dispatch import inline, torchrun
-from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.config.schema import Config, Handler
+from ddp_hydra.dispatch import torchrun
+from ddp_hydra.errors import ConfigError, DdpHydraError
 
 TORCHRUN = OmegaConf.create({"_target_": "ddp_hydra.dispatch.torchrun.Torchrun"})
 LOCAL = OmegaConf.create({"_target_": "distributed.LocalCluster"})
 
 
+MORE = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT")
+
+
 @pytest.fixture(autouse=True)
 def clean(monkeypatch) -> None:
-    for name in (*torchrun.NEEDED, "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for name in (*torchrun.NEEDED, *MORE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["ddp_hydra", "seed=1"])
 
@@ -39,6 +41,7 @@ def test_the_place_is_what_the_launcher_says(started):
     started(3, LOCAL_WORLD_SIZE="2", GROUP_RANK="1")
     spec = torchrun.place(TORCHRUN)
     assert (spec.rank, spec.world_size, spec.local_rank, spec.local_world_size, spec.node_rank) == (3, 4, 1, 2, 1)
+    assert spec.nodes == 2
 
 
 def test_without_a_launcher_jobs_start_their_ranks():
@@ -76,6 +79,10 @@ def test_what_starts_ranks_itself_does_not_go_with_a_launcher(started):
         ({"n_workers": 2}, r"cluster.n_workers=2, but torchrun has started 4 ranks: give it --nproc-per-node 2, or"),
         ({"keep": True}, r"cluster.keep=true: cluster=torchrun has no cluster that could be kept"),
         ({"pip": ["pytest", "not-there>=1"]}, r"lacks: not-there>=1 \(not installed\): .* pip install 'not-there>=1'$"),
+        (
+            {"address": "tcp://h:1"},
+            r"cluster.address: cluster=torchrun has no such key, .* n_workers, wait_timeout_s, keep",
+        ),
         ({"pip": ["=1"]}, r"cluster.pip names '=1', which is no requirement"),
     ],
 )
@@ -87,58 +94,88 @@ def test_the_keys_of_every_cluster_are_held_against_what_was_started(started, gi
         torchrun.place(OmegaConf.merge(TORCHRUN, given))
 
 
-def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said(started, monkeypatch):
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        started(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(nobody.getsockname()[1]))
-        spec = torchrun.place(TORCHRUN)
-        said = r"rank 1 of 4 did not meet the others at 127.0.0.1:\d+ in 1 s: .*cluster.wait_timeout_s=3\. "
-        with pytest.raises(ClusterError, match=said):
-            inline.meet_launched(spec, 1800.0, 1.0)
-
-
 def test_what_is_no_number_is_refused(started):
     started(0, WORLD_SIZE="all")
     with pytest.raises(ConfigError, match=r"must be whole numbers: .*'all'"):
         torchrun.place(TORCHRUN)
 
 
-# -- what the ranks tell each other ------------------------------------------------------------------------
+# -- restarts ----------------------------------------------------------------------------------------------
 
 
-class Store(dict):
-    """As much of torch's as `agree` touches."""
-
-    set = dict.__setitem__
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
-FIRST, SECOND = (RankSpec(rank, 2, rank, 2, 0, "", "h") for rank in range(2))
-
-
-class Bomb:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('it was unpickled')",)
+@pytest.fixture
+def agent(started, monkeypatch, tmp_path) -> Path:
+    """Be rank 0 of an agent that has started its ranks twice; return the run directory that the first ones noted."""
+    for attempt in range(2):
+        started(0, TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_ERROR_FILE=str(error_file(tmp_path, attempt)))
+        error_file(tmp_path, attempt).parent.mkdir(parents=True)
+        if attempt == 0:
+            torchrun.remember(str(tmp_path / "it's a run"))
+    return tmp_path / "it's a run"
 
 
-@pytest.mark.parametrize("payload", [base64.b64encode(pickle.dumps(Bomb())), b"[1]", b"\xff", b'{"files": 3}'])
-def test_nothing_that_a_stranger_puts_into_the_store_is_run(payload):
-    with pytest.raises(DdpHydraError, match="rank 1 can't read the files and arguments of rank 0"):
-        inline.agree(Store({"ddp_hydra/call": payload, inline.CHOICES: payload}), SECOND, {}, {})
+def error_file(folder: Path, attempt: int) -> Path:
+    return folder / "logs" / "none_x1" / f"attempt_{attempt}" / "0" / "error.json"
 
 
-def test_rank_0_tells_where_its_files_are_and_each_rank_runs_what_it_has_composed_itself():
-    store = Store()
-    mine = inline.fingerprints(({"model": {"_target_": "models.Mine"}},))
-    assert inline.agree(store, FIRST, {"files": {"resume": "/r/last.pt"}, "kept": {}}, mine)[0]["kept"] == {}
-    assert inline.agree(store, SECOND, {}, mine) == ({"files": {"resume": "/r/last.pt"}}, mine)
-    assert "Mine" not in store[inline.CHOICES]
+def test_a_restart_goes_on_in_the_same_run_directory(agent):
+    typed = ["seed=1", "hydra.run.dir=mine", "resume=other"]
+    quoted = f"'{agent.parent}/it\\'s a run'"
+    nothing_saved = torchrun.arguments(typed)
+    assert nothing_saved == ["seed=1", "resume=other", f"hydra.run.dir={quoted}"]
+    (agent / "checkpoints").mkdir(parents=True)
+    (agent / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")
+    assert torchrun.arguments(typed) == ["seed=1", f"resume={quoted}", f"hydra.run.dir={quoted}"]
+    assert torchrun.restart_count() == 1
 
 
-def test_a_rank_that_has_composed_something_else_says_what_differs():
-    one, other = ({"seed": seed, "data": {"root": "/a"}, "tags": []} for seed in (1, 2))
-    inline.check_same(inline.fingerprints((one,)), inline.fingerprints((dict(one),)), SECOND)
-    with pytest.raises(ConfigError, match="rank 1 on h has composed another config than rank 0: seed differ"):
-        inline.check_same(inline.fingerprints((one,)), inline.fingerprints((other,)), SECOND)
+def test_other_ranks_note_the_run_directory_and_use_it_only_as_rank_0(agent, started):
+    started(1)
+    assert torchrun.arguments(["a=1"]) == ["a=1", *torchrun.NO_FOLDER]
+    started(2)  # the first of its host
+    torchrun.remember("/elsewhere")
+    assert torchrun.remembered() == Path("/elsewhere")
+    started(3)
+    torchrun.remember("/nowhere")
+    assert torchrun.remembered() == Path("/elsewhere")
+
+
+def test_without_an_agent_nothing_is_noted(started):
+    started(0)
+    torchrun.remember("/nowhere")
+    assert torchrun.arguments(["a=1"]) == ["a=1"]
+    assert torchrun.restart_count() == 0
+
+
+# -- what needs Dask ---------------------------------------------------------------------------------------
+
+
+def test_keys_without_effect_are_told_by_rank_0_with_what_has_one(started, caplog):
+    started(0, LOCAL_WORLD_SIZE="2")
+    cfg = OmegaConf.structured(Config)
+    spec = torchrun.place(TORCHRUN)
+    assert spec is not None
+    with caplog.at_level(logging.WARNING):
+        torchrun.check_job(cfg, spec)
+    assert not caplog.records
+    cfg.dispatch.max_restarts, cfg.dispatch.hang_timeout_s = 7, 5.0
+    torchrun.check_job(cfg, spec)
+    (told,) = caplog.messages
+    assert told.startswith("dispatch.max_restarts=7 has no effect with cluster=torchrun: ")
+    assert told.endswith("--max-restarts")
+    started(1)
+    torchrun.check_job(cfg, torchrun.place(TORCHRUN))
+    assert len(caplog.records) == 1
+
+
+def test_what_needs_a_dask_cluster_is_refused(started):
+    started(0)
+    spec = torchrun.place(TORCHRUN)
+    cfg = OmegaConf.structured(Config)
+    cfg.dispatch.ranks = 2
+    with pytest.raises(ConfigError, match=r"dispatch\.ranks=2, but torchrun has started 4 ranks"):
+        torchrun.check_job(cfg, spec)
+    cfg = OmegaConf.structured(Config)
+    cfg.results.handler = Handler.cluster
+    with pytest.raises(ConfigError, match=r"results.handler=cluster: .*results.mirror=s3://bucket/folder"):
+        torchrun.check_job(cfg, spec)

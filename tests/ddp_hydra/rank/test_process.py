@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -63,16 +65,46 @@ def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypat
     assert process.describe(ConfigError("x"))["mistake"]  # so it is not tried again
 
 
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [
+        (("a", "b", "c"), "cpu:gloo,cuda:nccl"),
+        (("a", "b", "a"), "gloo"),
+        (("a", "a", "a"), "gloo"),
+        ((None, None, None), "cpu:gloo,cuda:nccl"),  # torch does not know them
+    ],
+)
+def test_all_ranks_choose_gloo_where_two_share_a_gpu(monkeypatch, gpus, backend):
+    store, here, warned = dist.HashStore(), threading.local(), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process, "gpu_uuid", lambda: here.gpu)
+    monkeypatch.setattr(process.results, "warn", warned.append)
+
+    def choose(rank: int) -> str:
+        here.gpu = gpus[rank]
+        return process.choose_backend(store, rank, 3)
+
+    with ThreadPoolExecutor(3) as ranks:
+        assert list(ranks.map(choose, range(3))) == [backend] * 3
+    assert len(warned) == (backend == "gloo")
+
+
+def test_a_rank_without_a_gpu_does_not_wait_for_the_others(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert process.choose_backend(dist.HashStore(), 0, 2) == "gloo"
+
+
 def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch):
     asked = []
-    monkeypatch.setattr(process, "check_gpu_is_own", lambda store, number, world_size: asked.append(number))
+    monkeypatch.setattr(process, "check_gpu_is_own", lambda store, number, world_size: asked.append("nccl"))
+    monkeypatch.setattr(process, "choose_backend", lambda *args: asked.append("auto") or "gloo")
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for backend in ("gloo", "auto", "nccl"):
         with process.process_group(dist.HashStore(), 0, 1, backend):
             pass
-    assert asked == [0, 0]
+    assert asked == ["auto", "nccl"]
 
 
 class Mute(Exception):

@@ -1,0 +1,225 @@
+"""Watches the ranks of torchrun from the process of rank 0, as a client watches ranks on Dask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from ddp_hydra.console.signals import SIGNALS, Interrupts, print_line
+from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.file_transfer import RemoteOutbox
+from ddp_hydra.dispatch.gang import Gang
+from ddp_hydra.dispatch.placement import ranges
+from ddp_hydra.dispatch.torchrun_server import Server
+from ddp_hydra.dispatch.watchdog import Watchdog
+from ddp_hydra.dispatch.workers import WorkerClient
+from ddp_hydra.errors import ClusterError
+from ddp_hydra.rank import outbox
+from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.torchrun_channel import GANG
+from ddp_hydra.rank.torchrun_task import TorchrunTask
+from ddp_hydra.results import Record
+
+BURST_S = 2.0
+"""Seconds in which a second signal counts as the same: a process gets Ctrl-C from the terminal and from torchrun."""
+
+
+END_S = 5.0
+"""Seconds that stopped ranks may take to end."""
+
+
+class TorchrunInterrupts(Interrupts):
+    """Notes the signals of the user, and of torchrun when it is told to end."""
+
+    since = float("-inf")
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if time.monotonic() - self.since > BURST_S:
+            self.since = time.monotonic()
+            self.reason = reason_of(number)
+            super()._on_signal(number, frame)
+
+
+def reason_of(number: int) -> str:
+    """Return the reason to finish that a signal stands for."""
+    return "preemption" if number == SIGNALS[1] else "interrupt"
+
+
+@dataclass(frozen=True)
+class TorchrunOutbox(RemoteOutbox):
+    """The outbox of a rank whose process is connected with this one."""
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        server: Server = self.client  # type: ignore[assignment]
+        if function is outbox.read:
+            name, offset = args
+            return server.call(self.rank, "read", self.is_lost, name=name, offset=offset)
+        return server.call(self.rank, "remove", self.is_lost, name=args[0])
+
+
+class TorchrunWorkers(WorkerClient):
+    """Reaches the processes that torchrun has started.
+
+    Args:
+        server: connected with those of other ranks.
+        own: the rank task of rank 0.
+        specs: the ranks' places.
+    """
+
+    def __init__(self, server: Server, own: TorchrunTask, specs: list[RankSpec]) -> None:
+        self.client: Any = server
+        self.own, self.name, self.specs = own, GANG, specs
+        self.folders = {spec.worker: "" for spec in specs} | {specs[0].worker: own.own_worker.local_directory}
+        self.lost: set[str] = set()
+        self.is_cut_off = False
+
+    @property
+    def is_reachable(self) -> bool:
+        """Return True: who is gone is in `lost`."""
+        return True
+
+    def scheduler_answers(self) -> bool:
+        """Return True: this process is what a scheduler would be."""
+        return True
+
+    def send(self, messages: Mapping[int, Mapping[str, Any]]) -> None:
+        """Send messages to rank tasks."""
+        for rank, message in messages.items():
+            if rank == 0:
+                self.own.box.put(message)
+            else:
+                self.client.send(rank, {"message": dict(message)})
+
+    def clear(self) -> None:
+        """Do nothing: each process removes its own folder."""
+
+    def outbox(self, rank: int) -> RemoteOutbox:
+        """Return a rank's outbox, as this process reaches it."""
+        worker = self.specs[rank].worker
+        is_lost = lambda: worker in self.lost  # noqa: E731
+        return TorchrunOutbox(self.client, worker, self.folders[worker], self.name, rank, is_lost)
+
+    def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
+        """Return the paths of files: rank 0 is on this host."""
+        return {name: str(path) for name, path in files.items()}
+
+
+class TorchrunWatchdog(Watchdog):
+    """Checks ranks without Dask."""
+
+    left = "its process was killed, or its host is gone; what torchrun says there tells how it ended"
+
+    def check_tasks(self) -> None:
+        """Check for ranks that did not come in time, and whether torchrun is still there.
+
+        Raises:
+            ClusterError: it was killed.
+        """
+        assert isinstance(self.workers, TorchrunWorkers)
+        if self.workers.own.has_lost_torchrun:
+            raise ClusterError("torchrun was killed, so its ranks were stopped: go on with resume=<run dir>")
+        late, wait_s = self.rank_states.late, self.settings.start_timeout_s
+        if late and time.monotonic() - self.begun_at > wait_s:
+            message = (
+                f"rank {ranges(late)} of {len(self.specs)} did not come in cluster.wait_timeout_s={wait_s:g}: look at "
+                "what torchrun says on its host"
+            )
+            self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
+
+    def check_silence(self) -> None:
+        """Give up processes that have been silent for too long."""
+        for rank in self.health.silent(self.rank_states.running, time.monotonic()):
+            limit = f"dispatch.lost_timeout_s={self.settings.lost_timeout_s:g}"
+            self.lose_worker(
+                self.specs[rank].worker, f"nothing was heard from it for {limit}: its host is down, or cut off"
+            )
+
+
+class TorchrunAttempt(Attempt):
+    """Watches the ranks that torchrun has started once.
+
+    Args:
+        gang: its settings.
+        number: of the attempt.
+        specs: the ranks' places.
+        own: the rank task of rank 0.
+        job: how the ranks work, see `torchrun_rank.run`; and `run_dir`, the path of the run directory.
+        read: called with this attempt and each record that is not for it, on another thread.
+    """
+
+    def __init__(
+        self,
+        gang: Gang,
+        number: int,
+        specs: list[RankSpec],
+        own: TorchrunTask,
+        job: Mapping[str, Any],
+        read: Callable[[Attempt, Record], None],
+    ) -> None:
+        self.own, self.job = own, job
+        self.server = Server(own.spec, self.put, self.note_host, self.note_loss)
+        super().__init__(gang, number, GANG, specs, gang.interrupts, read, gang.launch_spec)
+
+    def reach_workers(self) -> WorkerClient:
+        """Return the processes that torchrun has started."""
+        return TorchrunWorkers(self.server, self.own, self.specs)
+
+    def make_watchdog(self) -> Watchdog:
+        """Return what checks the ranks."""
+        return TorchrunWatchdog(
+            self.settings, self.workers, self.rank_states, self.interrupts, self.futures, self.events, self.handle_next
+        )
+
+    @contextmanager
+    def submitted(self, call: bytes) -> Iterator[None]:
+        """Have rank 0 make its call, and listen to all ranks inside the block; after it, none of them trains.
+
+        Args:
+            call: encoded by `return_values`.
+        """
+        own = Thread(target=self.own.run_to_end, name="ddp_hydra-rank-task", daemon=True)
+        self.own.own_worker.send_by(self.put)
+        self.server.thread.start()
+        job = dict(self.job)
+        server = self.server.describe() | {"run_dir": job.pop("run_dir")}
+        self.own.give(call, attempt=self.number, server=server, **job)
+        own.start()
+        try:
+            yield
+        finally:
+            try:
+                if not self.rank_states.is_over:
+                    self.stop()
+                    self.drain(until=time.monotonic() + END_S)
+            finally:
+                self.own.give_up()
+                own.join()
+
+    def on_record(self, record: Record, size: int) -> None:
+        """Act on a record of a rank task; queue all other records for their reader."""
+        if record.kind == "preempted":
+            self.interrupts.reason = "interrupt" if record.data.get("reason") == "interrupt" else "preemption"
+            if not self.interrupts.wanted and (notice := self.interrupts.notice()):
+                print_line(f"rank {record.rank} was told to end: {notice}")
+            self.interrupts.wanted = True
+            return
+        super().on_record(replace(record, attempt=self.number), size)  # the others do not know the number
+
+    # -- on the server's thread ----------------------------------------------------------------------------
+
+    def put(self, lines: bytes) -> None:
+        """Queue the records of a rank."""
+        self.events.put((GANG, lines))
+
+    def note_host(self, rank: int, host: str) -> None:
+        """Note where a rank is."""
+        self.specs[rank] = replace(self.specs[rank], host=host)
+
+    def note_loss(self, rank: int) -> None:
+        """Note that the process of a rank is gone."""
+        self.events.put((GANG, {"action": "remove-worker", "worker": self.specs[rank].worker}))

@@ -1,0 +1,250 @@
+"""Runs a job on the ranks that torchrun has started: in the process of rank 0, and in those of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_hydra.console.signals import SIGNALS
+from ddp_hydra.dispatch import torchrun
+from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.call import Call
+from ddp_hydra.dispatch.gang import Gang
+from ddp_hydra.dispatch.restarts import Restarts
+from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
+from ddp_hydra.dispatch.unread_records import UnreadRecords
+from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, JobFailed, RankFailed
+from ddp_hydra.rank import inbox, return_values
+from ddp_hydra.rank.failure import explain
+from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.torchrun_channel import GANG, Channel, Outcome, connect
+from ddp_hydra.rank.torchrun_task import TorchrunTask, TorchrunWorker
+
+
+class TorchrunGang(Gang):
+    """The ranks that torchrun has started, as the process of rank 0 sees them; torchrun starts them again.
+
+    Attributes:
+        own: the rank task of rank 0, which has forked it.
+        job: how the ranks work; see `torchrun_rank.run`.
+        run_dir_path: the run directory, for the next start; see `torchrun.remember`.
+        numbers: that replace those of the config on all ranks, by dotted keys.
+    """
+
+    own: TorchrunTask
+    run_dir_path: str
+    numbers: Mapping[str, int] = {}
+    job: Mapping[str, Any]
+
+    def run_attempts(self, call_of: Callable[[int, int], Call]) -> list[Any]:
+        """Run the one attempt that torchrun has started.
+
+        Args:
+            call_of: returns what it runs, for its number and world size.
+        """
+        first = self.own.spec
+        specs = [replace(first, rank=rank, worker=f"rank {rank}", host="a host") for rank in range(first.world_size)]
+        specs[0] = first
+        self.restarts, self.unread = Restarts(0), UnreadRecords()
+        job = {**self.job, "run_dir": self.run_dir_path, "numbers": self.numbers}
+        with self.interrupts.caught(self.grace_s > 0):
+            attempt = TorchrunAttempt(self, self.first_attempt, specs, self.own, job, self.read)
+            self.attempt = attempt
+            try:
+                return self.run_attempt(attempt, call_of(self.first_attempt, first.world_size))
+            except RankFailed as error:
+                self.decide_restart(error)  # which notes the attempt, and raises
+                raise
+
+    def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
+        """Run the attempt to its end."""
+        self.world_size = len(attempt.specs)
+        kwargs = {**call.kwargs, "files": {name: str(path) for name, path in call.files.items()}}
+        with self.interrupts.deferred():
+            return attempt.run(return_values.encode([call.fn, list(call.args), kwargs]))
+
+    def end(self, outcome: Outcome) -> None:
+        """Tell the processes of the other ranks how the job has ended."""
+        if isinstance(self.attempt, TorchrunAttempt):
+            self.attempt.server.say_goodbye(outcome)
+            self.attempt.server.close()
+
+
+@contextmanager
+def rank_0(spec: RankSpec, job: Mapping[str, Any], run_dir: str, **settings: Any) -> Iterator[TorchrunGang]:
+    """Start rank 0 below this process; after the block, all processes know how the job has ended.
+
+    Args:
+        spec: its place.
+        job: how the ranks work; see `torchrun_rank.run`.
+        run_dir: absolute path of the run directory.
+        settings: of the gang.
+    """
+    with forked(spec, lambda server: None) as task:
+        gang = TorchrunGang(client=None, **settings)  # type: ignore[arg-type]
+        gang.own, gang.job, gang.run_dir_path, gang.interrupts = task, job, run_dir, TorchrunInterrupts()
+        outcome = Outcome("done")
+        try:
+            yield gang
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first process has ended
+            task.kill()
+            gang.end(outcome)
+            write_error_file(spec.rank, outcome)
+
+
+def run_other_rank(spec: RankSpec, call: Callable[[], bytes], job: Mapping[str, Any], lost_timeout_s: float) -> Outcome:
+    """Run a rank other than 0 below this process, and return how the job has ended.
+
+    Args:
+        spec: its place.
+        call: returns what it runs, encoded by `return_values`.
+        job: how it works; see `torchrun_rank.run`.
+        lost_timeout_s: for how long the process of rank 0 may be silent.
+
+    Raises:
+        DdpHydraError: the process of rank 0 could not be told how this rank failed, or is gone.
+    """
+    other = OtherRank(spec, lost_timeout_s)
+    with forked(spec, other.meet) as other.task, other.signals_passed_on():
+        try:
+            other.task.give(call(), attempt=0, server={}, numbers={}, **job)
+            end = other.task.run_to_end()
+            outcome = other.outcome(end)
+        except Exception as error:
+            write_error_file(spec.rank, Outcome("failed", spec.rank, str(error), time.time()))
+            raise
+        finally:
+            if other.channel is not None:
+                other.channel.close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in `rank_0`
+    write_error_file(spec.rank, outcome)
+    return outcome
+
+
+class OtherRank:
+    """Connects a rank other than 0 with the process of rank 0.
+
+    Args:
+        spec: the rank's place.
+        lost_timeout_s: for how long the process of rank 0 may be silent.
+    """
+
+    task: TorchrunTask
+
+    def __init__(self, spec: RankSpec, lost_timeout_s: float) -> None:
+        self.spec, self.lost_timeout_s = spec, lost_timeout_s
+        self.channel: Channel | None = None
+        self.error: ClusterError | None = None
+
+    def meet(self, server: Mapping[str, Any]) -> None:
+        """Connect with the process of rank 0; the rank has heard where it is."""
+        torchrun.remember(str(server.get("run_dir", "")))
+        try:
+            connection = connect(server, self.spec, self.lost_timeout_s)
+        except ClusterError as error:
+            self.error = error
+            self.task.give_up()
+            return
+        self.channel = Channel(connection, self.spec.rank, self.task.own_worker, self.task.box)
+        self.task.own_worker.send_by(self.channel.send)
+
+    @contextmanager
+    def signals_passed_on(self) -> Iterator[None]:
+        """Have the process of rank 0 decide what happens after a signal; without it, end at once."""
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.channel is None:
+            raise KeyboardInterrupt
+        self.task.box.put({"told_to_end": reason_of(number)})
+
+    def outcome(self, end: Mapping[str, Any]) -> Outcome:
+        """Wait until the process of rank 0 has written the results, and return how the job has ended.
+
+        Args:
+            end: of this rank.
+
+        Raises:
+            DdpHydraError: it does not say.
+        """
+        while self.channel is not None and not self.channel.over.wait(0.5) and not self.task.has_lost_torchrun:
+            pass
+        if self.channel is not None and self.channel.outcome is not None:
+            return self.channel.outcome
+        if self.error is not None:
+            raise self.error
+        if self.task.has_lost_torchrun:
+            raise ClusterError(f"rank {self.spec.rank}: torchrun was killed, so this rank was stopped")
+        failure = Failure.from_end(end, self.spec.rank, self.spec.host, 0)
+        if failure is not None:
+            raise DdpHydraError(explain(failure))
+        raise ClusterError(
+            f"rank {self.spec.rank} on {self.spec.host} was stopped, because the process of rank 0 is gone, or its "
+            "host can't be reached"
+        )
+
+
+@contextmanager
+def forked(spec: RankSpec, on_server: Callable[[Mapping[str, Any]], None]) -> Iterator[TorchrunTask]:
+    """Fork a rank; after the block, nothing is left of it.
+
+    Args:
+        spec: its place.
+        on_server: called when the rank has heard where the process of rank 0 is.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, ExitStack() as stack:
+        task = TorchrunTask(spec, TorchrunWorker(spec.rank, folder), on_server, stack)
+        stack.callback(inbox.remove, GANG, spec.rank)
+        stack.callback(task.kill)
+        task.fork()
+        yield task
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Return what the other ranks are told of an error of rank 0's process."""
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome("interrupted")
+    if isinstance(error, JobFailed):
+        failure = error.failure
+        message = explain(replace(failure, traceback="", last_output=""))
+        return Outcome("failed", failure.rank, message, failure.time_s)
+    return Outcome("failed", 0, str(error), time.time())
+
+
+def write_error_file(rank: int, outcome: Outcome) -> None:
+    """Write the file from which torchrun takes what it says of a failure: the same cause for all ranks.
+
+    Args:
+        rank: of this process.
+        outcome: of the job.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or outcome.status != "failed":
+        return
+    is_cause, text = rank == outcome.rank, outcome.message
+    if not is_cause:
+        text = f"this rank was stopped, because rank {outcome.rank} had failed: {text}"
+    # torchrun takes the earliest failure for the cause.
+    time_s = str(int(outcome.time_s or time.time()) + (not is_cause))
+    # It shows the stack instead of the message; the traceback is what rank 0 prints.
+    content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": time_s}}}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps(content))

@@ -1,0 +1,127 @@
+"""Run a job on the ranks that torchrun has started; each of their processes runs the same command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from ddp_hydra.config import schema
+from ddp_hydra.dispatch import torchrun
+from ddp_hydra.dispatch.restarts import repeated
+from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
+from ddp_hydra.job.checks import check
+from ddp_hydra.job.gang_settings import backend, gang_settings
+from ddp_hydra.job.local import TRAIN
+from ddp_hydra.job.resume import weights_path
+from ddp_hydra.job.summary import why_stopped
+from ddp_hydra.rank import return_values
+from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.writers.run_dir import read_summary
+
+if TYPE_CHECKING:  # it imports Dask
+    from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
+
+
+def rank_job(cfg: DictConfig) -> dict[str, Any]:
+    """Return how a rank works; see `torchrun_rank.run`."""
+    return {
+        "backend": backend(cfg),
+        "timeout_s": cfg.dispatch.timeout_s,
+        "wait_s": cfg.cluster.get("wait_timeout_s") or cfg.dispatch.timeout_s,
+        "threads": cfg.trainer.threads,
+        "retry_s": cfg.results.retry_s,
+        "interface": cfg.dispatch.interface,
+    }
+
+
+@contextmanager
+def started(cfg: DictConfig, run_dir: Path) -> Iterator[TorchrunGang | None]:
+    """Start rank 0 below this process, if torchrun has started this; it imports torch while the job is prepared.
+
+    Args:
+        cfg: of the job.
+        run_dir: where its results are written.
+
+    Yields:
+        The ranks of torchrun, None without it.
+
+    Raises:
+        ConfigError: the config does not fit what torchrun has started.
+        Interrupted: torchrun has started again what had ended on purpose.
+        DdpHydraError: it has started again what fails each time.
+    """
+    spec = torchrun.place(cfg.cluster)
+    if spec is None:
+        yield None
+        return
+    if spec.rank:
+        raise ConfigError(
+            f"this is rank {spec.rank} of {spec.world_size} that torchrun has started: from Python, cluster=torchrun "
+            "runs nothing but rank 0; type torchrun ... -m ddp_hydra cluster=torchrun"
+        )
+    torchrun.check_job(cfg, spec)
+    if torchrun.restart_count():
+        refuse_restart(read_summary(run_dir), torchrun.restart_count())
+    from ddp_hydra.dispatch.torchrun_gang import rank_0
+
+    folder = str(run_dir.absolute())
+    torchrun.remember(folder)
+    job = rank_job(cfg)
+    settings = gang_settings(cfg) | {"name": "job", "start_timeout_s": job["wait_s"]}
+    with rank_0(spec, job, folder, **settings) as gang:
+        yield gang
+
+
+def refuse_restart(summary: Mapping[str, Any], restarts: int) -> None:
+    """Refuse to go on with a job that torchrun has started again for nothing; it knows only that a process has failed.
+
+    Args:
+        summary: of the attempts before.
+        restarts: how many times torchrun has started the ranks again.
+
+    Raises:
+        Interrupted: the job had ended on purpose.
+        DdpHydraError: it has failed twice in the same way.
+    """
+    if (reason := summary.get("interrupted")) in ("time_limit", "callback"):
+        raise Interrupted(f"{why_stopped(reason, summary['steps'])}: torchrun has started it again, but it is over")
+    attempts = (summary.get("attempts") or [])[-restarts:]
+    if why_not := repeated(attempts):
+        failure = attempts[-1]["failure"]
+        raise DdpHydraError(f"rank {failure['rank']} on {failure['host']}: {failure['message']}: {why_not}")
+
+
+def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
+    """Run a rank other than 0; the process of rank 0 runs the job.
+
+    Args:
+        cfg: of the job.
+        spec: the place of the rank.
+
+    Raises:
+        DdpHydraError: this rank failed, and the process of rank 0 could not be told.
+        SystemExit: the job failed or was interrupted; the process of rank 0 says why.
+    """
+    if cfg.dry_run:
+        return
+    torchrun.check_job(cfg, spec)
+
+    def call() -> bytes:
+        check(cfg)
+        config = schema.resolved(cfg)
+        if weights_path(cfg) is not None:  # rank 0 reads them
+            config["model"]["weights"] = None
+        return return_values.encode([TRAIN, [config], {}])
+
+    from ddp_hydra.dispatch.torchrun_gang import run_other_rank
+
+    try:
+        outcome = run_other_rank(spec, call, rank_job(cfg), cfg.dispatch.lost_timeout_s)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)

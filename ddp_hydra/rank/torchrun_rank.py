@@ -1,0 +1,158 @@
+"""Runs one rank in a process of its own, below the process that torchrun has started for it.
+
+The process that torchrun has started stays outside of the training, as a Dask worker does: it reads what this one
+sends and prints, and says how it ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_hydra import heartbeat, results
+from ddp_hydra.rank import environment, fault_injection, network, return_values, torchrun_meeting
+from ddp_hydra.rank.processes import die_with_parent
+from ddp_hydra.rank.spec import RankSpec
+
+
+def main(spec: RankSpec, parent: int, control: socket.socket, output: int, shared_status_fd: int) -> NoReturn:
+    """Run one rank; called in the process that was forked for it.
+
+    Args:
+        spec: this rank's place.
+        parent: process id of the process that torchrun has started.
+        control: socket to it: records go out, the job comes in.
+        output: pipe for stdout and stderr.
+        shared_status_fd: the page of memory in which this rank writes where it is.
+    """
+    code = 1
+    try:
+        os.setsid()  # Ctrl-C is for the parent
+        die_with_parent(parent)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream_fd in (1, 2):
+            os.dup2(output, stream_fd)
+        os.close(output)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        faulthandler.enable(2)
+        faulthandler.register(signal.SIGUSR1, 2)  # by which the parent requests the stacks
+        code = run(spec, control, heartbeat.SharedStatus.of(shared_status_fd))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedStatus) -> int:
+    """Join the others, do the job that comes through the control socket, and return the exit code."""
+    from setproctitle import setproctitle
+
+    from ddp_hydra.rank import process  # it imports torch, while the parent gets the job ready
+
+    setproctitle(f"ddp_hydra rank {spec.rank}/{spec.world_size} torchrun")
+    heartbeat.connect(shared_status)
+    heartbeat.at("join", 0)
+    job = receive(control)
+    results.connect(process.PipeSender(control, Path(job["outbox"])), spec.rank, job["attempt"], job["retry_s"])
+
+    def work() -> Any:
+        process.set_threads(job["threads"], spec.local_world_size)
+        os.environ.update(variables(spec, job["interface"]))
+        fn, args, kwargs = return_values.decode(base64.b64decode(job["call"]))
+        compared = comparable(args) if spec.world_size > 1 else {}
+        told = {"attempt": job["attempt"], "server": job["server"], "numbers": job["numbers"]}
+        mine = torchrun_meeting.Choices(kwargs.get("files", {}), compared, **told)
+        store = torchrun_meeting.meet(spec, job["wait_s"], job["timeout_s"])
+        first = torchrun_meeting.agree(store, spec, mine, job["wait_s"])
+        if spec.rank:
+            results.emit("up", {"server": first.server})
+            results.connect(process.PipeSender(control, Path(job["outbox"])), spec.rank, first.attempt, job["retry_s"])
+        fault_injection.install(spec.rank, first.attempt, {})
+        signal.signal(signal.SIGTERM, lambda *_: process.on_sigterm(shared_status))
+        with process.process_group(store, spec.rank, spec.world_size, job["backend"], job["timeout_s"]):
+            torchrun_meeting.check_same(mine.arguments, first.arguments, spec)
+            print(f"rank {spec.rank} of {spec.world_size}: {process.describe_place('')}")  # noqa: T201
+            heartbeat.at("run", 0)
+            for key, number in first.numbers.items():
+                replace_number(args[0], key, number)
+            value = process.call_function(fn, args, {**kwargs, "files": first.files})
+            heartbeat.at("end", shared_status.step)
+        return value
+
+    return process.report_end(work)
+
+
+def receive(control: socket.socket) -> dict[str, Any]:
+    """Wait for the job.
+
+    Raises:
+        EOFError: the parent has ended.
+    """
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        if not (piece := control.recv(2**20)):
+            raise EOFError("the process of torchrun has ended")
+        data += piece
+    job: dict[str, Any] = json.loads(data)
+    return job
+
+
+def replace_number(config: dict[str, Any], key: str, number: int) -> None:
+    """Replace a number of a config that exists.
+
+    Args:
+        config: nested.
+        key: "data.batch_size".
+        number: the new one.
+    """
+    *groups, name = key.split(".")
+    for group in groups:
+        config = config[group]
+    assert isinstance(config[name], int), key
+    config[name] = number
+
+
+def comparable(args: Any) -> dict[str, str]:
+    """Return the fingerprints of what must be the same on all ranks; only rank 0 knows the run that it resumes."""
+    same = [{k: v for k, v in one.items() if k != "resume"} if isinstance(one, Mapping) else one for one in args]
+    return torchrun_meeting.fingerprints(same)
+
+
+def variables(spec: RankSpec, interface: str | None) -> dict[str, str]:
+    """Return what a rank's environment has beyond that of torchrun: its GPU first, and the network interface.
+
+    gloo takes the interface that the host's name leads to, which often is loopback. That of the way to MASTER_ADDR
+    reaches the other hosts.
+
+    Args:
+        spec: this rank's place.
+        interface: `dispatch.interface`.
+
+    Raises:
+        ClusterError: this host has no such interface.
+    """
+    found = environment.own_gpu_first(os.environ, spec.local_rank)
+    if interface:
+        network.address_of(interface)
+        named = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        return found | {name: value for name, value in named.items() if name not in os.environ}
+    if spec.nodes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        host = os.environ["MASTER_ADDR"]
+        towards = network.interface_towards(f"tcp://{host}:{os.environ['MASTER_PORT']}")
+        if towards and not any(address.startswith("127.") for address in network.interfaces()[towards]):
+            found["GLOO_SOCKET_IFNAME"] = towards
+    return found

@@ -1,0 +1,218 @@
+"""Stands between one rank and the process of rank 0, as the task of a Dask worker stands between a rank and the client.
+
+It runs in the process that torchrun has started. The rank is a child of that process, so that whatever happens to it,
+somebody is left to say what it was.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+from ddp_hydra.rank import outbox, torchrun_rank
+from ddp_hydra.rank.launch_spec import LaunchSpec
+from ddp_hydra.rank.processes import kill_group
+from ddp_hydra.rank.record_relay import RecordRelay, publish
+from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.task import RankTask
+from ddp_hydra.rank.torchrun_channel import GANG
+from ddp_hydra.results import Record
+
+
+class TorchrunWorker:
+    """Has what a rank task needs of a Dask worker.
+
+    Args:
+        rank: its rank.
+        folder: for files on their way; this user's only.
+
+    Attributes:
+        send: sends lines to the process of rank 0; None until that is found.
+        unsent: lines that wait for it.
+    """
+
+    def __init__(self, rank: int, folder: str) -> None:
+        self.address, self.local_directory = f"rank {rank}", folder
+        self.send: Callable[[bytes], None] | None = None
+        self.unsent: list[bytes] = []
+        self.lock = threading.Lock()
+
+    def log_event(self, _topic: str, lines: bytes) -> None:
+        """Send records."""
+        with self.lock:
+            if self.send is None:
+                self.unsent.append(lines)
+            else:
+                self.send(lines)
+
+    def send_by(self, send: Callable[[bytes], None]) -> None:
+        """Send what has waited, and from now on all at once."""
+        with self.lock:
+            for lines in self.unsent:
+                send(lines)
+            self.unsent.clear()
+            self.send = send
+
+    def unsent_output(self) -> str:
+        """Return what the rank has printed and nobody has read."""
+        records = [Record.decode(line) for lines in self.unsent for line in lines.split(b"\n")]
+        return "".join(str(record.data["text"]) for record in records if record.kind == "log")
+
+    def get_current_task(self) -> str:
+        """Return the name of the Dask task, which does not exist."""
+        return ""
+
+
+class TorchrunRelay(RecordRelay):
+    """Passes on the records of a rank, but for the one that says where the process of rank 0 is.
+
+    Attributes:
+        on_server: called with it.
+    """
+
+    on_server: Callable[[Mapping[str, Any]], None]
+
+    def _forward(self, record: bytes) -> None:
+        if record.startswith(b'{"kind":"up"'):
+            self.on_server(Record.decode(record).data["server"])
+        else:
+            super()._forward(record)
+
+
+class TorchrunTask(RankTask):
+    """Forks a rank, passes its records on, and says how it ended.
+
+    Args:
+        spec: the rank's place.
+        worker: takes the records.
+        on_server: called when the rank has heard where the process of rank 0 is.
+        stack: closes, when the rank has ended, what is opened here.
+    """
+
+    def __init__(
+        self, spec: RankSpec, worker: TorchrunWorker, on_server: Callable[[Mapping[str, Any]], None], stack: ExitStack
+    ) -> None:
+        super().__init__(cast(Any, worker), LaunchSpec(GANG, 0, spec, b""), stack)
+        self.spec, self.own_worker, self.stack = spec, worker, stack
+        self.relay = relay = TorchrunRelay(cast(Any, worker), self.launch_spec, self.selector)
+        relay.on_server = on_server
+        self.launcher.relay = self.relay
+        self.launched_by = os.getppid()
+        self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        self.was_given_up = False
+
+    def fork(self) -> None:
+        """Fork the rank. Call this before there are threads."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        control, theirs = socket.socketpair()
+        output, their_output = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            control.close()
+            os.close(output)
+            torchrun_rank.main(self.spec, parent, theirs, their_output, self.shared_status_fd)
+        theirs.close()
+        os.close(their_output)
+        self.stack.callback(control.close)
+        self.stack.callback(os.close, output)
+        self.launcher.control, self.launcher.output = control, output
+
+    def give(self, call: bytes, **settings: Any) -> None:
+        """Give the rank its job.
+
+        Args:
+            call: "module:name", arguments and keyword arguments, encoded by `return_values`.
+            settings: see `torchrun_rank.run`.
+        """
+        folder = outbox.folder(self.own_worker, GANG, self.spec.rank)
+        with contextlib.suppress(OSError):  # it has ended, and that will be said
+            self.launcher.send({"call": base64.b64encode(call).decode(), "outbox": str(folder), **settings})
+
+    def run_to_end(self) -> dict[str, Any]:
+        """Pass on what the rank sends until it has ended, and then how it ended; return that."""
+        publish(self.worker, self.launch_spec, "up", {})
+        try:
+            end = self.run()
+        except Exception as error:  # of ours, or of the host
+            self.kill()
+            message = f"could not be watched: {type(error).__name__}: {error}"
+            end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
+        end = {"time_s": time.time(), **end}
+        publish(self.worker, self.launch_spec, "end", end)
+        return end
+
+    def on_message(self, message: Mapping[str, Any]) -> None:
+        """Act on a message; tell the process of rank 0 that this one has got a signal."""
+        if "told_to_end" in message:
+            publish(self.worker, self.launch_spec, "preempted", {"reason": message["told_to_end"]})
+        else:
+            super().on_message(message)
+
+    def give_up(self) -> None:
+        """Have the rank end soon; called from any thread."""
+        self.was_given_up = True
+        self.box.put({"stop": True})
+
+    def start(self) -> None:
+        """Wait for the rank's records, its end and the inbox from now on."""
+        self.relay.start(self.launcher.control, self.launcher.output)
+        self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
+        if hasattr(os, "pidfd_open"):
+            assert self.pid
+            self.process_fd = os.pidfd_open(self.pid)
+            self.stack.callback(os.close, self.process_fd)
+            self.selector.register(self.process_fd, selectors.EVENT_READ, self.reap)
+
+    def reap(self) -> None:
+        """Note that the rank has ended, if it has."""
+        if self.exit is not None or not self.pid:
+            return
+        pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+        if pid:
+            kill_group(pid)  # processes that the rank started, such as data loaders
+            peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            self.exit = {"exit": os.waitstatus_to_exitcode(status), "peak_rss": peak}
+            if hasattr(self, "process_fd"):
+                self.selector.unregister(self.process_fd)
+
+    def check_stop(self) -> None:
+        """Stop a rank that was given up, and kill one that does not stop."""
+        self.reap()
+        super().check_stop()
+
+    def signal(self, number: int, alone: bool = False) -> None:
+        """Send a signal to the rank's process group, or to the rank alone."""
+        if self.exit is None and self.pid:
+            with contextlib.suppress(OSError):
+                (os.kill if alone else os.killpg)(self.pid, number)
+
+    @property
+    def has_lost_torchrun(self) -> bool:
+        """Return whether torchrun was killed: nobody would end this process, or start it again."""
+        return self.has_agent and os.getppid() != self.launched_by
+
+    def is_cancelled(self) -> bool:
+        """Return whether nobody needs the rank any more."""
+        return self.was_given_up or self.has_lost_torchrun
+
+    def kill(self) -> None:
+        """End the rank at once, if it still runs, and wait for it."""
+        if self.exit is None and self.pid:
+            self.signal(signal.SIGKILL, alone=True)  # it may not have its process group yet
+            self.signal(signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}

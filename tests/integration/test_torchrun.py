@@ -1,0 +1,321 @@
+"""Without Dask: each process that torchrun starts is one rank of the same job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.integration.project.models.reporter import LARGE
+from tests.integration.support.hosts import PLUMBING, Host, needs_hosts, network
+from tests.integration.support.training import CLOCKS, train
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+TINY = (
+    "data=tiny",
+    "model=tiny",
+    "optimizer.lr=0.1",
+    "scheduler=none",
+    "trainer.threads=1",
+    "trainer.log_every_steps=1",
+)
+
+
+def torchrun(cli: Any, *own: str, job: Iterable[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return cli.run(*two(*own), *job, module="torch.distributed.run", **apart(cli), **options)
+
+
+def two(*own: str) -> list[str]:
+    """The arguments of torchrun for two ranks here."""
+    return ["--standalone", "--nproc-per-node", "2", *own, "-m", "ddp_hydra"]
+
+
+def apart(cli: Any) -> dict[str, str]:
+    """A place for the folders that torchrun leaves."""
+    (cli.folder / "home").mkdir(exist_ok=True)
+    return {"TMPDIR": str(cli.folder / "home")}
+
+
+def run_directory(cli: Any) -> Path:
+    (folder,) = (cli.folder / "outputs").glob("*/*")
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_started_again_and_the_numbers_are_those_of_dask(cli, client2, project, tmp_path):
+    """In one run directory, with what all ranks print and send."""
+    words = (*TINY, "trainer.epochs=2", "trainer.checkpoint_every_steps=2")
+    on_dask = train(client2, project, tmp_path / "dask", *words, ranks=2)
+
+    said = "+callbacks.reporter._target_=models.reporter.Reporter"
+    job = ("cluster=torchrun", *words, said, "+fault=kill,rank=1,step=5")
+    ended = torchrun(cli, "--max-restarts=1", job=job, timeout_s=200)  # two starts, each with several imports of torch
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("\ndone: ") == 1
+    assert sorted(path.name for path in cli.folder.iterdir() if path.name != "home") == ["dask", "outputs"]
+    folder = run_directory(cli)
+    summary = summary_of(folder)
+    assert (summary["status"], summary["world_size"], summary["restarts"]) == ("done", 2, 1)
+    (failed,) = summary["attempts"]
+    assert (failed["attempt"], failed["failure"]["rank"], failed["failure"]["step"]) == (0, 1, 5)
+    assert failed["failure"]["message"].startswith("killed by SIGKILL: ")
+    assert ended.stderr.count("\nddp_hydra: ") + ended.stderr.startswith("ddp_hydra: ") == 1
+
+    lines = [line for line in metrics(folder) if not any(name.startswith("of_rank") for name in line)]
+    for line in lines:
+        line["attempt"] = 0
+    assert lines == on_dask.metrics()
+    mine = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["model"]
+    theirs = on_dask.checkpoint("last.pt")["model"]
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+    for rank in range(2):
+        log = (folder / "logs" / f"rank-{rank}.log").read_text()
+        first, again, *more = log.split("--- attempt 1 ---\n")
+        assert f"printed by rank {rank}" in first
+        assert f"printed by rank {rank}" in again
+        assert not more
+        assert len(re.findall(rf"^\S+ rank {rank}: warning of rank {rank}$", ended.stderr, re.MULTILINE)) == 2
+        assert (folder / "said" / f"small-{rank}.txt").read_text() == str(rank)
+        assert (folder / "said" / f"large-{rank}.txt").read_text() == str(rank) * LARGE
+    assert {name for line in metrics(folder) for name in line if name.startswith("of_")} == {"of_rank_0", "of_rank_1"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_resume(cli, client2, project, tmp_path):
+    on_dask = train(client2, project, tmp_path / "dask", *TINY, "trainer.epochs=2", ranks=2)
+    first = torchrun(cli, job=("cluster=torchrun", *TINY, "trainer.epochs=1"))
+    assert first.returncode == 0, first.stderr
+    half = len(metrics(run_directory(cli)))
+    more = (f"resume={run_directory(cli)}", "trainer.epochs=2", "hydra.run.dir=rest")
+    rest = torchrun(cli, job=("cluster=torchrun", *TINY, *more))
+    assert rest.returncode == 0, rest.stderr
+    assert metrics(cli.folder / "rest") == on_dask.metrics()[half:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "status"), [("raise", "raised"), ("segv", "killed"), ("exit", "exited")])
+def test_one_failure_is_reported_with_its_rank(cli, kind, status):
+    ended = torchrun(cli, job=("cluster=torchrun", *TINY, f"+fault={kind},rank=1,step=3"), timeout_s=60)
+    assert ended.returncode != 0
+    failure = summary_of(run_directory(cli))["failure"]
+    assert (failure["kind"], failure["rank"], failure["step"]) == (status, 1, 3)
+    said = f"rank 1 on {failure['host']}: {failure['message']}"
+    assert ended.stderr.count(f"ddp_hydra: {said}") == 1
+    assert failure["traceback"] in ended.stderr
+    cause = ended.stderr.partition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1 " in cause
+    assert said in cause
+
+
+@pytest.mark.slow
+def test_a_hang_is_named(cli):
+    quick = ("dispatch.hang_timeout_s=5",)
+    ended = torchrun(cli, job=("cluster=torchrun", *TINY, *quick, "+fault=hang,rank=1,step=3,at=load"), timeout_s=90)
+    assert ended.returncode != 0
+    failure = summary_of(run_directory(cli))["failure"]
+    assert (failure["kind"], failure["rank"]) == ("hung", 1)
+    assert "fault_injection.py" in failure["traceback"]
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_built_is_a_failed_run(cli):
+    ended = torchrun(cli, job=("cluster=torchrun", *TINY, "model.num_classes=nine"), timeout_s=60)
+    assert ended.returncode != 0
+    assert summary_of(run_directory(cli))["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_config_that_differs_is_named(cli):
+    own = ("tags=[of-${oc.env:LOCAL_RANK}]",)
+    ended = torchrun(cli, job=("cluster=torchrun", *TINY, *own), timeout_s=60)
+    assert ended.returncode != 0
+    assert "has composed another config than rank 0: " in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_at_once(cli):
+    ended = torchrun(cli, job=("cluster=torchrun", *TINY, "trainer.epochs=0", "hydra.run.dir=other"), timeout_s=60)
+    assert ended.returncode != 0
+    assert "trainer.epochs=0: give a whole number of at least 1" in ended.stderr
+
+
+def of_torchrun(process: subprocess.Popen[str], rank: int) -> int:
+    """The process that torchrun has started for a rank."""
+    for child in psutil.Process(process.pid).children():
+        if child.environ().get("RANK") == str(rank):
+            return child.pid
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        pytest.param(lambda it: it.send_signal(signal.SIGTERM), "preemption", marks=pytest.mark.slow),
+        pytest.param(lambda it: os.kill(of_torchrun(it, 1), signal.SIGTERM), "preemption", marks=pytest.mark.slow),
+        (lambda it: os.killpg(it.pid, signal.SIGINT), "interrupt"),
+    ],
+    ids=["SIGTERM to torchrun", "SIGTERM to one rank", "Ctrl-C in its terminal"],
+)
+def test_a_job_that_is_told_to_end_saves_first(cli, wait_for, end, reason):
+    with running(cli, wait_for) as process:
+        end(process)
+        _, stderr = process.communicate(timeout=40)
+    assert process.returncode != 0
+    summary = summary_of(run_directory(cli))
+    assert (summary["status"], summary["interrupted"]) == ("interrupted", reason)
+    assert f"saved at step {summary['steps']}: go on with resume=" in stderr
+    assert (run_directory(cli) / "checkpoints" / "last.pt").exists()
+    if "exitcode" in stderr:  # torchrun was not told to end itself
+        assert "exitcode  : 130" in stderr
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_torchrun_that_is_killed(cli, wait_for):
+    with running(cli, wait_for) as process:
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 4  # two ranks below two processes
+        process.kill()
+        process.communicate(timeout=40)
+    assert not psutil.wait_procs(started, timeout=20)[1]
+    failure = summary_of(run_directory(cli))["failure"]
+    assert failure["message"].startswith("torchrun was killed, so its ranks were stopped: ")
+
+
+@contextlib.contextmanager
+def running(cli: Any, wait_for: Any) -> Iterator[subprocess.Popen[str]]:
+    """A job that takes long, after its first step."""
+    slow = ("data.delay_s=0.05", "trainer.epochs=500")
+    process = cli.start(*two(), "cluster=torchrun", *TINY, *slow, module="torch.distributed.run", **apart(cli))
+    try:
+        wait_for(lambda: [*cli.folder.glob("outputs/*/*/metrics.jsonl")], 60, "a first step")
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.mark.slow
+def test_any_launcher_that_sets_the_variables_will_do(cli):
+    """Here rank 0 serves the store itself, as where `srun` starts each rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **apart(cli)}
+    words = ("cluster=torchrun", *TINY, "trainer.epochs=1", "+callbacks.reporter._target_=models.reporter.Reporter")
+    processes = [cli.start(*words, RANK=str(rank), LOCAL_RANK=str(rank), **own) for rank in range(2)]
+    try:
+        ended = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert [process.returncode for process in processes] == [0, 0], ended
+    assert summary_of(run_directory(cli))["status"] == "done"
+    assert ended[1] == ("", "")
+    assert "printed by rank 1" in (run_directory(cli) / "logs" / "rank-1.log").read_text()
+
+
+@contextlib.contextmanager
+def on_two_hosts(project: Path, *job: str, nodes: str = "2") -> Iterator[list[Host]]:
+    """Start a torchrun on each of two hosts, with one rank."""
+    with network(2) as hosts:
+        for node, host in enumerate(hosts):
+            host.boot()
+            meet = ("--rdzv-backend=c10d", "--rdzv-id=t", f"--rdzv-endpoint={hosts[0].address}:29400")
+            # They have the same name, which leads to none of them.
+            here = (f"--rdzv-conf=is_host={1 - node},last_call_timeout=5", f"--local-addr={host.address}")
+            own = (f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=1", "-m", "ddp_hydra", "cluster=torchrun")
+            command = ("-m", "torch.distributed.run", *meet, *here, *own, *TINY, *job)
+            host.start(sys.executable, *command, DDP_HYDRA_PROJECT=str(project), OMP_NUM_THREADS="1")
+        yield hosts
+
+
+def is_done(folder: Path) -> bool:
+    return (folder / "summary.json").exists() and summary_of(folder)["status"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@needs_hosts
+def test_two_hosts_that_share_no_loopback(project, wait_for, tmp_path):
+    """A rank is killed, both hosts start again, and what the other host's rank sends comes through the network."""
+    run = tmp_path / "run"
+    job = (f"hydra.run.dir={run}", "trainer.epochs=2", "trainer.checkpoint_every_steps=2", "+fault=kill,rank=1,step=3")
+    with on_two_hosts(project, *job, "+callbacks.reporter._target_=models.reporter.Reporter") as hosts:
+        wait_for(lambda: is_done(run), 200, "the job")
+        wait_for(lambda: all(it.name() in PLUMBING for host in hosts for it in host.processes()), 20, "the end")
+        told = "".join(host.log.read_text() for host in hosts)
+    summary = summary_of(run)
+    assert (summary["world_size"], summary["restarts"]) == (2, 1)
+    assert summary["attempts"][0]["failure"]["message"].startswith("killed by SIGKILL: ")
+    assert told.count("\nddp_hydra: rank 1 on ") == 1
+    for rank in range(2):
+        assert f"printed by rank {rank}" in (run / "logs" / f"rank-{rank}.log").read_text()
+        assert (run / "said" / f"large-{rank}.txt").read_text() == str(rank) * LARGE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@needs_hosts
+def test_a_job_goes_on_without_a_host_that_is_lost(project, wait_for, tmp_path):
+    """With the same global batch, where torchrun may do with fewer hosts."""
+    run = tmp_path / "run"
+    job = (f"hydra.run.dir={run}", "trainer.epochs=15", "trainer.checkpoint_every_steps=2", "data.delay_s=0.03")
+    with on_two_hosts(project, *job, nodes="1:2") as hosts:
+        wait_for((run / "checkpoints" / "last.pt").exists, 120, "a checkpoint")
+        hosts[1].kill()
+        wait_for(lambda: is_done(run), 200, "the job")
+        wait_for(lambda: all(it.name() in PLUMBING for it in hosts[0].processes()), 20, "the end")
+    summary = summary_of(run)
+    assert (summary["world_size"], summary["steps"], summary["samples"]) == (1, 90, 90 * 16)
+    failure = summary["attempts"][0]["failure"]
+    assert (failure["kind"], failure["rank"]) == ("lost", 1)
+
+
+HERE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (["cluster=torchrun", "seed=1"], {}, "-m ddp_hydra cluster=torchrun seed=1"),
+        (["cluster=torchrun"], {**HERE, "WORLD_SIZE": "two"}, "must be whole numbers"),
+        (
+            ["cluster=inline"],
+            HERE,
+            "rank 1 of 2 that torchrun has started, but cluster ddp_hydra.cluster.kinds.inline.Inline",
+        ),
+        (["-m", "cluster=torchrun", "seed=1,2"], HERE, "a sweep starts its jobs itself"),
+    ],
+)
+def test_what_does_not_fit_the_environment_is_refused_with_what_to_type(cli, arguments, variables, said):
+    ended = cli.run(*arguments, *TINY, **variables)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(cli.folder.rglob("summary.json"))
