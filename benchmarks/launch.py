@@ -20,6 +20,8 @@ from ddp_hydra.dispatch import Gang
 from ddp_hydra.job.local import TRAIN
 
 RANKS = (2, 4)
+SECOND_COMMAND = 2.8
+"""Goal of torchrun / second command: 1.2 s on a machine where torchrun with 2 ranks takes 3.4 s."""
 WARM = 3
 """Warm launches for each cold one: they take next to no time."""
 
@@ -50,11 +52,11 @@ def compare(
     """Return the figures of one number of ranks."""
     hand = report.times(f"torchrun, {ranks} ranks", theirs)
     cold = report.times(f"ddp_hydra cold, {ranks} ranks", colds)
-    second = report.times(f"ddp_hydra second command, {ranks} ranks", seconds, Goal(1.2, at_most=True))
+    second = report.times(f"ddp_hydra second command, {ranks} ranks", seconds)
     warm = report.times(f"ddp_hydra warm, {ranks} ranks", gangs)
     yield from (hand, cold, second, warm)
     yield report.ratio(f"cold / torchrun, {ranks} ranks", cold, hand, Goal(1.3, at_most=True))
-    yield report.ratio(f"torchrun / second command, {ranks} ranks", hand, second)
+    yield report.ratio(f"torchrun / second command, {ranks} ranks", hand, second, Goal(SECOND_COMMAND))
     yield report.ratio(f"torchrun / warm, {ranks} ranks", hand, warm, Goal(40 if ranks == 2 else 25))
 
 
@@ -91,17 +93,24 @@ def torchrun(ranks: int, stamp: Path) -> float:
     return since(commands.torchrun("torchrun_first_step.py", str(stamp), ranks=ranks), stamp)
 
 
-def warm(ranks: int, n: int, stamp: Path) -> Iterator[float]:
-    """Measure from a dispatch to the first step, on a cluster that has run one gang before."""
+def warm(ranks: int, n: int, stamp: Path, *more: str) -> Iterator[float]:
+    """Measure from a dispatch to the first step, on a cluster that has run one gang before.
+
+    Args:
+        ranks: of each gang.
+        n: how many gangs to start.
+        stamp: a file for the time of the first step.
+        more: overrides that come first.
+    """
     schema.register()
     with initialize_config_dir(str(commands.ROOT / "conf"), **VERSION_BASE):
-        cfg = compose("config", [commands.CONF, *overrides(ranks, stamp)])
+        cfg = compose("config", [commands.CONF, *more, *overrides(ranks, stamp)])
     plain: dict[str, Any] = schema.resolved(cfg)
     packed = project.pack(commands.ROOT)
     with connect.connect(cfg.cluster) as client:
         for turn in range(n + 1):
             begin = time.time()
-            Gang(client, name="bench", project=packed, threads=1).run(TRAIN, plain)
+            Gang(client, name="bench", project=packed, threads=1, on_record=lambda record: None).run(TRAIN, plain)
             if turn:
                 yield since(begin, stamp)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -64,6 +65,34 @@ class Figure:
         return self.goal is None or self.goal.met(self.median)
 
 
+@dataclass(frozen=True)
+class Absent:
+    """Hold a line of the table without a figure.
+
+    Args:
+        name: what was to be measured.
+        why: in a sentence or the first line of an error.
+        failed: it was tried; otherwise it was left out.
+    """
+
+    name: str
+    why: str
+    failed: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Return whether it did not fail."""
+        return not self.failed
+
+    @property
+    def verdict(self) -> str:
+        """The last column of its row."""
+        return "failed" if self.failed else "left out"
+
+
+Line = Figure | Absent
+
+
 def times(name: str, runs: Sequence[float], goal: Goal | None = None, unit: str = "s") -> Figure:
     """Measured times, or what else shall be little: the best is the shortest."""
     return Figure(name, statistics.median(runs), min(runs), max(runs), unit, goal, tuple(runs))
@@ -72,6 +101,11 @@ def times(name: str, runs: Sequence[float], goal: Goal | None = None, unit: str 
 def speeds(name: str, runs: Sequence[float]) -> Figure:
     """Measured speeds: the best is the highest."""
     return Figure(name, statistics.median(runs), max(runs), min(runs), "samples/s", runs=tuple(runs))
+
+
+def value(name: str, number: float, goal: Goal | None = None, unit: str = "") -> Figure:
+    """Return a figure that was measured once, or counted."""
+    return Figure(name, number, number, number, unit, goal, (number,))
 
 
 def ratio(name: str, over: Figure, under: Figure, goal: Goal | None = None) -> Figure:
@@ -94,17 +128,36 @@ def main(description: str, measure: Callable[[int], Iterable[Figure]], repeats: 
         repeats: unless `--repeats` says otherwise.
     """
     parser = argparse.ArgumentParser(description=description)
+    add_options(parser, repeats)
+    arguments = parser.parse_args()
+    check_options(parser, arguments)
+    finish(list(measure(arguments.repeats)), arguments)
+
+
+def add_options(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """Add the options of every benchmark.
+
+    Args:
+        parser: of the command.
+        repeats: unless `--repeats` says otherwise.
+    """
     parser.add_argument("--repeats", type=int, default=repeats, help=f"runs of each side ({repeats})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
-    arguments = parser.parse_args()
+
+
+def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the command if an option of `add_options` has a wrong value."""
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
-    figures = list(measure(arguments.repeats))
-    Console(width=None if sys.stdout.isatty() else 110).print(table(figures))
+
+
+def finish(lines: Sequence[Line], arguments: argparse.Namespace) -> None:
+    """Print the table; write `--json`; with `--check`, exit 1 where a goal is missed."""
+    Console(width=None if sys.stdout.isatty() else 110).print(table(lines))
     if arguments.json:
-        arguments.json.write_text(json.dumps(as_dict(figures), indent=2) + "\n")
-    missed = [figure.name for figure in figures if not figure.met]
+        arguments.json.write_text(json.dumps(as_dict(lines), indent=2) + "\n")
+    missed = [line.name for line in lines if not line.met]
     if arguments.check and missed:
         sys.exit(f"missed: {'; '.join(missed)}")
 
@@ -114,35 +167,33 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table(figures: Iterable[Figure]) -> Table:
-    """Return the figures as a table."""
+def table(lines: Iterable[Line]) -> Table:
+    """Return the lines as a table."""
     shown = Table("figure", title=machine())
     for heading in ("median", "best", "worst", "unit", "goal", ""):
         shown.add_column(heading, justify="right" if heading in ("median", "best", "worst") else "left")
-    for figure in figures:
-        verdict = "" if figure.goal is None else "ok" if figure.met else "[bold]missed[/bold]"
-        shown.add_row(
-            figure.name,
-            digits(figure.median),
-            digits(figure.best),
-            digits(figure.worst),
-            figure.unit,
-            "" if figure.goal is None else str(figure.goal),
-            verdict,
-        )
+    for line in lines:
+        if isinstance(line, Absent):
+            shown.add_row(escape(f"{line.name}: {line.why}"), "", "", "", "", "", f"[bold]{line.verdict}[/bold]")
+            continue
+        verdict = "" if line.goal is None else "ok" if line.met else "[bold]missed[/bold]"
+        numbers = (digits(line.median), digits(line.best), digits(line.worst))
+        shown.add_row(escape(line.name), *numbers, line.unit, "" if line.goal is None else str(line.goal), verdict)
     return shown
 
 
 def digits(value: float) -> str:
-    """Three decimals, fewer for large numbers."""
+    """Three decimals, fewer for large numbers; none for what was counted."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"
 
 
-def as_dict(figures: Iterable[Figure]) -> dict[str, object]:
-    """Return the figures as JSON values."""
+def as_dict(lines: Iterable[Line]) -> dict[str, object]:
+    """Return the lines as JSON values."""
     return {
         "machine": machine(),
-        "figures": [{**asdict(figure), "met": figure.met} for figure in figures],
+        "figures": [{**asdict(line), "met": line.met} for line in lines],
     }
 
 

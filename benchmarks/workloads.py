@@ -51,6 +51,13 @@ class Vectors(InMemory):
         super().__init__(torch.randn(n_samples, 64), torch.randint(10, (n_samples,)), 10)
 
 
+class LoudVectors(InMemory):
+    """Random vectors so long that scaled gradients overflow in fp16."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__(100 * torch.randn(n_samples, 64), torch.randint(10, (n_samples,)), 10)
+
+
 class DigitVectors(InMemory):
     """scikit-learn's handwritten digits, 64 pixels each.
 
@@ -70,6 +77,36 @@ class Images(InMemory):
 
     def __init__(self, n_samples: int) -> None:
         super().__init__(torch.randn(n_samples, 3, 32, 32), torch.randint(10, (n_samples,)), 10)
+
+
+class Crops(InMemory):
+    """Random images of bytes in a thousand classes. A few hundred stand for all: as many as fit into any memory.
+
+    Args:
+        n_samples: length of the data set.
+        side: height and width of an image.
+    """
+
+    def __init__(self, n_samples: int, side: int = 224) -> None:
+        self.n_samples = n_samples
+        kept = min(n_samples, 512)
+        super().__init__(
+            torch.randint(256, (kept, 3, side, side), dtype=torch.uint8), torch.randint(1000, (kept,)), 1000
+        )
+
+    def __len__(self) -> int:
+        return self.n_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(index % len(self.x))
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return super().__getitems__([index % len(self.x) for index in indices])
+
+    def prepare(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Numbers from -1 to 1, on the device."""
+        x, y = batch
+        return x.float().div(127.5).sub(1), y
 
 
 class Windows(InMemory):

@@ -52,7 +52,7 @@ def make(folder: Path) -> Path:
     (folder / ".gitignore").write_text("*\n")
     shutil.rmtree(root, ignore_errors=True)
     photos = root / BUCKET / PREFIX
-    _write_photos(photos)
+    write_photos(photos)
     shards.write(photos, root / BUCKET / shards.PREFIX)
     pages = root / listing.FOLDER
     files = [(f"{PREFIX}/{file.relative_to(photos)}", file.stat()) for file in sorted(photos.rglob("*.jpg"))]
@@ -64,12 +64,19 @@ def make(folder: Path) -> Path:
     return root
 
 
-def _write_photos(folder: Path) -> None:
+def write_photos(folder: Path, images: int = IMAGES, of_fields: int = _FIELDS) -> None:
+    """Write JPEGs of 500x375 in ten folders.
+
+    Args:
+        folder: of the folders.
+        images: how many.
+        of_fields: different random images that they are made of, at least 2.
+    """
     rng = np.random.default_rng(SEED)
-    fields = [_clouds(rng) for _ in range(_FIELDS)]
+    fields = [_clouds(rng) for _ in range(of_fields)]
     noise = rng.standard_normal((2 * SIZE[1], 2 * SIZE[0], 1), dtype=np.float32)
-    for number in range(IMAGES):
-        first, second = rng.choice(_FIELDS, 2, replace=False)
+    for number in range(images):
+        first, second = rng.choice(of_fields, 2, replace=False)
         grain = GRAIN[0] * (GRAIN[1] / GRAIN[0]) ** (rng.uniform() ** SKEW)
         pixels = _part(fields[first], rng) + _part(fields[second], rng) + grain * _part(noise, rng) + 128
         picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))

@@ -13,18 +13,24 @@ from benchmarks.peers.loop_common import Log, Work, arguments, loss_of
 
 def main() -> None:
     """Train."""
-    dist.init_process_group("gloo")
-    work = Work(**vars(arguments()), rank=dist.get_rank(), world_size=dist.get_world_size())
+    given = vars(arguments())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    work = Work(**given, rank=rank, world_size=world_size)
+    if work.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(work.backend)
     model, data = work.build()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
-    log = Log(work)
+    log, scaler = Log(work), work.scaler()
     for x, y in work.batches(data):
-        logits = ddp(x)
-        loss = loss_of(logits, y)
+        with work.autocast():
+            logits = ddp(x)
+            loss = loss_of(logits, y)
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         log.add(loss, logits, y)
     dist.destroy_process_group()
     os._exit(0)  # a thread of torch's aborts some regular exits, after all is done

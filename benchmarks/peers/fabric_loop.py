@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.strategies import DDPStrategy
+
+try:
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
+except ModuleNotFoundError:  # the same, as a part of the package lightning
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
 
 from benchmarks.peers.loop_common import Log, Work, arguments, loss_of
+
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def main() -> None:
     """Train."""
-    strategy = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
     world_size = int(os.environ["WORLD_SIZE"])
-    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    work = Work(**vars(arguments()), rank=int(os.environ["RANK"]), world_size=world_size)
+    strategy = DDPStrategy(process_group_backend=work.backend, gradient_as_bucket_view=True)
+    precision = PRECISIONS[work.precision]
+    fabric = Fabric(accelerator=work.device, devices=world_size, strategy=strategy, precision=precision)
     fabric.launch()
-    work = Work(**vars(arguments()), rank=fabric.global_rank, world_size=world_size)
     bare, data = work.build()
     model, optimizer = fabric.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9, fused=True))
     log = Log(work)

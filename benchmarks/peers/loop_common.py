@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import loop_photos
-from benchmarks.workloads import Images, Windows
+from benchmarks.workloads import Crops, Images, Windows
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=("lstm", "resnet18"), required=True)
+    parser.add_argument("--model", choices=("lstm", "resnet18", "resnet50"), required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--metrics", required=True)
     parser.add_argument("--endpoint", help="URL of the store with photos; without, data are in memory")
+    parser.add_argument("--crops", type=int, metavar="SIDE", help="images of bytes and of this size, in memory")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
     return parser.parse_args()
 
 
@@ -41,6 +46,10 @@ class Work:
         endpoint: URL of the store with photos; None for data in memory.
         rank: whose.
         world_size: number of ranks.
+        crops: size of images of bytes; None for others.
+        device: cpu or cuda.
+        precision: fp32, bf16 or fp16, by autocast.
+        compile: the model.
     """
 
     model: str
@@ -50,6 +59,24 @@ class Work:
     endpoint: str | None
     rank: int
     world_size: int
+    crops: int | None = None
+    device: str = "cpu"
+    precision: str = "fp32"
+    compile: bool = False
+
+    @property
+    def backend(self) -> str:
+        """That of the process group."""
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of the forward pass."""
+        kind = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        return torch.autocast(self.device, kind, enabled=self.precision != "fp32")
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Return what scales the loss for fp16; else it does nothing."""
+        return torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
 
     def build(self) -> tuple[nn.Module, Any]:
         """Make the model and its data."""
@@ -61,10 +88,17 @@ class Work:
 
             data: Any = Windows(n_samples)
             return CharLSTM(data.num_classes), data
-        from models.resnet import resnet18
+        from models import resnet
 
-        data = loop_photos.photos(self.endpoint) if self.endpoint else Images(n_samples)
-        return resnet18(loop_photos.CLASSES).to(memory_format=torch.channels_last), data
+        if self.crops:
+            data = Crops(n_samples, self.crops)
+        else:
+            data = loop_photos.photos(self.endpoint) if self.endpoint else Images(n_samples)
+        classes = data.num_classes if self.crops else loop_photos.CLASSES
+        model = getattr(resnet, self.model)(classes).to(self.device, memory_format=torch.channels_last)
+        if self.compile:
+            model.compile()
+        return model, data
 
     def batches(self, data: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's batches, in random order."""
@@ -73,10 +107,29 @@ class Work:
         mine = [order[start : start + self.batch_size] for start in starts]
         if self.endpoint:
             batches = loop_photos.load(data, [indices.tolist() for indices in mine])
+        elif self.device == "cuda":
+            batches = (data.prepare(batch) for batch in self.to_gpu(data, mine))
         else:
-            batches = (data.prepare((data.x[indices], data.y[indices])) for indices in mine)
+            batches = (data.prepare(picked(data, indices)) for indices in mine)
         for x, y in batches:
             yield (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x), y
+
+    def to_gpu(self, data: Any, mine: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Copy batches from pinned memory; the next one is made in a thread while the model computes."""
+        with ThreadPoolExecutor(1) as pool:
+            pinned = lambda indices: [part.pin_memory() for part in picked(data, indices)]  # noqa: E731
+            coming = pool.submit(pinned, mine[0])
+            for indices in [*mine[1:], None]:
+                batch = coming.result()
+                if indices is not None:
+                    coming = pool.submit(pinned, indices)
+                yield [part.to(self.device, non_blocking=True) for part in batch]
+
+
+def picked(data: Any, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a batch of data in memory, which may hold fewer samples than it has."""
+    indices = indices % len(data.x)
+    return data.x[indices], data.y[indices]
 
 
 class Log:
@@ -88,7 +141,7 @@ class Log:
 
     def __init__(self, work: Work) -> None:
         self.work, self.step = work, 0
-        self.sums = torch.zeros(3)
+        self.sums = torch.zeros(3, device=work.device)
         self.file = open(work.metrics, "w", buffering=1) if work.rank == 0 else None  # noqa: PTH123, SIM115
 
     @torch.no_grad()
@@ -96,7 +149,7 @@ class Log:
         """Count one step."""
         self.step += 1
         correct = (logits.argmax(-1) == y).sum()
-        self.sums += torch.stack([loss * y.numel(), correct, torch.tensor(float(y.numel()))])
+        self.sums += torch.stack([loss.float() * y.numel(), correct, loss.new_full((), y.numel(), dtype=torch.float)])
         if self.step % 10 == 0:
             dist.all_reduce(self.sums)
             loss_sum, correct_sum, seen = self.sums.tolist()
