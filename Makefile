@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 JOBS ?= 3
+FAST_JOBS ?= 2
+DEVICE ?= cuda
+REPORT ?=
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
+VENVCUDA ?= .venv-dask-cuda
 TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hydra/sweep \
 	$(addprefix tests/ddp_hydra/,cli config job training/test_loop.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
@@ -30,18 +34,22 @@ define unit_tested
 	$(1)/bin/python -m pytest -n $(JOBS) -m "not integration and not slow" --hypothesis-profile=few
 endef
 
-BENCHMARKS := launch overhead recovery data train exchange scale step_cost sweep
+BENCHMARKS := launch overhead recovery data train on_ray exchange scale step_cost sweep runs
 
-.PHONY: demo test test-fast test-all test-slurm test-ray test-hydra14 test-lowest test-newest dist check format clean
+.PHONY: demo gpu-report test test-fast test-all test-slurm test-ray test-dask-cuda test-hydra14 test-lowest test-newest docs casts dist check format clean
 
 demo: $(DEMO)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
 
+gpu-report: $(DEMO)  ## all that CUDA does otherwise than the CPU, beside goals: a table, and docs/gpu.md; DEVICE=cpu rehearses it
+	$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(REPORT)
+
 test: $(READY)  ## all tests but the slow ones, some files beside others
 	$(PYTEST) -m "not slow"
 
-test-fast: $(READY)  ## the tests that start no processes
-	$(PYTEST) -m "not integration and not slow" --hypothesis-profile=few
+test-fast: $(READY)  ## what takes milliseconds: most tests that start no processes
+	$(BIN)/python -m pytest -n $(FAST_JOBS) --dist worksteal --ignore tests/integration \
+		-m "not integration and not slow and not medium" --hypothesis-profile=few
 
 test-all: $(READY)  ## all tests, with more examples of each property; then each benchmark once
 	$(PYTEST) --hypothesis-profile=many
@@ -53,6 +61,10 @@ test-slurm: $(READY)  ## batch jobs on a real SLURM, where there is one; its nod
 test-ray: $(READY)  ## jobs on a real Ray of two nodes
 	$(BIN)/python -m pytest tests/integration/test_cluster_ray.py
 
+test-dask-cuda:  ## a job on dask-cuda's cluster, with the Dask that it pins; no GPU is needed
+	$(call installed,$(VENVCUDA),--editable '.[test,gpu]')
+	$(VENVCUDA)/bin/python -m pytest tests/integration/test_cluster_local_cuda.py tests/ddp_hydra/cluster/test_connect.py
+
 test-hydra14: $(READY14)  ## the tests that touch Hydra, with its next version
 	$(VENV14)/bin/python -m pytest $(TOUCHES_HYDRA)
 
@@ -61,6 +73,13 @@ test-lowest:  ## the unit tests with the lowest versions that are allowed, and t
 
 test-newest:  ## the unit tests with the newest versions, pre-releases included; needs uv
 	$(call unit_tested,.venv-newest,--prerelease allow)
+
+docs: export NO_MKDOCS_2_WARNING := true  # of a version that mkdocs-material does not take, which pyproject.toml leaves out
+docs: $(READY)  ## build the site into build/site; a link, an anchor or a page that is missing is an error
+	$(BIN)/python -m mkdocs build --strict
+
+casts: $(READY)  ## record the moving pictures of the docs anew, from real runs
+	$(BIN)/python docs/casts/record.py
 
 dist: $(READY)  ## build and check sdist and wheel; REPOSITORY=https://… makes the readme's links absolute
 	REPOSITORY=$(REPOSITORY) $(BIN)/python -m build --outdir dist .
@@ -89,4 +108,4 @@ $(READY14): pyproject.toml setup.py
 	touch $(READY14)
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV14) .venv-lowest .venv-newest .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV14) $(VENVCUDA) .venv-lowest .venv-newest build/site .pytest_cache .ruff_cache .mypy_cache

@@ -95,6 +95,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_program_keeps_a_cluster_for_its_runs(folder):
     words = [*TINY, "trainer.max_steps=1"]
     (folder / "program.py").write_text(PROGRAM.replace("WORDS", repr(words)))

@@ -25,22 +25,27 @@ def refused(cli, *arguments: str, said: str, **variables: str) -> str:
     return ended.stderr
 
 
+def slow(*values):
+    """Make a case that only `make test-all` runs: a unit test has the same sentence."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["model=resnet19"], r"(?s)model/resnet19.*resnet18"),
-        (["models=resnet18"], r"models: there is no such key: did you mean model\?"),
-        (["optimizer.learning_rate=1"], r"learning_rate: there is no such key: did you mean optimizer\.lr\?"),
+        slow(["models=resnet18"], r"models: there is no such key: did you mean model\?"),
+        slow(["optimizer.learning_rate=1"], r"learning_rate: there is no such key: did you mean optimizer\.lr\?"),
         (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
-        (["trainer.epoch=1"], r"trainer\.epoch: .* did you mean trainer\.epochs\?"),
-        (["+trainer.clipnorm=1"], r"trainer\.clipnorm: .* did you mean trainer\.clip_norm\?"),
-        (["trainer.epochs=many"], r"(?s)many.*(?i:integer).*trainer\.epochs"),
-        (["trainer.precision=fp8"], r"(?s)fp8.*fp32.*bf16"),
+        slow(["trainer.epoch=1"], r"trainer\.epoch: .* did you mean trainer\.epochs\?"),
+        slow(["+trainer.clipnorm=1"], r"trainer\.clipnorm: .* did you mean trainer\.clip_norm\?"),
+        slow(["trainer.epochs=many"], r"(?s)many.*(?i:integer).*trainer\.epochs"),
+        slow(["trainer.precision=fp8"], r"(?s)fp8.*fp32.*bf16"),
         (["cluster.n_workers=0"], r"cluster\.n_workers=0: give a whole number of at least 1"),
-        (["data.batch_size=-4"], r"data\.batch_size=-4: give a whole number of at least 1"),
-        (["data.batch_size=two"], r"data\.batch_size=two: give a number; data=tiny has 8"),
-        (["trainer.epochs=null", "trainer.max_steps=null"], r"never end: give one"),
-        (["dispatch.port_range=[5]"], r"dispatch\.port_range=\[5\]: give the first and the last"),
+        slow(["data.batch_size=-4"], r"data\.batch_size=-4: give a whole number of at least 1"),
+        slow(["data.batch_size=two"], r"data\.batch_size=two: give a number; data=tiny has 8"),
+        slow(["trainer.epochs=null", "trainer.max_steps=null"], r"never end: give one"),
+        slow(["dispatch.port_range=[5]"], r"dispatch\.port_range=\[5\]: give the first and the last"),
         (["resume=no-such-run"], r"no-such-run does not exist"),
         (["this is no override"], r"this is no override"),
     ],
@@ -57,7 +62,7 @@ def test_the_project_space_is_missing(cli):
     ("arguments", "said"),
     [
         (["model._target_=models.tiny.Huge", "cluster=inline"], r"models\.tiny\.Huge"),
-        (["model._target_=no_such_package.Model", "cluster.n_workers=2"], r"no_such_package"),
+        slow(["model._target_=no_such_package.Model", "cluster.n_workers=2"], r"no_such_package"),
     ],
     ids=["class-inline", "module-on-workers"],
 )
@@ -115,6 +120,7 @@ def test_an_output_directory_without_permission(cli):
     refused(cli, *INLINE, "hydra.run.dir=mine/run", said=r"(?s)mine/run.*hydra\.run\.dir=<folder>")
 
 
+@pytest.mark.slow
 def test_a_resume_of_something_that_is_no_run(cli):
     (cli.folder / "elsewhere").mkdir()
     (cli.folder / "elsewhere" / "notes.txt").write_text("no run")
@@ -128,6 +134,7 @@ def test_a_resume_of_something_that_is_no_run(cli):
     )
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_names_the_one_before_it(cli, finished):
     last = finished / "checkpoints" / "last.pt"
     content = last.read_bytes()
@@ -141,6 +148,7 @@ def test_a_truncated_checkpoint_names_the_one_before_it(cli, finished):
     assert "step-000002.pt" in ended.stderr + ended.stdout
 
 
+@pytest.mark.slow
 def test_a_truncated_checkpoint_without_a_manifest(cli, finished):
     stray = cli.folder / "stray.pt"
     stray.write_bytes((finished / "checkpoints" / "step-000002.pt").read_bytes()[:2000])
@@ -170,12 +178,12 @@ def images(s3, png):
     ("arguments", "said"),
     [
         (["data.bucket=no-such-bucket"], r"no bucket 'no-such-bucket' at http://127\.0\.0\.1.*data\.bucket="),
-        (
+        slow(
             ["data.bucket={bucket}", "data.train_prefix=training"],
             r"(?s)/training.*are: train, val.*data\.train_prefix=",
         ),
-        (["data.bucket={bucket}", "data.endpoint_url=http://127.0.0.1:9"], r"not reachable.*data\.endpoint_url="),
-        (["data.bucket=any", "data.endpoint_url=localhost:9000"], r"localhost:9000.*data\.endpoint_url=http://"),
+        slow(["data.bucket={bucket}", "data.endpoint_url=http://127.0.0.1:9"], r"not reachable.*data\.endpoint_url="),
+        slow(["data.bucket=any", "data.endpoint_url=localhost:9000"], r"localhost:9000.*data\.endpoint_url=http://"),
     ],
     ids=["missing-bucket", "empty-prefix", "unreachable", "endpoint-without-scheme"],
 )
@@ -185,12 +193,14 @@ def test_data_that_cannot_be_read(cli, images, arguments, said):
     refused(cli, *settings, "cluster.n_workers=1", *given, said=said, **KEYS)
 
 
+@pytest.mark.slow
 def test_a_text_among_the_images(cli, images):
     bucket, settings = images
     said = r"rank 0 on 127\.0\.0\.1: 1 of 16 samples.*allows 0.*train/a/3\.png.*I am a text.*max_bad_fraction="
     refused(cli, *settings, "cluster.n_workers=1", f"data.bucket={bucket}", said=said, **KEYS)
 
 
+@pytest.mark.slow
 def test_one_text_among_many_images_is_allowed_and_named_in_the_log(cli, images):
     bucket, settings = images
     allowed = ("data.max_bad_fraction=0.1", "trainer.max_steps=4", "hydra.run.dir=run")
@@ -217,6 +227,7 @@ def test_wrong_credentials_are_named_and_not_shown(cli, images, monkeypatch):
     assert written
 
 
+@pytest.mark.slow
 def test_names_without_a_network(cli):
     said = refused(
         cli,

@@ -197,9 +197,9 @@ def test_workers_that_the_gateway_does_not_give(cli, gateway):
     ("changed", "said"),
     [
         (["cluster.address=http://127.0.0.1:1"], "Is cluster.address the gateway's"),
-        (["cluster.name=nosuch"], "Does cluster.name=nosuch still run?"),
+        pytest.param(["cluster.name=nosuch"], "Does cluster.name=nosuch still run?", marks=pytest.mark.slow),
         (["+cluster.worker_cores=99"], "worker_cores"),
-        (["+cluster.workercores=1"], "workercores"),
+        pytest.param(["+cluster.workercores=1"], "workercores", marks=pytest.mark.slow),
     ],
 )
 def test_what_can_be_wrong(cli, gateway, changed, said):

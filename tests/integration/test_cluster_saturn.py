@@ -107,9 +107,9 @@ def test_fewer_workers_than_were_asked_for(cli, saturn, login):
     ("changed", "variables", "said"),
     [
         ((), {"SATURN_TOKEN": ""}, "SATURN_TOKEN are not set in the environment"),
-        ((), {"SATURN_TOKEN": "wrong"}, "Invalid token"),
+        pytest.param((), {"SATURN_TOKEN": "wrong"}, "Invalid token", marks=pytest.mark.slow),
         (("cluster.worker_size=huge",), {}, "worker_size: huge is not a valid option. Options are: ['medium'"),
-        ((), {"SATURN_BASE_URL": "http://127.0.0.1:1/"}, "could not be started"),
+        pytest.param((), {"SATURN_BASE_URL": "http://127.0.0.1:1/"}, "could not be started", marks=pytest.mark.slow),
     ],
 )
 def test_what_can_be_wrong(cli, saturn, login, changed, variables, said):

@@ -79,6 +79,7 @@ def test_a_job_through_all_faults_has_the_same_numbers_as_one_without(client2, t
     assert "skipped   1 files that are no images: 1 .txt" in header
 
 
+@pytest.mark.slow
 def test_bad_images_are_replaced_alike_on_any_number_of_ranks(client4, train, store):
     paths = sorted(TRAIN)
     store.objects[paths[10]] = b"a text"
@@ -104,10 +105,10 @@ def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, st
 @pytest.mark.parametrize(
     "sampler",
     [
-        ("distributed",),
+        pytest.param(("distributed",), marks=pytest.mark.slow),
         ("chunked", "sampler.chunk_samples=7", "sampler.interleave=3"),
         ("sharded", "sampler.interleave=4"),
-        ("weighted", "sampler.balance=0.5"),
+        pytest.param(("weighted", "sampler.balance=0.5"), marks=pytest.mark.slow),
     ],
     ids=lambda sampler: sampler[0],
 )
@@ -123,6 +124,7 @@ def test_amid_an_epoch_other_ranks_and_threads_go_on_with_the_same_samples(clien
         assert line == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_credentials_that_expire_amid_a_job_are_read_anew(client2, train, store, monkeypatch, tmp_path):
     file = tmp_path / "credentials"
     text = "[default]\naws_access_key_id = {}\naws_secret_access_key = secret\n"
@@ -195,6 +197,7 @@ def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, t
     assert set(downloads(store).values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, shards):
     path = sorted(path for path in store.objects if path.startswith("shards/train/") and path.endswith(".tar"))[2]
     store.objects[path] = store.objects[path][:3000]

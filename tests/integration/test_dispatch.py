@@ -208,6 +208,7 @@ def test_a_port_range_without_a_free_port_says_so(client2, gang):
             gang(client2, port_range=(port, port)).run(who_am_i)
 
 
+@pytest.mark.slow
 def test_on_several_hosts_ranks_count_by_host(warm_server):
     """Two loopback addresses stand for two hosts."""
 
@@ -230,6 +231,7 @@ def test_on_several_hosts_ranks_count_by_host(warm_server):
     assert places in (two_then_one, one_then_two)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("ranks", [6, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_gang_may_be_of_many(warm_server, ranks):
@@ -326,7 +328,7 @@ def age(client: Client) -> None:
     client.run_on_scheduler(turn_back, client.id)
 
 
-@pytest.mark.parametrize("how", ["dies", "is suspended"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("is suspended", marks=pytest.mark.slow)])
 def test_a_client_that_is_gone_leaves_its_workers_free_and_nothing_running(client2, tmp_path, wait_for, alive, how):
     before = client2.run(os.getpid)
     script = tmp_path / "holder.py"
@@ -385,6 +387,7 @@ def chatty(fail: bool) -> int:
     return dist.get_rank()
 
 
+@pytest.mark.slow
 def test_many_jobs_leave_no_task_record_file_or_descriptor_behind(client2, gang, wait_for):
     def open_descriptors():
         process = psutil.Process()

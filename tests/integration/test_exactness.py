@@ -79,7 +79,11 @@ def whole(client2, project, tmp_path_factory) -> Trained:
     return training.train(client2, project, tmp_path_factory.mktemp("whole") / "run", *TINY, *DROPOUT)
 
 
-@pytest.mark.parametrize("step", [4, 6, 12], ids=["mid-epoch", "epoch's end", "mid-epoch of the third"])
+@pytest.mark.parametrize(
+    "step",
+    [4, pytest.param(6, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)],
+    ids=["mid-epoch", "epoch's end", "mid-epoch of the third"],
+)
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train, whole, step):
     """With dropout, momentum and a schedule; 6 steps an epoch."""
     resumed = train(client2, "resumed", *DROPOUT, resume=whole.folder / "checkpoints" / f"step-{step:06d}.pt")
@@ -93,7 +97,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(client2, train,
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        (3, ["parallel.comm_hook=none"]),
+        pytest.param(3, ["parallel.comm_hook=none"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.comm_hook=none"], marks=pytest.mark.slow),
         pytest.param(3, ["parallel.comm_hook=shared"], marks=pytest.mark.slow),
         (4, ["parallel.comm_hook=shared", "parallel.static_graph=true"]),

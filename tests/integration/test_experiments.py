@@ -43,6 +43,7 @@ def names(run: training.Trained) -> set[str]:
     return {name for line in run.metrics() for name in line}
 
 
+@pytest.mark.slow
 def test_transfer(client2, project, photos, tmp_path):
     folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images", "data.holdout=0.3")
     settings = ("experiment=transfer", "model.weights=null", SMALLER, *folder, *SMALL)
@@ -70,6 +71,7 @@ def test_imagenet_out_of_a_bucket(client2, project, photos, tmp_path):
     assert [group["weight_decay"] for group in groups] == [0.0001, 0.0]
 
 
+@pytest.mark.slow
 def test_imagenet_out_of_shards(client2, project, photos, tmp_path):
     write_shards(str(photos / "images"), str(tmp_path / "shards"), shard_mb=0.02)
     index = tmp_path / "shards" / "index.json"

@@ -80,6 +80,7 @@ def test_what_it_cannot_do_is_said_and_nothing_is_written(module_cli, run, argum
     assert not [path for path in module_cli.folder.iterdir() if "never" in path.name]
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_on_a_stream_gets_its_example_from_there(module_cli):
     words = ("model=tiny", "data=stream", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "cluster=inline")
     module_cli.done(*words, "trainer.max_steps=3", "hydra.run.dir=streamed")

@@ -233,7 +233,7 @@ def tell_pid_and_sleep():
     asleep()
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client, gang, heard, alive, lost):
     workers = fresh_client.run(os.getpid)
 
@@ -254,6 +254,7 @@ def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client
     assert dispatch.run(fresh_client, rank) == [0, 1]
 
 
+@pytest.mark.slow
 def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_client, gang, new_heard, wait_for):
     """The later gang listens to the same client; the earlier one must not go deaf."""
     workers = fresh_client.run(os.getpid)

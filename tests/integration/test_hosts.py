@@ -345,6 +345,7 @@ def test_a_host_with_the_last_rank_that_comes_back_too_late_does_not_disturb(
     assert run.summary()["restarts"] == 1
 
 
+@pytest.mark.slow
 def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, uninterrupted, new_run, wait_for):
     whole, run = uninterrupted("dispatch.ranks=2"), new_run("run")
     killed = []

@@ -47,6 +47,7 @@ def test_a_run_and_its_resume_are_one_run_at_the_service(cli, tmp_path):
     assert [line[2]["train/loss"] for line in lines if line[0] == "metrics" and "train/loss" in line[2]][:12] == losses
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_are_grouped(cli, tmp_path):
     runs = tmp_path / "runs"
     cli.done("-m", *HERE, tracker(runs), "optimizer.lr=0.1,0.2", "hydra.sweep.dir=multirun/mine")
@@ -63,6 +64,7 @@ def test_a_failed_job_is_a_failed_run(cli, tmp_path):
     assert lines_of(runs / "run-x.jsonl")[-1] == ["end", "failed"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
     file = tmp_path / "runs" / "run-x.jsonl"
     process = cli.start(
@@ -82,7 +84,11 @@ def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
 @pytest.mark.parametrize(
     ("does", "sentence"),
     [
-        ("blocks", "Tracker has not all records of this job: it had not taken everything when the job ended."),
+        pytest.param(
+            "blocks",
+            "Tracker has not all records of this job: it had not taken everything when the job ended.",
+            marks=pytest.mark.slow,
+        ),
         ("fails", r"Tracker does not answer \(ConnectionError: nobody there\): the job goes on, and its records wait"),
     ],
 )

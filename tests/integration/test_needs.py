@@ -96,6 +96,7 @@ def who_am_i() -> int:
     return dist.get_rank()
 
 
+@pytest.mark.slow
 def test_a_scheduler_needs_no_ddp_hydra(cluster, wait_for):
     client, _ = cluster
 
@@ -108,6 +109,7 @@ def test_a_scheduler_needs_no_ddp_hydra(cluster, wait_for):
     assert client.run_on_scheduler(has_it) == (False, {})
 
 
+@pytest.mark.slow
 def test_workers_with_too_little_or_something_else_are_named_before_the_job(cluster, bare, other):
     client, add = cluster
     with add(bare, name="bare"), add(other, bare, name="other"):
@@ -125,6 +127,7 @@ def test_workers_with_too_little_or_something_else_are_named_before_the_job(clus
     assert "pip install torch==" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_packages_that_a_job_asks_for_are_checked_on_the_workers(cluster, gang, wait_for):
     client, _ = cluster
     wait_for(lambda: len(addresses(client)) == 2, 20, "the end of the others")

@@ -37,6 +37,7 @@ def test_the_search_that_comes_with_pet_names(cli):
     assert ended.stderr.count("4 jobs: 4 done  ->  sweep/sweep.md") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "code"), [pytest.param(1, 0, marks=pytest.mark.slow), (0, 1)])
 def test_a_trial_that_fails_ends_the_search_only_where_too_many_do(cli, rate, code):
     search = ("-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.direction=maximize")
@@ -57,6 +58,7 @@ def test_a_trial_that_fails_ends_the_search_only_where_too_many_do(cli, rate, co
         assert not results.exists()
 
 
+@pytest.mark.slow
 def test_without_the_package_only_a_search_is_missing(cli):
     blocked = cli.folder / "blocked"
     blocked.mkdir()

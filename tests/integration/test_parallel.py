@@ -170,6 +170,7 @@ def test_all_begin_with_the_statistics_of_rank_0(client2, gang, batchnorm):
 COMMON = ("trainer.epochs=3", "trainer.clip_norm=0.5", "trainer.ema_decay=0.9", "scheduler.warmup_steps=2")
 
 
+@pytest.mark.slow
 def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
     runs = [
         train(client2, "none", *COMMON, "parallel=none", "data.batch_size=24", ranks=1),
@@ -201,7 +202,7 @@ def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
         ("parallel.comm_hook=zip", r"parallel\.comm_hook=zip: give one of auto, none, shared, fp16"),
         ("parallel.sync_batchnorm=true", r"sync_batchnorm=true needs GPUs"),
         ("trainer.freeze=['nothing.*']", r"freeze has 'nothing\.\*'.*layers\.0\.weight"),
-        ("trainer.freeze=['*']", r"leaves nothing to train"),
+        pytest.param("trainer.freeze=['*']", r"leaves nothing to train", marks=pytest.mark.slow),
         (
             "trainer.activation_checkpointing=[Bottleneck]",
             r"'Bottleneck', but the model has no such module; it has .*Tiny",

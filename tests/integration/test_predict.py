@@ -67,7 +67,7 @@ def project_here(project, monkeypatch) -> None:
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
 
 
-@pytest.fixture(params=[1, 2, 4])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request, client4, project_here):
     """A running cluster in place of the command's own, and how many ranks to use of it."""
     connect.use_existing(connect.Scheduler(client4.scheduler.address))
@@ -159,6 +159,7 @@ def sorter(module_cli, pictures) -> Path:
     return module_cli.folder / "sorter"
 
 
+@pytest.mark.slow
 def test_pictures_without_labels_are_predicted_and_not_evaluated(module_cli, sorter, tmp_path):
     new = ("data.val_prefix=new", "data.labelled=false", "data.max_bad_fraction=0.2")
     module_cli.done("predict", f"run={sorter}", "out=new.csv", *new)
@@ -184,6 +185,7 @@ def test_a_data_set_of_another_group_is_evaluated(module_cli, sorter, pictures):
     assert "no_such" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_masks_are_a_folder_of_pngs_that_hold_the_class_of_each_pixel(module_cli):
     words = ("experiment=segmentation", "cluster=inline", "trainer.epochs=1", "trainer.max_steps=20")
     module_cli.done(*words, "hydra.run.dir=masks_run")
@@ -201,6 +203,7 @@ def test_masks_are_a_folder_of_pngs_that_hold_the_class_of_each_pixel(module_cli
     assert len(masks.unique()) > 1
 
 
+@pytest.mark.slow
 def test_samples_of_shards_are_named_by_shard_and_key_and_a_key_is_added(module_cli, sorter, pictures):
     module_cli.done("make", str(pictures / "val"), "shards", module="ddp_hydra.data.shards")
     index = module_cli.folder / "shards" / "index.json"

@@ -54,6 +54,7 @@ def test_the_rehearsal_of_the_readme_comes_out_of_a_crash_a_lost_worker_and_a_ha
     assert_same_weights(run, whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_waited_for_and_a_damaged_checkpoint_is_not_used(cli, whole):
     run = cli.folder / "run"
     strikes = ("+fault=disk,step=3,seconds=1.5", "+fault=damage,step=13", "+fault=kill,rank=0,step=15")

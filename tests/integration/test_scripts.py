@@ -121,6 +121,7 @@ def test_a_lightning_script_takes_the_ranks_for_torchruns(client2, tmp_path):
     assert (first["world_size"], first["steps"], first["environment"]) == (2, 4, "TorchElasticEnvironment")
 
 
+@pytest.mark.slow
 @needs("accelerate")
 def test_an_accelerate_script(client2, tmp_path):
     first, second = run(client2, tmp_path, ACCELERATE)
@@ -128,6 +129,7 @@ def test_an_accelerate_script(client2, tmp_path):
     assert (first["world_size"], first["steps"]) == (2, 4)
 
 
+@pytest.mark.slow
 @needs("lightning")
 @pytest.mark.parametrize("group", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_trainer_inside_a_function_works_with_and_without_a_group(client2, gang, group):

@@ -411,8 +411,12 @@ def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, acces
     ("words", "said"),
     [
         (("results.root=s3://nowhere/runs",), "there is no bucket 'nowhere'"),
-        (("results.root=/proc/runs",), "may its user write it?"),
-        (("results.root=runs",), "or the whole path of a folder on a disk that all hosts share"),
+        pytest.param(("results.root=/proc/runs",), "may its user write it?", marks=pytest.mark.slow),
+        pytest.param(
+            ("results.root=runs",),
+            "or the whole path of a folder on a disk that all hosts share",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_work_is_a_sentence_before_anything_is_trained(cli, remote, words, said):

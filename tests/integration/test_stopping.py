@@ -180,6 +180,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "stopped"),
     [("asha", {2: (1, 1.0), 3: (1, 0.5)}), pytest.param("median", {3: (1, 0.5)}, marks=pytest.mark.slow)],

@@ -175,6 +175,7 @@ def test_a_cluster_that_does_not_come_up_fails_its_jobs_with_a_sentence(cli, not
     nothing_left()
 
 
+@pytest.mark.slow
 def test_a_dry_run_checks_every_job_without_a_cluster(cli, nothing_left):
     ended = cli.run(*SWEEP, "dry_run=true", "data.batch_size=8,5000", "model.dropout=0.0,7.0", timeout_s=100)
     assert ended.returncode == 1, ended.stderr
@@ -196,6 +197,7 @@ def test_a_folder_with_other_jobs_is_not_written_over(cli):
     assert states(cli.folder / "sweep") == ["done"] * 4, "what is not part of it this time stays in the table"
 
 
+@pytest.mark.slow
 def test_jobs_that_leave_a_key_out_are_shown_with_its_default(cli):
     here = ("-m", *TINY[:2], "trainer.epochs=1", "cluster=inline", "hydra.sweep.dir=sweep")
     cli.done(*here, "optimizer.lr=0.1,0.05")
@@ -342,6 +344,7 @@ def test_an_app_of_others_runs_its_task_once_for_each_job(app, cli, nothing_left
     nothing_left()
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_run_again_on_request_and_none_that_is_done(app, cli, tmp_path):
     gone = tmp_path / "own_module.py"
     text = gone.read_text()

@@ -88,7 +88,11 @@ def test_a_gan_trains_both_parts_and_shows_images(client2, train):
     assert [state[part]["param_groups"][0]["lr"] for part in ("generator", "discriminator")] == [0.001, 0.0005]
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "accumulate"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):
     given = (
         *(*GAN, "data.batch_size=16", f"trainer.gradient_accumulation_steps={accumulate}"),

@@ -31,6 +31,9 @@ TOP = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "Makefile",
+    "CITATION.cff",
+    "SECURITY.md",
+    "mkdocs.yml",
 )
 SHORT = ("trainer.epochs=1", "trainer.threads=1")
 
@@ -167,6 +170,7 @@ def test_an_empty_folder_is_enough_for_the_demo_and_for_evaluate(installed):
     assert sorted(path.name for path in there.folder.iterdir()) == ["run"]
 
 
+@pytest.mark.slow
 def test_a_new_project_trains_sweeps_and_passes_its_test(installed):
     installed("ddp-hydra", "init", "my_project")
     there = installed.at("my_project")
@@ -250,10 +254,10 @@ def test_a_script_of_dask_pytorch_ddp_learns_names_and_makes_new_ones(installed)
     ("words", "said"),
     [
         (("ddp-hydra", "attach", "--help"), "run="),
-        (("ddp-hydra", "evaluate", "--help"), "run="),
-        (("ddp-hydra", "init", "--help"), "--minimal"),
-        (("ddp-hydra", "-sc", "install=bash"), "complete"),
-        (("python", "-m", "ddp_hydra.data.shards", "--help"), "shards"),
+        pytest.param(("ddp-hydra", "evaluate", "--help"), "run=", marks=pytest.mark.slow),
+        pytest.param(("ddp-hydra", "init", "--help"), "--minimal", marks=pytest.mark.slow),
+        pytest.param(("ddp-hydra", "-sc", "install=bash"), "complete", marks=pytest.mark.slow),
+        pytest.param(("python", "-m", "ddp_hydra.data.shards", "--help"), "shards", marks=pytest.mark.slow),
         (("python", "-m", "ddp_hydra", "--hydra-help"), "--multirun"),
     ],
 )

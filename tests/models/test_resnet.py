@@ -9,6 +9,7 @@ from torch import nn
 from models.resnet import resnet18, resnet50
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("build", [resnet18, resnet50])
 @pytest.mark.parametrize("small_images", [False, True])
 def test_gives_one_logit_per_class(build, small_images):
@@ -31,6 +32,7 @@ def test_the_usual_stem_divides_the_resolution_by_four():
     assert x.shape[-2:] == (8, 8)
 
 
+@pytest.mark.medium
 def test_pretrained_weights_are_kept_and_the_last_layer_fits_the_classes(monkeypatch):
     asked = []
 
@@ -52,6 +54,7 @@ def test_unknown_weights_are_refused_with_the_known_ones():
         resnet18(num_classes=10, weights="best")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_classes", [0, -1, None, "ten"])
 def test_a_number_of_classes_that_is_none_is_refused(num_classes):
     with pytest.raises(ValueError, match=r"model\.num_classes=10"):

@@ -11,6 +11,8 @@ from ddp_hydra.cli import init
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.writers.run_dir import locked
 
+pytestmark = pytest.mark.medium
+
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):

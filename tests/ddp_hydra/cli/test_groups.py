@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
@@ -10,6 +11,7 @@ from ddp_hydra.cli.search_path import config_folders
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 
 
+@pytest.mark.medium
 def test_the_options_are_those_that_hydra_lists(monkeypatch):
     before = ConfigLoaderImpl.get_group_options
     with initialize_config_dir(str(config_folders()[0].absolute()), **VERSION_BASE):

@@ -25,6 +25,7 @@ def test_escape_sequences_and_control_characters_are_dropped(text, shown):
     assert plain(text) == shown
 
 
+@pytest.mark.medium
 @given(st.text())
 def test_what_reaches_the_terminal_has_no_control_characters(text):
     assert not [char for char in plain(text) if (ord(char) < 32 and char not in "\t\n") or 127 <= ord(char) < 160]

@@ -77,6 +77,7 @@ def test_pet_names_has_no_validation_set(names_file):
     assert train.windows.shape == (64 * 3, 6)
 
 
+@pytest.mark.medium
 def test_pet_names_holdout_has_one(names_file):
     data = read("data/pet_names_holdout", f"data.source={names_file}", "data.holdout=0.3").data
     train, val = instantiate(data.train), instantiate(data.val)
@@ -85,12 +86,14 @@ def test_pet_names_holdout_has_one(names_file):
     assert val.names
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "lstm"])
 def test_a_model_is_built_once_it_has_its_classes(name):
     model = read(f"model/{name}", "model.num_classes=6").model
     assert list(instantiate(model).parameters())[-1].shape == (6,)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["s3_photos", "image_table"])
 def test_photos_are_cut_as_imagenet_is(name, png, tmp_path):
     for part in ("train", "val"):
@@ -117,6 +120,7 @@ def test_validation_sees_as_much_of_a_photo_at_any_size(size):
     assert (look.top, look.left, look.height, look.width) == (16, 38, 224, 224)
 
 
+@pytest.mark.medium
 def test_parquet_rows_and_huggingface_read_the_same_files(tmp_path):
     for part in ("train", "val"):
         (tmp_path / part).mkdir()

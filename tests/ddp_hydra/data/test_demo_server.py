@@ -69,6 +69,7 @@ def until(done: Callable[[], bool], timeout_s: float = 20) -> bool:
     return done()
 
 
+@pytest.mark.medium
 def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
     files = dict(demo_server.digits())
     assert len(files) == 1797
@@ -78,6 +79,7 @@ def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
         assert count == (count + parts["train"][digit]) // 5
 
 
+@pytest.mark.medium
 def test_a_digit_is_scikit_learns_picture_made_larger():
     from sklearn.datasets import load_digits
 
@@ -114,6 +116,7 @@ def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(mon
     assert children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_s3fs_reads_the_same_images_as_obstore():
     found = {}
@@ -127,9 +130,11 @@ def test_s3fs_reads_the_same_images_as_obstore():
 
 
 @pytest.mark.integration
-def test_the_store_listens_on_loopback_only():
+def test_the_store_listens_on_loopback_only_and_ctrl_c_reaches_the_job_and_not_its_server():
     endpoint = demo_server.acquire()
     try:
+        assert os.getpgid(children()[0].pid) != os.getpgid(0)
+        assert os.getpgid(the_store().pid) != os.getpgid(0)
         listening = {connection.laddr for connection in the_store().net_connections() if connection.status == "LISTEN"}
         assert {address.ip for address in listening} == {"127.0.0.1"}
         assert urlsplit(endpoint.url).port in {address.port for address in listening}
@@ -166,6 +171,7 @@ def assert_refused(url: str) -> None:
         failure.value.close()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_two_processes_have_a_store_each():
     with other_process() as (other, url):
@@ -181,6 +187,7 @@ def test_two_processes_have_a_store_each():
     assert not listens(url)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_store_that_was_killed_is_started_again():
     demo_server.acquire()
@@ -195,6 +202,7 @@ def test_a_store_that_was_killed_is_started_again():
     assert children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_what_a_killed_child_leaves_behind_is_removed_by_the_next_one():
     demo_server.acquire()
@@ -216,6 +224,7 @@ def test_what_a_killed_child_leaves_behind_is_removed_by_the_next_one():
             assert other._folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_it_works_where_another_data_package_is_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
@@ -255,16 +264,6 @@ def test_nothing_stays_behind_when_the_job_is_killed():
     assert not listens(url)
     assert not any(folder.exists() for folder in folders)
     assert not any(path.exists() for path in sockets)
-
-
-@pytest.mark.integration
-def test_ctrl_c_reaches_the_job_and_not_its_server():
-    demo_server.acquire()
-    try:
-        assert os.getpgid(children()[0].pid) != os.getpgid(0)
-        assert os.getpgid(the_store().pid) != os.getpgid(0)
-    finally:
-        demo_server.release()
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):

@@ -14,6 +14,8 @@ from ddp_hydra.data import huggingface
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.streams import StreamLoader, StreamSampler, is_stream, split
 
+pytestmark = pytest.mark.medium
+
 CPU = torch.device("cpu")
 
 

@@ -448,7 +448,7 @@ def in_processes(s3, bucket: str, context: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("context", [pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
 def test_a_data_loader_with_processes_reads_it(s3, pets, context):
     done = in_processes(s3, pets, context)
     assert done.stdout.split() == ["3"], done.stderr

@@ -87,6 +87,7 @@ def test_mistakes_are_said():
         TarSamples(None)
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 def test_pipelines_of_ones_own_split_by_node_or_by_samples(urls, monkeypatch):
     def pipeline(nodesplitter: Any) -> Any:

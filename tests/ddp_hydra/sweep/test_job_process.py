@@ -44,6 +44,7 @@ def logging_restored():
     root.level, root.handlers = before
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -57,6 +58,7 @@ def test_an_exit_code_is_told_as_such(end, code, said):
     assert (ended.state, ended.message) == (State.failed, said)
 
 
+@pytest.mark.medium
 def test_what_hydra_cannot_begin_with_is_told(end, capsys):
     ended = end(lambda _: 1.0, {"PLACE": "${nowhere}"})
     assert ended.state == State.failed

@@ -51,6 +51,7 @@ def points(axes: Any) -> dict[str, list[list[float]]]:
     return {one.get_label(): one.get_offsets().tolist() for one in axes.collections}
 
 
+@pytest.mark.medium
 def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.01, 0.1], size=[16, 32])
@@ -76,6 +77,7 @@ def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.medium
 def test_the_same_rows_give_the_same_files_without_a_date(tmp_path):
     rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.1], size=[16, 32])
     folders = [tmp_path / name for name in "ab"]
@@ -89,6 +91,7 @@ def test_the_same_rows_give_the_same_files_without_a_date(tmp_path):
     assert b"dc:date" not in first["sweep.svg"]
 
 
+@pytest.mark.medium
 def test_seeds_are_no_axis_but_a_mean_and_a_spread(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, seed: 0.5 + lr / 10 + (0.3 if (lr, seed) == (1, 0) else 0.0), lr=[1, 2, 3], seed=[0, 1])
@@ -105,6 +108,7 @@ def test_seeds_are_no_axis_but_a_mean_and_a_spread(tmp_path, monkeypatch):
     assert figures[2].get_suptitle().endswith("no best: no direction was given")
 
 
+@pytest.mark.medium
 def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: lr - size, lr=[1, 2, 3], size=[1, 2])
@@ -115,6 +119,7 @@ def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypa
     assert figures[1].get_suptitle() == "4 jobs: 4 done\nno best: jobs have other data"
 
 
+@pytest.mark.medium
 def test_texts_are_side_by_side(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda model: len(model), model=["lstm", "gru", "resnet18"])
@@ -126,6 +131,7 @@ def test_texts_are_side_by_side(tmp_path, monkeypatch):
     assert points(axes)["the best"] == [[3.0, 1.0]]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("objective", "scale"), [(LOSS, "log"), (ACCURACY, "linear")], ids=lambda value: getattr(value, "metric", value)
 )
@@ -135,6 +141,7 @@ def test_a_loss_that_went_far_up_leaves_the_others_apart(tmp_path, monkeypatch, 
     assert [axes.get_yscale() for axes in figures[0].axes[:2]] == [scale, scale]
 
 
+@pytest.mark.medium
 def test_no_map_where_pairs_are_missing(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = [Row(n, [f"a={n}", f"b={n * 7 % 10}"], "", State.done, n / 10) for n in range(10)]
@@ -142,6 +149,7 @@ def test_no_map_where_pairs_are_missing(tmp_path, monkeypatch):
     assert len(figures[0].axes) == 2
 
 
+@pytest.mark.medium
 def test_many_keys_are_cut_short(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = [Row(n, [f"key{k}={n}" for k in range(20)], "", State.done, 0.5) for n in range(2)]
@@ -150,6 +158,7 @@ def test_many_keys_are_cut_short(tmp_path, monkeypatch):
     assert figures[0].get_suptitle().endswith("the first 12 of 20 keys")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("objective", [ACCURACY, LOSS])
 def test_an_objective_that_is_not_finite_is_no_best(tmp_path, monkeypatch, odd, objective):
@@ -184,6 +193,7 @@ def test_without_matplotlib_it_says_what_to_type(tmp_path, monkeypatch, caplog):
     assert "pip install 'ddp-hydra[plot]'" in caplog.text
 
 
+@pytest.mark.medium
 def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
     assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path / "none")
     assert "there is no picture of the sweep: cannot write" in caplog.text
@@ -204,6 +214,7 @@ def test_matplotlib_is_imported_only_to_draw():
 values = st.text(max_size=20) | st.floats().map(str) | st.sampled_from(["$x$", "$", "0", "-1", "1e-300", "1e300", "名"])
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=max(5, settings().max_examples // 3))
 @given(st.data())
 def test_any_values_can_be_drawn(tmp_path_factory, data):

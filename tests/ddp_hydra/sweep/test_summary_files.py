@@ -329,6 +329,7 @@ def test_a_long_message_is_cut():
 # -- writing -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypatch):
     now, texts = [0.0], []
     monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])

@@ -21,6 +21,8 @@ from ddp_hydra.tensorboard import run_details, run_list
 from ddp_hydra.tensorboard.plugin import RunsPlugin, roots_of
 from tests.ddp_hydra.runs.conftest import kill
 
+pytestmark = pytest.mark.medium
+
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[2J\u202e"
 
 

@@ -81,6 +81,7 @@ def texts(run: Any) -> list[str]:
     return [record.data["text"] for record in run.records if record.kind == "text"]
 
 
+@pytest.mark.medium
 def test_they_are_called_at_their_moments_and_change_nothing(train):
     parts = with_callbacks(diary=(f"{HERE}.Diary", {}))
     watched, plain = train(parts=parts), train()
@@ -94,6 +95,7 @@ def test_they_are_called_at_their_moments_and_change_nothing(train):
     assert ours == theirs
 
 
+@pytest.mark.medium
 def test_their_state_is_resumed(train):
     parts = with_callbacks(diary=(f"{HERE}.Diary", {}))
     begun = train(parts=parts, epochs=1)
@@ -161,6 +163,7 @@ def net(monkeypatch):
     ))  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("decay_all", [True, False])
 @pytest.mark.parametrize("epochs", [2, 3])
 def test_what_was_frozen_is_trained_from_some_epoch_on_also_after_a_resume(train, net, decay_all, epochs):
@@ -184,6 +187,7 @@ def path_of(record: Any) -> Path:
     return Path(record.data["source"])
 
 
+@pytest.mark.medium
 def test_what_can_not_be_unfrozen_is_said(train, net):
     with pytest.raises(ConfigError, match=r"unfreeze\(.* fits no frozen parameter; nothing is frozen"):
         train(parts=unfrozen(), epochs=3)
@@ -238,6 +242,7 @@ def test_what_was_logged_for_another_reason_begins_the_interval_anew(monkeypatch
     assert clock.is_due()
 
 
+@pytest.mark.medium
 def test_records_may_come_by_time_alone(train):
     every = train(log_every_steps=0, log_every_s=1e-9)
     assert [step for step, _ in every.metrics("train/loss")] == list(range(1, 9))

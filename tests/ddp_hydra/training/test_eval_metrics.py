@@ -6,10 +6,9 @@ import torch
 from ddp_hydra.tasks import LanguageModel, Step
 from ddp_hydra.training.eval_metrics import EvalMetrics
 
-text = pytest.importorskip("torchmetrics.text")
-
 
 def test_perplexity_is_that_of_all_places_whatever_the_batches():
+    text = pytest.importorskip("torchmetrics.text")
     torch.manual_seed(0)
     logits, target = torch.randn(7, 5, 4), torch.randint(4, (7, 5))
     scores = EvalMetrics({"perplexity": text.Perplexity()})

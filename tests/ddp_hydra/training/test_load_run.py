@@ -17,6 +17,7 @@ DATA = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("ema_decay", [None, 0.9])
 def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_path, monkeypatch):
     (tmp_path / "conf").mkdir()

@@ -174,6 +174,7 @@ def test_a_run_may_end_in_the_middle_of_an_epoch(epochs, train):
     assert read(run.last)["position"] == {"step": 6, "epoch": 1, "samples": 12, "offset": 4}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("by_steps", "by_epochs", "saved"),
     [(0, 0, [12]), (0, 2, [8, 12]), (3, 0, [3, 6, 9, 12]), (4, 0, [4, 8, 12]), (2, 1, [2, 4, 6, 8, 10, 12])],
@@ -269,6 +270,7 @@ def groups(run: Run) -> dict[str, Any]:
     return read(run.last)["optimizer"]["param_groups"][0]
 
 
+@pytest.mark.medium
 def test_what_is_typed_at_a_resume_wins_and_the_header_lists_it(train):
     options = {"log_every_steps": 1}
     never = train(**options)
@@ -285,6 +287,7 @@ def test_what_is_typed_at_a_resume_wins_and_the_header_lists_it(train):
     assert (groups(again)["weight_decay"], groups(again)["momentum"]) == (0.3, 0.9)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("first", "then", "rates"),
     [
@@ -314,6 +317,7 @@ def test_a_schedule_may_be_another_one_after_a_resume(first, then, rates, train)
     assert again.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in zip((5, 6, 7, 8), rates, strict=True)]
 
 
+@pytest.mark.medium
 def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
     options = {"base_batch_size": 8, "parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}}
     first = train(stop_at=("forward", 4), **options)
@@ -321,6 +325,7 @@ def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
     assert {rate for _, rate in train(resume=first.last, **options).metrics("lr")} == {0.1 * 4 / 8}
 
 
+@pytest.mark.medium
 def test_another_objective_forgets_the_best_of_the_one_before(train):
     first = train(stop_at=("forward", 5), parts={"objective": {"metric": "val/accuracy"}})
     parts = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # it rises
@@ -346,6 +351,7 @@ def end_of(*runs: Run) -> dict[str, Any]:
     return {"state": flat(read(runs[-1].last)), "best": best, **validations}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
 def test_a_run_that_is_stopped_anywhere_and_resumed_ends_as_if_it_never_had(place, train):
     runs = [train(stop_at=place)]
@@ -362,6 +368,7 @@ def test_a_run_that_is_stopped_anywhere_and_resumed_ends_as_if_it_never_had(plac
 NEVER_STOPPED: dict[str, Any] = {}
 
 
+@pytest.mark.medium
 def test_a_validation_that_was_stopped_is_not_logged_and_comes_first_when_resumed(train):
     stopped = train(stop_at=("validate", 4))
     assert (stopped.metrics("val/loss"), stopped.steps_saved) == ([], [4])
@@ -379,6 +386,7 @@ def test_a_run_whose_time_is_up_makes_one_step_and_saves_it(train):
 # -- pauses ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("val", [5, 0], ids=["validated", "no validation set"])
 @pytest.mark.parametrize("settings", [{}, {"checkpoint_every_epochs": 0}, {"ema_decay": 0.9}, {"epochs": 3}], ids=str)
 def test_a_run_pauses_after_a_validation_with_one_checkpoint_and_goes_on_to_the_same_end(settings, val, train):
@@ -395,6 +403,7 @@ def test_a_run_pauses_after_a_validation_with_one_checkpoint_and_goes_on_to_the_
     assert "changed" not in str(resumed.records[0].data["lines"])
 
 
+@pytest.mark.medium
 def test_validations_are_counted_over_the_whole_run(train):
     first = train(epochs=5, pause_after_validations=1)
     second = train(epochs=5, pause_after_validations=3, resume=first.last)
@@ -434,6 +443,7 @@ def test_a_step_with_a_bad_loss_may_be_left_out(train):
     assert all(value == value for _, value in run.metrics("train/loss"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("step", "every"), [(1, 3), (4, 0), (4, 3), (6, 3)])
 def test_a_rollback_comes_to_the_same_end_as_leaving_the_step_out(step, every, train):
     fault, log = [f"nan,step={step}"], {"log_every_steps": 1}
@@ -493,6 +503,7 @@ def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):
         train(parts=SPOILT, log_every_steps=100)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("every", [0, 5])
 def test_a_step_with_a_bad_gradient_may_be_rolled_back_from(every, as_on_a_gpu, train):
     options = {"parts": SPOILT, "checkpoint_every_steps": every, "ema_decay": 0.9, "log_every_steps": 100}
@@ -501,6 +512,7 @@ def test_a_step_with_a_bad_gradient_may_be_rolled_back_from(every, as_on_a_gpu, 
     assert same(rolled.last, train(fault=["nan,step=6"], on_nonfinite="skip", **{**options, "parts": None}).last)
 
 
+@pytest.mark.medium
 def test_leaving_out_a_step_with_a_bad_gradient_is_as_with_a_bad_loss(train):
     spoilt, fault = train(on_nonfinite="skip", parts=SPOILT), train(on_nonfinite="skip", fault=["nan,step=6"])
     assert same(spoilt.last, fault.last)
@@ -527,6 +539,7 @@ class Noisy(torch.nn.Linear):
         return super().forward(x) + sum(self.drawn[-1])
 
 
+@pytest.mark.medium
 def test_a_resumed_run_draws_the_same_from_every_generator(train):
     loss = {"metric": "train/loss", "direction": "minimize"}
     parts = {"model": {"_target_": f"{__name__}.Noisy"}, "objective": loss}
@@ -591,6 +604,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_whatever_a_step_is_made_of_a_resumed_run_ends_as_if_never_stopped(options, train):
     first = train(stop_at=("update", 1), **options)
@@ -627,6 +641,7 @@ def test_the_moving_average_is_what_is_validated_and_saved(train):
     assert averaged.metrics("val/loss")[-1] == (8, pytest.approx(by_hand))
 
 
+@pytest.mark.medium
 def test_frozen_parameters_stay_as_they_were(train):
     start = train(max_steps=1, epochs=None, parts={"optimizer": {"lr": 1e-30}})
     run = train(freeze=["bias"])
@@ -668,6 +683,7 @@ def test_the_rate_of_each_step_is_logged(train):
     assert run.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in enumerate(rates, start=1)]
 
 
+@pytest.mark.medium
 def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train):
     options = {"early_stopping_patience": 2, "early_stopping_min_delta": 5.0, "epochs": 9}
     run = train(**options)
@@ -694,6 +710,7 @@ def test_a_run_that_gets_better_goes_on(train):
     assert run.value["steps"] == 3 * STEPS
 
 
+@pytest.mark.medium
 def test_other_metrics_are_validated_too_and_matrices_are_pictures(train):
     pytest.importorskip("torchmetrics")
     metrics = {
@@ -725,6 +742,7 @@ def test_a_compiled_model_trains_the_same(train):
 # -- what it says of itself --------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_profile_is_a_trace_and_a_table(train):
     import gzip
     import json
@@ -744,6 +762,7 @@ def test_a_profile_is_a_trace_and_a_table(train):
     assert weights(run).tolist() == weights(train(epochs=5)).tolist()  # looking changes nothing
 
 
+@pytest.mark.medium
 def test_one_batch_can_be_learnt_by_heart(train):
     run = train(epochs=30, overfit_batches=1, val=0, parts=BY_LOSS)
     losses = [loss for _, loss in run.metrics("train/loss")]
@@ -757,6 +776,7 @@ def test_a_run_tells_its_memory(train):
 # -- weights to begin with ---------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_run_may_begin_with_the_weights_of_another_but_its_last_layer(train, tmp_path):
     start = train(epochs=3)
     same = train(epochs=1, start=start.last, parts={"optimizer": {"lr": 1e-30}})

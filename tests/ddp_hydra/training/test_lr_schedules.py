@@ -128,6 +128,7 @@ def advance(progress):
 LENGTHS = [(3, None), (None, 31), (4, 30), (2, 1000)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("epochs", "max_steps"), LENGTHS)
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def rate_at(progress, **options):
     return optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("options", "warmup"), [({}, 0), ({"warmup_steps": 6}, 6), ({"warmup_epochs": 1.25}, 1.25)])
 @pytest.mark.parametrize("steps", [0, 3, 5, 8])
 @pytest.mark.parametrize(("first", "then"), [(12, 24), (24, 12), (24, 6), (12, 8), (12, 40)])

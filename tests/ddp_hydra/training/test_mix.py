@@ -82,6 +82,7 @@ def test_the_loss_is_that_of_the_mixed_targets_and_validation_is_not_mixed(mix, 
     assert [loss for _, loss in run.metrics("val/loss")] == pytest.approx(validations)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mix", ["mixup", "cutmix"])
 def test_a_resumed_run_mixes_as_if_never_stopped(mix, train, seen):
     options = {"data": Colours, "epochs": 3, "parts": parts(mix)}

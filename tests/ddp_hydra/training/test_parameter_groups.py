@@ -84,6 +84,7 @@ def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batchnorm_counts_once_what_is_computed_twice(compiled):
     x, found = torch.randn(8, 4), []

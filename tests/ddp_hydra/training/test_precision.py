@@ -52,6 +52,7 @@ def times(factor: float, lr: float) -> dict[str, Any]:
     return {"loss": loss, "optimizer": {"lr": lr}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_half_as_many_bits_come_close(name, train):
     gentle = times(0.01, lr=10)  # all of its gradients fit fp16
@@ -60,6 +61,7 @@ def test_half_as_many_bits_come_close(name, train):
     assert read(half.last)["model"]["weight"].dtype == torch.float32
 
 
+@pytest.mark.medium
 def test_gradients_that_are_too_large_for_fp16_lower_the_scale_and_leave_the_step_out(train):
     run = train(precision="fp16", log_every_steps=1, parts=times(30, lr=1e-3))
     scales = [scale for _, scale in run.metrics("loss_scale")]

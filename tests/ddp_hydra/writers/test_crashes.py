@@ -117,6 +117,7 @@ def crash(steps: list[tuple[int, bool]], left: int, after: bool, links: bool, ke
         return disk.dead
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("after", "links"),
     [
@@ -135,6 +136,7 @@ def test_a_crash_at_every_operation_leaves_what_can_be_resumed_from(after, links
 writes = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5)
 
 
+@pytest.mark.medium
 @settings(max_examples=2 * settings().max_examples)
 @given(writes, st.integers(1, 100), st.booleans(), st.booleans(), st.integers(1, 3))
 def test_whatever_was_written_before(steps, left, after, links, keep):

@@ -233,6 +233,7 @@ class Failing:
         return self.real(*args, **kwargs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("after", range(0, 9, 2))
 @pytest.mark.parametrize("name", ["fsync", "replace", "write", "unlink"])

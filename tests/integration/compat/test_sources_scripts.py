@@ -60,6 +60,7 @@ def test_the_article_trains_over_a_bucket(s3, credentials, tmp_path):  # noqa: F
     assert all(name.startswith("module.") for name in pickle.loads(saved[0].read_bytes()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_wids_with_ddp_trains_over_shards_of_a_web_server(tmp_path, world_size):
     """With a process group and without; the loader's processes are those that DataLoader starts by default."""

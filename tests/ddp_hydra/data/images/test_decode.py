@@ -160,6 +160,7 @@ def test_an_evaluation_sees_what_pillow_decodes_whatever_is_shrunk_on_the_way(sa
     assert (seen.int() - expected.int()).abs().float().mean() < 1.2
 
 
+@pytest.mark.medium
 def test_an_image_too_large_for_the_memory_is_refused_before_it_is_decoded():
     data = bytearray(encode(Image.fromarray(COLOURS), "JPEG"))
     place = data.index(b"\xff\xc0") + 5

@@ -778,6 +778,7 @@ def test_a_mapped_shard_stays_locked_until_its_last_part_is_gone(server, cache_o
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.slow
 def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(tmp_path):
     folder = ShardFolder(tmp_path, 2**30)
     done = threading.Event()

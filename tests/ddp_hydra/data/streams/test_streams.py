@@ -148,6 +148,7 @@ def in_order(steps_of_ranks: list[list[list[int]]]) -> list[int]:
     return [sample for step in zip(*steps_of_ranks, strict=True) for sample in chain.from_iterable(step)]
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=40)
 @given(
     n=st.integers(12, 40),
@@ -164,6 +165,7 @@ def test_ranks_share_the_samples_and_take_the_same_steps(n, world_size, batch_si
     assert not threads()
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=3), prefetch=st.integers(0, 3), vote=st.booleans())
 def test_the_rank_that_ends_first_ends_the_epoch_of_all(lengths, prefetch, vote):
@@ -174,6 +176,7 @@ def test_the_rank_that_ends_first_ends_the_epoch_of_all(lengths, prefetch, vote)
     ]
 
 
+@pytest.mark.medium
 @settings(deadline=None, max_examples=30)
 @given(stop=st.integers(1, 4), before=st.sampled_from([1, 2, 3]), after=st.sampled_from([1, 2, 3]))
 def test_another_number_of_ranks_reads_on_where_it_stopped(stop, before, after):

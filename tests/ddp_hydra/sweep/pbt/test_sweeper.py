@@ -64,6 +64,7 @@ def made(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.medium
 def test_each_generation_is_a_batch_that_goes_on_from_the_one_before(made, tmp_path, caplog):
     sweeper = made(seed=1)
     with caplog.at_level("INFO"):
@@ -92,6 +93,7 @@ def test_each_generation_is_a_batch_that_goes_on_from_the_one_before(made, tmp_p
     assert f"best: member {best.member} with val/accuracy {best.score:.5g}  ->  pop/{8 + best.member}/" in caplog.text
 
 
+@pytest.mark.medium
 def test_twice_the_same_seed_gives_the_same_files(made, tmp_path):
     files = []
     for seed in (3, 3, 4):
@@ -102,6 +104,7 @@ def test_twice_the_same_seed_gives_the_same_files(made, tmp_path):
     assert files[0]["lineage.csv"] != files[2]["lineage.csv"]
 
 
+@pytest.mark.medium
 def test_a_member_that_fails_copies_another_one(made):
     sweeper = made(params={"optimizer.lr": "0.01,0.9"}, population=12, generations=2)
     sweeper.sweep([])

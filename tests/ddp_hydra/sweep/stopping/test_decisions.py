@@ -172,6 +172,7 @@ def optuna() -> Any:
         return pytest.importorskip("optuna")
 
 
+@pytest.mark.medium
 def test_what_is_no_pruner_is_refused():
     optuna()
     with pytest.raises(ConfigError, match="makes a dict, not a pruner of Optuna"):
@@ -188,6 +189,7 @@ def pruners() -> list[Callable[[], Rule]]:
     ]
 
 
+@pytest.mark.medium
 def test_a_median_pruner_stops_the_bad_ones_after_its_warm_up():
     order = random.Random(3)
     curves = [[order.random() + number % 4 for _ in range(8)] for number in range(20)]
@@ -202,6 +204,7 @@ values = st.one_of(st.floats(-5, 5), st.just(NAN), st.sampled_from([0.0, 1.0]))
 curves = st.lists(st.lists(values, min_size=0, max_size=8), min_size=1, max_size=9)
 
 
+@pytest.mark.medium
 @given(curves=curves, seed=st.integers(0, 10**6), kill_after=st.integers(1, 30), which=st.integers(0, 7))
 @settings(max_examples=150, deadline=None)
 def test_no_order_of_arrival_and_no_kill_of_the_sweep_changes_a_decision(curves, seed, kill_after, which):

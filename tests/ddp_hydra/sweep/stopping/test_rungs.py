@@ -156,6 +156,7 @@ values = st.one_of(st.floats(-5, 5), st.just(math.nan), st.sampled_from([0.0, 1.
 curve = st.integers(1, LENGTH).flatmap(lambda n: st.lists(values, min_size=n, max_size=n))
 
 
+@pytest.mark.medium
 @given(
     curves=st.lists(curve, min_size=1, max_size=14),
     seed=st.integers(0, 10**6),

@@ -69,6 +69,7 @@ def test_jobs_of_other_apps_are_stopped_at_the_rungs_of_asha():
     assert isinstance(made.decisions.rule, Halving)
 
 
+@pytest.mark.medium
 def test_a_pruner_of_optuna_is_given_by_its_class():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

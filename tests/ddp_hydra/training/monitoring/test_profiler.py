@@ -96,6 +96,7 @@ class Sleepy(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.medium
 def test_the_last_step_of_a_profile_counts_as_the_others_do(train):
     run = train(profile_steps=4, parts={"optimizer": {"_target_": f"{HERE}.Sleepy"}})
     (table,) = [record.data["text"] for record in run.records if record.kind == "text"]
