@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from ddp_hydra.console.signals import SIGNALS, Interrupts, print_line
-from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.attempt import END_S, Attempt
 from ddp_hydra.dispatch.file_transfer import RemoteOutbox
 from ddp_hydra.dispatch.gang import Gang
 from ddp_hydra.dispatch.placement import ranges
@@ -27,10 +27,6 @@ from ddp_hydra.results import Record
 
 BURST_S = 2.0
 """Seconds in which a second signal counts as the same: a process gets Ctrl-C from the terminal and from torchrun."""
-
-
-END_S = 5.0
-"""Seconds that stopped ranks may take to end."""
 
 
 class TorchrunInterrupts(Interrupts):

@@ -36,7 +36,7 @@ WELCOME_S = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job has ended, for the processes of all ranks.
+    """Holds how a job has ended, for the processes of all ranks.
 
     Args:
         status: done, interrupted or failed.

@@ -28,7 +28,7 @@ MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Choices:
-    """What rank 0 tells the others.
+    """Holds what rank 0 tells the others.
 
     Args:
         files: paths of files on its host, by name.

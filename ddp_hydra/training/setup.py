@@ -70,12 +70,7 @@ def build(
     rank, device = dist.get_rank(), builders.device(cfg)
     memory.begin(device)
     consensus = StepConsensus()
-    sampler = build_data.sampler(cfg, train_set, rank, dist.get_world_size())
-    if isinstance(sampler, StreamSampler):
-        consensus.counts, consensus.take = sampler.counts, sampler.heard
-        sampler.agree = lambda: consensus.vote().result()
-    elif cfg.trainer.overfit_batches:
-        sampler = Repeated(sampler, cfg.trainer.overfit_batches)
+    sampler = build_sampler(cfg, train_set, consensus)
     precision.set_float32(cfg.trainer.precision)
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
     bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
@@ -140,6 +135,23 @@ def build(
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
+
+
+def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:
+    """Build the sampler of this rank.
+
+    Args:
+        cfg: the resolved config.
+        train_set: the training data.
+        consensus: tells the ranks of a stream when it has ended for one of them.
+    """
+    sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size())
+    if isinstance(sampler, StreamSampler):
+        consensus.counts, consensus.take = sampler.counts, sampler.heard
+        sampler.agree = lambda: consensus.vote().result()
+    elif cfg.trainer.overfit_batches:
+        return Repeated(sampler, cfg.trainer.overfit_batches)
+    return sampler
 
 
 def build_monitor(

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,42 +119,43 @@ def test_a_job_on_both_nodes_gives_the_numbers_of_a_local_cluster(cli, nodes):
     assert metrics(cli.folder / "there") == metrics(cli.folder / "here")
 
 
-def test_a_worker_that_is_killed_is_replaced_by_ray(cli, nodes):
-    slow = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
-    process = cli.start(*nodes.job, *slow, **nodes.variables)
+SLOW = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
+
+
+def survives(cli, nodes: Nodes, *words: str, fault: Callable[[], object]) -> dict[str, Any]:
+    """Run a job of 8 epochs, kill something after its first checkpoint, and return the summary of its end."""
+    process = cli.start(*nodes.job, *SLOW, *words, **nodes.variables)
     try:
-        wait_for((cli.folder / "run" / "checkpoints" / "last.pt").exists, 120, "a checkpoint")
-        worker = next(one for one in nodes.of_dask() if "worker" in one.cmdline())
-        worker.kill()
-        out, err = process.communicate(timeout=200)
+        wait_for((cli.folder / "run" / "checkpoints" / "last.pt").exists, 200, "a checkpoint")
+        fault()
+        out, err = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 0, out + err
-    ended = summary(cli.folder / "run")
-    assert (ended["status"], ended["restarts"]) == ("done", 1)
     assert metrics(cli.folder / "run")[-1]["epoch"] == 8
+    return summary(cli.folder / "run")
+
+
+def test_a_worker_that_is_killed_is_replaced_by_ray(cli, nodes):
+    def kill_worker() -> None:
+        next(one for one in nodes.of_dask() if "worker" in one.cmdline()).kill()
+
+    ended = survives(cli, nodes, fault=kill_worker)
+    assert (ended["status"], ended["restarts"]) == ("done", 1)
 
 
 def test_the_worker_of_a_lost_node_goes_to_another_one(cli, nodes):
     with nodes.node(f"--address={nodes.address}", cpus=1) as third:
-        spread = ("cluster.n_workers=3", "dispatch.ranks=3", "cluster.strategy=SPREAD")
-        slow = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
-        process = cli.start(*nodes.job, *spread, *slow, **nodes.variables)
-        try:
-            wait_for((cli.folder / "run" / "checkpoints" / "last.pt").exists, 200, "a checkpoint")
+
+        def kill_node() -> None:
             assert len(nodes.of_dask(third)) == 1
             os.killpg(third, signal.SIGKILL)
-            out, err = process.communicate(timeout=300)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    assert process.returncode == 0, out + err
-    ended = summary(cli.folder / "run")
-    assert (ended["status"], ended["restarts"], ended["world_size"]) == ("done", 1, 3), out + err
-    assert metrics(cli.folder / "run")[-1]["epoch"] == 8
+
+        spread = ("cluster.n_workers=3", "dispatch.ranks=3", "cluster.strategy=SPREAD")
+        ended = survives(cli, nodes, *spread, fault=kill_node)
+    assert (ended["status"], ended["restarts"], ended["world_size"]) == ("done", 1, 3)
 
 
 def test_a_job_from_a_machine_that_is_not_a_node(cli, nodes):

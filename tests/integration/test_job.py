@@ -343,7 +343,7 @@ def imported(importtime: str) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--help"], "python -m ddp_hydra experiment=pet_names"),
+        (["--help"], "ddp-hydra experiment=pet_names"),
         (["--cfg", "job"], "n_workers: 2"),
         pytest.param(["--info", "defaults"], "base_config", marks=pytest.mark.slow),
         (["--info", "plugins"], "ddp_hydra_launcher"),
