@@ -34,6 +34,7 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> None:
     row.step = number(summary.get("steps"), int)
     if summary.get("status") == "done" and row.total_steps is None:  # it ended before its status was ever read
         row.total_steps = row.step
+    row.epoch = row.epochs if row.step == row.total_steps else None  # that of the last look may be of long before
     row.workers = number(summary.get("world_size"), int) or row.workers
     _take_metrics(row, summary.get("metrics"), objective)
 

@@ -29,6 +29,15 @@ def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 10, "metrics": {"val/accuracy": 0.75}}))
     job_status.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.workers, row.objective, row.metrics) == (10, 2, 0.75, {"val/accuracy": 0.75, "lr": None})
+    assert (row.epoch, row.epochs) == (2, 2)
+
+
+def test_the_epoch_of_a_job_that_ended_before_its_last_step_is_not_known(row, tmp_path):
+    (tmp_path / "status.json").write_text(json.dumps({"step": 5, "total_steps": 10, "epoch": 1, "epochs": 2}))
+    job_status.read_status(row, tmp_path, ACCURACY)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 8}))
+    job_status.read_summary(row, tmp_path, ACCURACY)
+    assert (row.step, row.total_steps, row.epoch) == (8, 10, None)
 
 
 @pytest.mark.parametrize(("status", "state"), [("done", State.done), ("failed", State.interrupted)])
