@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES = {"Run": "api.run", "connect": "api.connection", "run": "api.run"}
 
 
