@@ -170,6 +170,7 @@ def test_a_gang_trains_where_there_is_only_ipv6(warm_server, project, tmp_path):
 
 
 @pytest.mark.usefixtures("client2")  # nannies of this process leave variables behind once
+@pytest.mark.slow
 def test_workers_on_the_loopback_of_ipv6():
     options = {"host": "[::1]", "nthreads": 1, "dashboard": False}
     workers = {number: {"cls": Nanny, "options": options} for number in range(2)}

@@ -138,6 +138,11 @@ def test_the_rank_that_runs_dry_ends_the_epoch_of_all_and_validation_counts_each
     assert run.checkpoint("last.pt")["position"] == {"step": 4, "epoch": 2, "samples": 64, "offset": 0}
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["counted", *(pytest.param(name, marks=pytest.mark.slow) for name in ("files", "odd files", "buffer"))],
+    indirect=True,
+)
 def test_a_killed_rank_is_started_again_and_makes_no_difference(chaos, client2, kind):
     unhurried = ("dispatch.hang_timeout_s=60", "dispatch.first_step_timeout_s=60")  # an import takes seconds
     settings = ("data=stream", *unhurried, *kind, "trainer.max_steps=1000", "results.keep_checkpoints=null")

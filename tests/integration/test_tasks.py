@@ -60,6 +60,7 @@ def test_a_batch_may_be_a_dict_and_a_model_return_its_loss(client2, train):
     assert losses[-1] < losses[0] < 2.4
 
 
+@pytest.mark.slow
 def test_a_small_model_learns_from_a_trained_one(client2, train):
     base = ("data=digits", "model=mlp", "trainer.epochs=3")
     teacher = train(client2, "teacher", *base, "optimizer=adamw", "optimizer.lr=0.01")
