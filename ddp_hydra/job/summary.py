@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 import ddp_hydra
 from ddp_hydra.config import project
 from ddp_hydra.console.plural import counted
-from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.errors import ConfigError, Failure, JobFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.results import finite
@@ -77,6 +77,8 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
             error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={shown_dir}",)
         if is_full(error):
             error.add_note(full_disk_advice(run_dir, shown_dir))
+        elif isinstance(error, JobFailed) and (lines := failed_lines(run_dir, shown_dir, error.failure)):
+            error.add_note(f"\n{lines}")
         raise
     _finish(run_dir, summary, begin)
 
@@ -90,6 +92,22 @@ def _finish(run_dir: Path, summary: dict[str, Any], begin: float, error: BaseExc
             raise
         if not is_full(error):  # then the advice about the full disk is added instead
             error.add_note(str(unwritten))
+
+
+def failed_lines(run_dir: Path, shown_dir: str, failure: Failure) -> str:
+    """Return the lines that say where a failed job has left its log and its checkpoint.
+
+    Args:
+        run_dir: of the job.
+        shown_dir: the run directory or its URL, as the user would type it.
+        failure: its cause.
+    """
+    log, step = f"logs/rank-{failure.rank}.log", saved_step(run_dir)
+    lines = [
+        f"log:     {shown_dir}/{log}" if not failure.mistake and (run_dir / log).exists() else None,
+        f"saved:   step {step}; go on with resume={shown_dir}" if step is not None else None,
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import checks, gang_settings, summary
+from ddp_hydra.job.explain import explain
 from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.resume import find_resume
@@ -452,6 +454,18 @@ def test_who_does_not_wait_for_a_checkpoint_hears_of_the_last_one(tmp_path):
     said = f"interrupted; step 20 is saved: go on with resume={tmp_path}"
     with pytest.raises(KeyboardInterrupt, match=said), summarised(tmp_path, config()):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_who_failed_hears_where_the_log_and_the_checkpoint_are(tmp_path, mistake):
+    checkpoint(tmp_path, 10, 20)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-3.log").write_text("printed\n")
+    with pytest.raises(RankFailed) as caught, summarised(tmp_path, config()):
+        raise RankFailed("m", replace(FAILURE, mistake=mistake))
+    saved = f"saved:   step 20; go on with resume={tmp_path}"
+    log = f"log:     {tmp_path}/logs/rank-3.log"
+    assert explain(caught.value) == "\n".join(["m", "", *([] if mistake else [log]), saved])
 
 
 def test_a_job_that_is_done_has_no_failure(tmp_path):
