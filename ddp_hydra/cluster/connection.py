@@ -36,6 +36,8 @@ GIVE_ADDRESS = (
 POLL_S = 0.1
 PROBE_S = 3.0
 """Seconds that one connection of the diagnosis may take."""
+RETRY_S = 3.0
+"""Seconds in which connecting is tried again where no reason for its failure is found, as on a busy host."""
 CERTIFICATES = ("tls_ca_file", "tls_client_cert", "tls_client_key")
 GIVE = " ".join(f"cluster.security.{name}=<file>" for name in CERTIFICATES)
 
@@ -98,13 +100,16 @@ class Scheduler:
         from distributed import Client
 
         with dask.config.set(QUIET):
-            try:
-                return Client(self.address, security=self.security, timeout=self.timeout_s)
-            except Exception as error:  # OSError, RuntimeError, TypeError, AssertionError: whatever Dask's parts raise
-                reason = (
-                    diagnose(self.address, self.security) or f"the scheduler {self.address} does not answer: {error}"
-                )
-                raise ClusterError(reason) from error
+            until = time.monotonic() + RETRY_S
+            while True:
+                try:
+                    return Client(self.address, security=self.security, timeout=self.timeout_s)
+                except Exception as error:  # OSError, RuntimeError, TypeError, AssertionError: whatever Dask raises
+                    known = diagnose(self.address, self.security)
+                    if known or time.monotonic() > until:
+                        said = str(error) or type(error).__name__
+                        raise ClusterError(known or f"the scheduler {self.address} does not answer: {said}") from error
+                time.sleep(POLL_S)
 
 
 def check_certificates(security: Any) -> None:

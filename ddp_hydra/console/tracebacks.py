@@ -12,6 +12,8 @@ from ddp_hydra.console.text import message_of
 
 _PACKED = re.compile(r".*[/\\]project-[0-9a-f]{16}[/\\](.*)")
 """Matches a file of a project space that was unpacked on a worker; see `project.Project.unpack`."""
+_STARTER = re.compile(r".*[/\\](ddp_hydra[/\\]starter[/\\].*)")
+"""Matches a file of the starter that is installed with the package."""
 _LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
 _LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DETERMINISTIC = (
@@ -25,6 +27,8 @@ _TEMPORARY = re.compile(r"CUDA|cu[A-Z]{3,}|NCCL|gloo|HIP|memory|connection|socke
 def user_path(file: str) -> str | None:
     """Return the path of a source file as its user knows it; None for a library's file."""
     if match := _PACKED.fullmatch(file):
+        return match[1]
+    if match := _STARTER.fullmatch(file):
         return match[1]
     if file.startswith(_LIBRARY_FOLDERS) or _LIBRARY.match(file):
         return None
@@ -49,8 +53,13 @@ def is_deterministic(error: BaseException) -> bool:
     return any(_PACKED.fullmatch(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
 
 
-def shortened(error: BaseException) -> str:
-    """Format an error with the user's own frames and the one that raised it; with all frames if none is the user's."""
+def shortened(error: BaseException, others: str = "they are in the rank's log") -> str:
+    """Format an error with the user's own frames and the one that raised it; with all frames if none is the user's.
+
+    Args:
+        error: the error.
+        others: where the frames of libraries can be seen.
+    """
     if not place(error):
         return "".join(traceback.format_exception(error))
     formatted = traceback.TracebackException.from_exception(error)
@@ -61,7 +70,7 @@ def shortened(error: BaseException) -> str:
         seen.add(id(part))
         left_out += _shorten(part)
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
-    more = f"\n({left_out} frames of libraries are left out: they are in the rank's log)" if left_out else ""
+    more = f"\n({left_out} frames of libraries are left out: {others})" if left_out else ""
     return "".join(formatted.format()).rstrip() + more
 
 

@@ -79,6 +79,10 @@ class ImageTable(StoredImages):
         """Return the table."""
         return self.table
 
+    def advice_on_missing(self) -> str:
+        """Return where relative paths begin."""
+        return f"Paths of the table begin at {self._root}: give another folder with data.root=<folder>. "
+
     def name(self, index: int) -> str:
         """Return the path of a sample as written in the table."""
         return self._paths[index]

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,10 @@ class ParquetRows:
         if url.endswith(SUFFIXES):
             store, key = self.access.open(url)
             found = [(url, store, key, store.size(key))]
+        elif url.endswith(".csv"):
+            name = PurePosixPath(url).with_suffix(".parquet").name
+            convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({url!r}), {name!r})"
+            raise ValueError(f'{url} is no Parquet file: type python -c "{convert}", and data.files={name}')
         else:
             store, prefix = self.access.open_folder(url)
             listed = sorted((key, size) for key, size in store.objects(prefix) if key.endswith(SUFFIXES))

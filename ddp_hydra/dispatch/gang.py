@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Gang(Settings):
     interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
+    workers_on_host: Counter[str] = field(default_factory=Counter, init=False, repr=False)
     grouped: bool = field(default=True, init=False, repr=False)
     unique_name: str = field(default="", init=False, repr=False)
     in_use: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -167,6 +169,7 @@ class Gang(Settings):
             workers = reservation.reserve(topic, self.queue_timeout_s)
             self.check_workers(workers)
             while True:
+                self.workers_on_host = Counter(self.workers_hosts()) if self.sweep else Counter()
                 self.attempt = Attempt(
                     self, number, topic, placement.plan(workers), self.interrupts, self.read, self.launch_spec
                 )
@@ -182,6 +185,10 @@ class Gang(Settings):
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
+
+    def workers_hosts(self) -> list[str]:
+        """Return the host of each worker, those of other jobs included."""
+        return [worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()]
 
     def check_stop(self) -> None:
         """Raise KeyboardInterrupt if a gang that runs in the background is to end."""
@@ -288,4 +295,5 @@ class Gang(Settings):
             cwd=self.cwd or str(Path.cwd()),
             owner=self.unique_name,
             keep_warm_s=self.keep_warm_s or 0.0,
+            ranks_on_host=self.workers_on_host[spec.host],
         )

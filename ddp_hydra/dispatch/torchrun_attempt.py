@@ -25,6 +25,7 @@ from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.rank.torchrun_task import TorchrunTask
 from ddp_hydra.results import Record
 
+KILLED = "torchrun was killed, so its ranks were stopped: go on with resume=<run dir>"
 BURST_S = 2.0
 """Seconds in which a second signal counts as the same: a process gets Ctrl-C from the terminal and from torchrun."""
 
@@ -118,7 +119,7 @@ class TorchrunWatchdog(Watchdog):
         """
         assert isinstance(self.workers, TorchrunWorkers)
         if self.workers.own.has_lost_torchrun:
-            raise ClusterError("torchrun was killed, so its ranks were stopped: go on with resume=<run dir>")
+            raise ClusterError(KILLED)
         late, wait_s = self.rank_states.late, self.settings.start_timeout_s
         if late and time.monotonic() - self.begun_at > wait_s:
             message = (
@@ -205,6 +206,16 @@ class TorchrunAttempt(Attempt):
             self.interrupts.wanted = True
             return
         super().on_record(replace(record, attempt=self.number), size)  # the others do not know the number
+
+    def on_end(self, record: Record) -> None:
+        """Note how a rank ended.
+
+        Raises:
+            ClusterError: torchrun was killed, which rank 0's task has noticed before the watchdog.
+        """
+        if self.own.has_lost_torchrun and not self.is_stopping:
+            raise ClusterError(KILLED)
+        super().on_end(record)
 
     # -- on the server's thread ----------------------------------------------------------------------------
 

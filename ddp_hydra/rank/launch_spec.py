@@ -28,6 +28,8 @@ class LaunchSpec:
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
         owner: the gang's name, without its attempt; "" for `gang`.
         keep_warm_s: how long the host's fork server stays after its last rank.
+        ranks_on_host: that a sweep may have there at the same time, so that its jobs get equally many threads whichever
+            starts first; 0 outside of a sweep.
     """
 
     gang: str
@@ -45,3 +47,4 @@ class LaunchSpec:
     cwd: str = ""
     owner: str = ""
     keep_warm_s: float = 0.0
+    ranks_on_host: int = 0

@@ -152,6 +152,7 @@ class Launcher:
     def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
         """Write a line of JSON and the pickled call into a file without a name, which nobody else can write to."""
         spec, launch_spec = self.launch_spec.spec, self.launch_spec
+        ranks = max(spec.local_world_size + share.other_ranks, launch_spec.ranks_on_host)
         header = {
             "spec": asdict(spec),
             "gang": launch_spec.gang,
@@ -159,8 +160,7 @@ class Launcher:
             "backend": launch_spec.backend,
             "timeout_s": launch_spec.timeout_s,
             "group": launch_spec.group,
-            "threads": launch_spec.threads
-            or environment.threads(len(self.cores()) or os.cpu_count() or 1, spec.local_world_size + share.other_ranks),
+            "threads": launch_spec.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks),
             "project": launch_spec.project.sha256 if launch_spec.project else "",
             "retry_s": launch_spec.retry_s,
             "outbox": str(self.with_room(lambda: outbox.folder(self.worker, launch_spec.gang, spec.rank))),

@@ -428,3 +428,15 @@ def test_a_local_worker_does_not_complain_that_its_command_ends(client2, gang):
     gang(client2).run(os.getpid)
     for said in client2.run(what_workers_say).values():
         assert said == ["Memory is short", "Closing"]
+
+
+def number_of_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def test_a_job_of_a_sweep_leaves_the_cores_of_the_other_workers_to_their_jobs(client2):
+    cores = len(os.sched_getaffinity(0))
+    assert dispatch.Gang(client2, ranks=1).run(number_of_threads) == [cores]
+    assert dispatch.Gang(client2, ranks=1, sweep="s").run(number_of_threads) == [max(1, cores // 2)]

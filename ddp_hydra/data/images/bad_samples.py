@@ -37,6 +37,7 @@ class BadSamples:
         n_samples: length of the data set.
         max_fraction: share of the samples that may be bad, 0..1.
         where: name of the data set, for messages.
+        missing: the advice where a file is missing, before the others.
 
     Attributes:
         reasons: {name: what is wrong}.
@@ -44,10 +45,11 @@ class BadSamples:
         count: how many samples are bad.
     """
 
-    def __init__(self, n_samples: int, max_fraction: float, where: str) -> None:
+    def __init__(self, n_samples: int, max_fraction: float, where: str, missing: str = "") -> None:
         self.n_samples = n_samples
         self.max_fraction = max_fraction
         self.where = where
+        self.missing = missing
         self.reasons: dict[str, str] = {}
         self.counts: dict[str, int] = {}
         self.count = 0
@@ -89,10 +91,12 @@ class BadSamples:
                 self.count += 1
         allowed = self.max_fraction * self.n_samples
         if self.count > allowed:
+            are = "is" if self.count == 1 else "are"
+            advice = self.missing if isinstance(error, FileNotFoundError) else ""
             raise TooManyBadSamplesError(
-                f"{self.count} of {self.n_samples} samples of {self.where} are bad, and data.max_bad_fraction="
-                f"{self.max_fraction:g} allows {int(allowed)}: {self.examples()}. Remove them, or type a larger "
-                "data.max_bad_fraction=..."
+                f"{self.count} of {self.n_samples} samples of {self.where} {are} bad, and data.max_bad_fraction="
+                f"{self.max_fraction:g} allows {int(allowed)}: {self.examples()}. {advice}"
+                "Remove them, or type a larger data.max_bad_fraction=..."
             ) from None
 
     def examples(self) -> str:

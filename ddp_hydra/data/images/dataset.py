@@ -137,6 +137,10 @@ class ImageDataset(Dataset, ABC):
     def where(self) -> str:
         """Return the name of the data set, for messages."""
 
+    def advice_on_missing(self) -> str:
+        """Return what to check where a file is missing, for messages; "" for nothing."""
+        return ""
+
     def n_bytes(self, index: int) -> int:
         """Return the size of a sample's file, bytes; 0 if it is not known."""
         return 0
@@ -166,7 +170,7 @@ class ImageDataset(Dataset, ABC):
 
     def _bad_samples(self) -> BadSamples:
         if self._bad is None:
-            self._bad = BadSamples(len(self), self.max_bad_fraction, self.where())
+            self._bad = BadSamples(len(self), self.max_bad_fraction, self.where(), self.advice_on_missing())
         return self._bad
 
     def __len__(self) -> int:

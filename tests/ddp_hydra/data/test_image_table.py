@@ -145,3 +145,10 @@ def test_table_and_images_come_from_buckets(s3, png):
     data = ImageTable(f"s3://{bucket}/t/images.csv", endpoint_url=s3.endpoint_url)
     assert reds(data) == [6, 5]
     data.close()
+
+
+def test_a_file_that_is_missing_asks_where_the_paths_begin(table, tmp_path):
+    data = table("path,label\nelsewhere/1.png,cat\ncat/1.png,dog\n")
+    said = r"1 of 2 samples of .* is bad.*Paths of the table begin at .*: give another folder with data\.root=<folder>"
+    with pytest.raises(ValueError, match=said):
+        data[0]

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,3 +116,13 @@ def test_rows_from_a_store(s3, folder):
     assert [part.tolist() for part in data[24]] == [[24], 0]
     assert data.stats()["requests"] > 0
     data.close()
+
+
+def test_a_csv_file_is_told_with_how_to_convert_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="is no Parquet file") as caught:
+        ParquetRows("rows.csv", "b")
+    code, files = re.fullmatch(r'.*: type python -c "(.*)", and data.files=(.*)', str(caught.value)).groups()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert [part.tolist() for part in ParquetRows(files, "b")[0]] == [[1.0], 2]
