@@ -284,7 +284,7 @@ class Job:
             return
         if self.remote:
             self.remote.note_attempts(self.attempts(gang))
-        begin = record.step or 0
+        self.summary["from_step"] = begin = record.step or 0
         before = [attempt.steps_done for attempt in gang.restarts.ended[-1:]] or self.steps_before
         if before:
             self.summary["steps_lost"] += max(0, before[0] - begin)

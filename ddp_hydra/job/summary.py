@@ -20,8 +20,8 @@ from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.results import finite
 from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
 
-ENOUGH_STEPS = 20
-"""Bottlenecks of shorter runs are not described: the first steps wait for connections, caches and compilation."""
+ENOUGH_STEPS, ENOUGH_S = 20, 5.0
+"""What limits shorter runs is not described: the first steps wait for connections, caches and compilation."""
 DATA_BOUND_SHARE = 0.1
 """A run is bound by data if its loop waits for batches for this share of the time or more."""
 SLOW_RATIO = 1.15
@@ -122,7 +122,9 @@ def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
     shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
     steps, status = summary["steps"], summary.get("status", "done")
-    took = f"{counted(steps, 'step')} in {summary['train_s']:.1f} s"
+    before = summary.get("from_step", 0)  # its last attempt, whose time is told, began there
+    last = f", the last {steps - before:,}" if before else ""
+    took = f"{counted(steps, 'step')}{last} in {summary['train_s']:.1f} s"
     lines = [
         f"{status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         describe_data(summary["data"], summary["train_s"], steps),
@@ -148,7 +150,7 @@ def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str
     """
     share = total["wait"]
     parts = []
-    if steps >= ENOUGH_STEPS:
+    if steps >= ENOUGH_STEPS and train_s >= ENOUGH_S:
         parts.append(
             f"bound by {'data' if share >= DATA_BOUND_SHARE else 'compute'}: a rank waited {total['wait_s']:.1f} of "
             f"{train_s:.1f} s ({share:.0%}) for batches"

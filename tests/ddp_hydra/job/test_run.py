@@ -548,5 +548,9 @@ def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_ste
     few = {**VALUE, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
     lines = summary.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
     assert lines[0].startswith("done: 1 step in 1.5 s, 107 samples/s, ")
+    resumed = summary.closing_lines({**VALUE, "from_step": 5}, "outputs/a")
+    assert resumed.startswith("done: 20 steps, the last 15 in 1.5 s, 107 samples/s, ")
     assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
-    assert summary.closing_lines(VALUE, "outputs/a").splitlines()[1].startswith("data: bound by compute")
+    assert "bound by" not in summary.closing_lines(VALUE, "outputs/a")
+    longer = summary.closing_lines({**VALUE, "train_s": 15.0}, "outputs/a")
+    assert longer.splitlines()[1].startswith("data: bound by compute")
