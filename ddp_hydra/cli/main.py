@@ -39,7 +39,7 @@ COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs
 def main(cfg: DictConfig) -> float | None:
     """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
     signals.leave_tidily()
-    from ddp_hydra.job.run import run_job
+    from ddp_hydra.job.run_dir import remove_unused
     from ddp_hydra.job.torchrun import run_other_rank
 
     spec = torchrun.place(cfg.cluster)
@@ -47,8 +47,26 @@ def main(cfg: DictConfig) -> float | None:
         run_other_rank(cfg, spec)
         return None
     hydra_cfg = HydraConfig.get()
+    run_dir = Path(hydra_cfg.runtime.output_dir)
+    try:
+        return run_in(run_dir, cfg, hydra_cfg)
+    finally:
+        if hydra_cfg.mode == RunMode.RUN:
+            remove_unused(run_dir, hydra_cfg.output_subdir)
+
+
+def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
+    """Check what was typed, and run the job.
+
+    Args:
+        run_dir: that Hydra has made for it.
+        cfg: the composed config.
+        hydra_cfg: Hydra's own config.
+    """
+    from ddp_hydra.job.run import run_job
+
     if hydra_cfg.output_subdir:
-        redact.rewrite(Path(hydra_cfg.runtime.output_dir) / hydra_cfg.output_subdir)
+        redact.rewrite(run_dir / hydra_cfg.output_subdir)
     loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
     repository = getattr(loader, "repository", None)
     unknown_keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)
@@ -58,7 +76,7 @@ def main(cfg: DictConfig) -> float | None:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
     if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
         raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
-    return run_job(cfg, Path(hydra_cfg.runtime.output_dir), hydra_cfg.overrides.task)
+    return run_job(cfg, run_dir, hydra_cfg.overrides.task)
 
 
 def entry() -> None:

@@ -56,6 +56,22 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
         )
 
 
+def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
+    """Remove a run directory in which Hydra has written its files and no job anything: of a dry run, or a mistake.
+
+    Args:
+        run_dir: made by Hydra for this command.
+        output_subdir: the folder of Hydra's files in it, `.hydra`.
+    """
+    with contextlib.suppress(OSError):
+        of_hydra = run_dir / str(output_subdir)
+        if [path.name for path in run_dir.iterdir()] != [of_hydra.name] or run_dir.resolve() == Path.cwd():
+            return
+        if {path.name for path in of_hydra.iterdir()} <= {"config.yaml", "hydra.yaml", "overrides.yaml"}:
+            shutil.rmtree(of_hydra)
+            run_dir.rmdir()
+
+
 def is_resumed(run_dir: Path, resume: str | None) -> bool:
     """Return whether a run resumes from its own run directory."""
     if not resume or "://" in resume:

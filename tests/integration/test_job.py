@@ -203,7 +203,7 @@ def test_a_dry_run_builds_everything_and_starts_no_cluster(cli, variables):
     assert "data      96 samples, 37 for validation" in ended.stdout
     assert "3 in an epoch with 4 ranks of 8" in ended.stdout
     assert not imported(ended.stderr) & {"distributed"}
-    assert not list(cli.folder.rglob("metrics.jsonl"))
+    assert not list(cli.folder.glob("outputs/*/*")), "nothing is left of it"
 
 
 def test_a_job_may_run_inside_its_run_directory(cli):

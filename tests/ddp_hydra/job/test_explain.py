@@ -28,7 +28,9 @@ def test_an_error_of_the_users_file_is_a_line_and_the_users_own_frames(tmp_path,
 
 def test_the_starter_is_told_from_the_users_files():
     error = raised_by("1 / 0", "/usr/lib/python3/site-packages/ddp_hydra/starter/models/mlp.py")
-    assert explain(error).startswith("ZeroDivisionError: division by zero (ddp_hydra/starter/models/mlp.py, line 1, in ")
+    assert explain(error).startswith(
+        "ZeroDivisionError: division by zero (ddp_hydra/starter/models/mlp.py, line 1, in "
+    )
 
 
 @pytest.mark.parametrize("error", [ConfigError("give a number"), TooManyBadSamplesError("3 samples are bad")])

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import run_dir
-from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run
+from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run, remove_unused
 from ddp_hydra.writers.run_dir import locked, next_attempt
 
 HOLD = """
@@ -177,3 +177,30 @@ def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_pa
     RunDirCallback().on_run_start(cfg)
     cfg.resume, cfg.hydra.output_subdir = None, None
     RunDirCallback().on_run_start(cfg)
+
+
+@pytest.mark.parametrize(
+    ("files", "is_unused"),
+    [
+        ((".hydra/config.yaml", ".hydra/overrides.yaml"), True),
+        ((".hydra/config.yaml", "summary.json"), False),
+        ((".hydra/config.yaml", ".hydra/notes.txt"), False),
+        (("notes.txt",), False),
+    ],
+)
+def test_only_a_folder_in_which_nobody_but_hydra_has_written_is_removed(tmp_path, files, is_unused):
+    run_dir = tmp_path / "run"
+    for name in files:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text("")
+    remove_unused(run_dir, ".hydra")
+    assert run_dir.exists() != is_unused
+    assert sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()) == sorted(
+        () if is_unused else files
+    )
+
+
+def test_where_hydra_writes_nothing_nothing_is_removed(tmp_path):
+    remove_unused(tmp_path, None)
+    remove_unused(tmp_path / "missing", ".hydra")
+    assert tmp_path.exists()
