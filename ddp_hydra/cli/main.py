@@ -132,6 +132,10 @@ def error_message(error: Exception) -> str:
     """Return the message of an error for the user, also of errors that Hydra raises before there is a job."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        near = unknown_keys.meant(name, error.options, f"{group}=")
+        return f"{group}={name} is no option{near or '.'} The options are {', '.join(error.options)}"
     frames = traceback.extract_tb(error.__traceback__)
     is_in_main = any(frame.filename == __file__ and frame.name == "main" for frame in frames)
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and not is_in_main:

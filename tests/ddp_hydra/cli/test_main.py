@@ -26,6 +26,11 @@ def raising(error: BaseException):
         (Interrupted("interrupted; saved at step 3: go on with resume=x"), 130, "interrupted; saved at step 3: go on"),
         (MissingConfigException("?", "hydra/sweeper/optuna"), 1, "type pip install 'ddp-hydra[optuna]'\n"),
         (MissingConfigException("no such model", "model/resnet19"), 1, "ddp_hydra: no such model\n"),
+        (
+            MissingConfigException("no such model", "model/resnet19", ["lstm", "resnet18"]),
+            1,
+            "ddp_hydra: model=resnet19 is no option: did you mean model=resnet18? The options are lstm, resnet18\n",
+        ),
         (InstantiationException("no such sampler"), 1, "ddp_hydra: no such sampler\n"),
         (FileExistsError(17, "File exists", "outputs"), 1, "give another with hydra.run.dir=<folder>"),
         (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops"),
