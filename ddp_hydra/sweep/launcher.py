@@ -45,7 +45,7 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Prepare for the first batch. Called by Hydra."""
-        from ddp_hydra.sweep.planned_job import CachingConfigLoader
+        from ddp_hydra.sweep.composing import CachingConfigLoader
 
         signals.leave_tidily()
         self.loader = CachingConfigLoader(hydra_context.config_loader)

@@ -14,12 +14,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.composing import CachingConfigLoader
 from ddp_hydra.sweep.job_returns import failed_return, first_line
 from ddp_hydra.sweep.rows import Row, State, typed
-
-CHECKED = 64
-"""So many jobs of a sweep are composed to be checked before the first one starts, which takes 0.1 s each. Of the
-others, those are that have a word which is in none of these and is no number."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class PlannedJob:
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
     def compose(self, loader: CachingConfigLoader, config: DictConfig, own_need: Need, sweep_dir: Path) -> None:
-        """Compose its config, which takes about 0.2 s.
+        """Compose its config.
 
         Args:
             loader: composes configs.
@@ -103,50 +100,6 @@ class PlannedJob:
         """Let it fail before it starts."""
         self.row.state, self.row.message = State.failed, first_line(str(error))
         self.result = failed_return(self, error)
-
-
-class CachingConfigLoader:
-    """Cache the configs that Hydra's loader composes.
-
-    Sweepers compose each job to check it, and launchers compose it again to run it.
-
-    Args:
-        loader: the loader of Hydra.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.composed: dict[tuple[str, ...], DictConfig] = {}
-        self.checked: set[str] = set()
-        self.last: DictConfig | None = None
-
-    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose a job for a sweeper, which only checks that it can be composed, and cache its config."""
-        new = {word for word in sweep_overrides if word not in self.checked and not is_number(word.partition("=")[2])}
-        if self.last is not None and len(self.composed) >= CHECKED and not new:
-            return self.last
-        self.checked |= new
-        self.last = self.loader.load_sweep_config(master_config, sweep_overrides)
-        if len(self.composed) < CHECKED:
-            self.composed[tuple(sweep_overrides)] = self.last
-        return self.last
-
-    def take(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
-        """Return a job's config, composed if needed, and remove it from the cache: the caller may change it."""
-        config = self.composed.pop(tuple(sweep_overrides), None)
-        return config or self.loader.load_sweep_config(master_config, list(sweep_overrides))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text is a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def without_hydras(overrides: Sequence[str]) -> list[str]:

@@ -14,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import defaults, planned_job
+from ddp_hydra.sweep.composing import CachingConfigLoader
 from ddp_hydra.sweep.job_returns import earlier_return
-from ddp_hydra.sweep.planned_job import CachingConfigLoader, JobNumbers, Need, PlannedJob
+from ddp_hydra.sweep.planned_job import JobNumbers, Need, PlannedJob
 from ddp_hydra.sweep.rows import Row, State, typed
 
 AHEAD = 16

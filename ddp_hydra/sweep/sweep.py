@@ -27,11 +27,12 @@ from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
 from ddp_hydra.sweep import job_status, planned_job
 from ddp_hydra.sweep.cluster_process import ClusterProcess
+from ddp_hydra.sweep.composing import CachingConfigLoader
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 from ddp_hydra.sweep.job_process import run_planned_job
 from ddp_hydra.sweep.job_returns import failed_return, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
-from ddp_hydra.sweep.planned_job import CachingConfigLoader, PlannedJob
+from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.plot import draw
 from ddp_hydra.sweep.pruning import Pruning
 from ddp_hydra.sweep.queue import JobQueue

@@ -48,27 +48,6 @@ def test_no_two_jobs_ever_have_one_number(before, now):
     assert all((number in known) == (found is not None) for number, found in given_now)
 
 
-def test_of_many_jobs_those_with_a_new_word_are_checked():
-    class Loader:
-        def __init__(self):
-            self.calls = []
-
-        def load_sweep_config(self, master, overrides):
-            self.calls.append(overrides)
-            return OmegaConf.create({"n": len(self.calls)})
-
-    loader = planned_job.CachingConfigLoader(real := Loader())
-    jobs = [[f"lr={n / 1000}", "model=a"] for n in range(200)]
-    for overrides in jobs:
-        loader.load_sweep_config({}, overrides)
-    assert real.calls == jobs[: planned_job.CHECKED]
-    for overrides in (["lr=7", "model=typo"], ["lr=8", "model=typo"], ["lr=9", "model=a"]):
-        loader.load_sweep_config({}, overrides)
-    assert real.calls[planned_job.CHECKED :] == [["lr=7", "model=typo"]]
-    assert len(loader.composed) == planned_job.CHECKED
-    assert loader.take({}, jobs[150]).n == planned_job.CHECKED + 2, "the others are composed when they start"
-
-
 @pytest.mark.parametrize(
     ("overrides", "kept"),
     [
@@ -78,24 +57,6 @@ def test_of_many_jobs_those_with_a_new_word_are_checked():
 )
 def test_jobs_are_told_apart_by_what_is_not_hydras(overrides, kept):
     assert planned_job.without_hydras(overrides) == kept
-
-
-def test_what_was_composed_to_be_checked_is_not_composed_again():
-    class Loader:
-        calls = 0
-        other = "of Hydra's"
-
-        def load_sweep_config(self, master, overrides):
-            self.calls += 1
-            return OmegaConf.create({"n": self.calls})
-
-    loader = planned_job.CachingConfigLoader(real := Loader())
-    checked = [loader.load_sweep_config({}, [f"a={n}"]) for n in (1, 2, 1)]
-    assert real.calls == 3
-    assert loader.take({}, ["a=2"]) is checked[1]
-    assert loader.take({}, ["a=1"]) is checked[2]
-    assert loader.take({}, ["a=1"]) not in checked, "the same job twice has a config each"
-    assert loader.other == "of Hydra's"
 
 
 @pytest.mark.parametrize(
