@@ -18,39 +18,39 @@ from omegaconf import DictConfig
 
 from ddp_hydra.config.hydra_compat import IS_1_3
 
-RUN = "hydra.mode=RUN"
-
 
 @contextmanager
 def composed_once(multirun: bool) -> Iterator[None]:
     """Let Hydra use, inside the block, the config from which it has read the mode.
 
     Args:
-        multirun: the command line has -m; the two configs differ then.
+        multirun: the command line has -m.
     """
-    if multirun or not IS_1_3:
+    if not IS_1_3:
         yield
         return
+    wanted = RunMode.MULTIRUN if multirun else RunMode.RUN
+    word = f"hydra.mode={wanted.name}"
     load: Any = ConfigLoaderImpl.load_configuration
     find_mode: Any = Hydra.get_mode
     kept: dict[tuple[str | None, tuple[str, ...]], DictConfig] = {}
 
     def get_mode(self: Any, config_name: str | None, overrides: list[str]) -> Any:
         try:
-            cfg = self.config_loader.load_configuration(config_name, overrides, run_mode=RunMode.RUN)
+            cfg = self.config_loader.load_configuration(config_name, overrides, run_mode=wanted)
             mode = cfg.hydra.mode
         except Exception:  # a sweep, or a mistake that Hydra reports when it composes again
             return find_mode(self, config_name, overrides)
         if mode is None:  # Hydra adds this word, and composes again
-            cfg.hydra.mode = RunMode.RUN
-            cfg.hydra.overrides.hydra.append(RUN)
-            kept[config_name, (*overrides, RUN)] = cfg
+            cfg.hydra.mode = wanted
+            cfg.hydra.overrides.hydra.append(word)
+            kept[config_name, (*overrides, word)] = cfg
         return mode
 
     def load_configuration(
         self: Any, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
     ) -> Any:
-        cfg = kept.pop((config_name, tuple(overrides)), None) if run_mode is RunMode.RUN else None
+        cfg = kept.pop((config_name, tuple(overrides)), None) if run_mode is wanted else None
         return load(self, config_name, overrides, run_mode, *args, **kwargs) if cfg is None else cfg
 
     ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]

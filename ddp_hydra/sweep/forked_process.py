@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -56,7 +57,11 @@ class ForkedProcess:
         with warnings.catch_warnings():
             # Python 3.12 warns of any threads; the only ones that may be here are idle threads of libraries.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            self.process.start()
+            gc.freeze()  # its garbage collection would touch, and so copy, all memory that it shares with this process
+            try:
+                self.process.start()
+            finally:
+                gc.unfreeze()
         theirs.close()
 
     def _main(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:

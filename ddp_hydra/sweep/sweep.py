@@ -7,7 +7,6 @@ import fcntl
 import getpass
 import importlib
 import logging
-import math
 import os
 import secrets
 import signal
@@ -33,7 +32,7 @@ from ddp_hydra.sweep.job_process import run_planned_job
 from ddp_hydra.sweep.job_returns import failed_return, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import PlannedJob
-from ddp_hydra.sweep.plot import draw
+from ddp_hydra.sweep.plotter import Plotter
 from ddp_hydra.sweep.pruning import Pruning
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
@@ -46,10 +45,6 @@ log = logging.getLogger(__name__)
 MESSAGE_WAIT_S = 0.2
 POLL_S = 0.2
 """How often the status files of the jobs are read."""
-PLOT_S = 30.0
-"""How long a plot may take."""
-PLOT_PAUSE_S = 20.0
-"""After the end of a batch, none is drawn if the last one is not older; the last batch is always drawn."""
 PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
@@ -105,13 +100,13 @@ class Sweep:
                 row.state = State.interrupted
                 job_status.take_end(row, folder / row.folder, self.objective)
                 row.state = self.stopping.state_at_end if row.state == State.done else row.state
-        self.plot: ForkedProcess | None = None
-        self.plotted, self.has_news = -math.inf, False
+        self.plotter = Plotter(folder, self.objective, [self.lock])
         self.stop_reason = ""
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
         if not earlier:  # start it while Hydra checks the jobs; of a resumed sweep, all jobs may be done
             self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
+            self.plotter.prepare()
         preload(planned_job.is_ours(config))
 
     def run(
@@ -274,9 +269,9 @@ class Sweep:
         """End all, also the cluster, which is kept up between batches."""
         self.end_all()
         self.scheduler.close_cluster()
-        if self.has_news:
-            self.start_plot(is_last=True)
-        self.finish_plot()
+        if self.plotter.has_news:
+            self.plotter.draw(self.rows, is_last=True)
+        self.plotter.finish()
         os.close(self.lock)
 
     # -- results -------------------------------------------------------------------------------------------
@@ -284,26 +279,9 @@ class Sweep:
     def write_summary(self) -> None:
         """Write the files of the sweep, and print the table and the errors."""
         self.files.write(self.rows, now=True)
-        self.start_plot()
+        self.plotter.draw(self.rows)
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
         self.table.close(self.rows, [*lines, self.closing_line])
-
-    def start_plot(self, is_last: bool = False) -> None:
-        """Draw the plot in a process, so that nothing waits for it; sweepers may have hundreds of batches."""
-        self.has_news = not is_last and time.monotonic() - self.plotted < PLOT_PAUSE_S
-        if self.has_news:
-            return
-        self.finish_plot()
-        self.plotted = time.monotonic()
-        work = partial(draw, self.rows, self.objective, self.folder)
-        self.plot = ForkedProcess(lambda pipe: work(), fds_to_close=[self.lock])
-
-    def finish_plot(self) -> None:
-        """Wait until the plot is drawn."""
-        plot, self.plot = self.plot, None
-        if plot is not None:
-            plot.process.join(PLOT_S)
-            plot.end()
 
     @property
     def closing_line(self) -> str:

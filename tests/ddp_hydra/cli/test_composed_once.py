@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def app(tmp_path, monkeypatch, logging_as_before):
         monkeypatch.setattr(sys, "argv", ["app", *words, "hydra.run.dir=out", "hydra.sweep.dir=swept"])
         composed.clear()
         GlobalHydra.instance().clear()
-        with composed_once(multirun=not once or "-m" in words):
+        with composed_once("-m" in words) if once else nullcontext():
             hydra.main(config_path=str(tmp_path / "conf"), config_name=config, **VERSION_BASE)(main)()
         return got, len(composed)
 
@@ -93,10 +94,12 @@ def test_the_config_is_the_one_that_hydra_composes_itself(app, words):
     [(("-m", "number=1,2"), "config"), ((), "sweeps"), (("hydra.mode=MULTIRUN", "number=1,2"), "config")],
 )
 def test_a_sweep_is_composed_as_hydra_does(app, words, config):
-    expected, _ = app(*words, once=False, config=config)
-    got, _ = app(*words, once=True, config=config)
+    expected, before = app(*words, once=False, config=config)
+    got, composed = app(*words, once=True, config=config)
     assert got == expected
     assert [cfg.number for cfg, _ in got] == [1, 2]
+    if IS_1_3 and "-m" in words:
+        assert composed == before - 1
 
 
 @pytest.mark.medium
