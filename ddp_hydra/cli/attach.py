@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra attach run=s3://bucket/runs/<date>/<time>`: show a run that goes on without its command.
+"""`ddp-hydra attach run=s3://bucket/runs/<date>/<time>`: show a run that goes on without its command.
 
 It reads the store only. The exit code is that of the run: 0 done, 1 failed, 130 interrupted.
 """
@@ -17,7 +17,7 @@ from ddp_hydra.job.remote.attached import Attached
 from ddp_hydra.job.remote.status import LOST_S
 from ddp_hydra.storage import results_root
 
-USAGE = """python -m ddp_hydra attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
+USAGE = """ddp-hydra attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
 
 
 @dataclass
@@ -59,4 +59,4 @@ def main(words: Sequence[str]) -> None:
     except KeyboardInterrupt as error:
         if isinstance(error, Interrupted):
             raise
-        raise Interrupted(f"the run goes on; to end it: python -m ddp_hydra attach run={store.url} stop=true") from None
+        raise Interrupted(f"the run goes on; to end it: ddp-hydra attach run={store.url} stop=true") from None

@@ -1,4 +1,4 @@
-"""`python -m ddp_hydra generate run=<run dir> n=50`: generate samples with a trained model.
+"""`ddp-hydra generate run=<run dir> n=50`: generate samples with a trained model.
 
 The data set samples from the model, because it knows the alphabet and the training samples. It needs a method
 `sample(model, n, temperature, seed) -> list[str]`.
@@ -15,7 +15,7 @@ from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import load_run
 
-USAGE = """python -m ddp_hydra generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
+USAGE = """ddp-hydra generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
     [which=best|last] [key=value of the run's config …]"""
 
 

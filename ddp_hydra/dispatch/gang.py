@@ -169,7 +169,7 @@ class Gang(Settings):
             workers = reservation.reserve(topic, self.queue_timeout_s)
             self.check_workers(workers)
             while True:
-                self.workers_on_host = Counter(self.workers_hosts()) if self.sweep else Counter()
+                self.workers_on_host = self.count_workers() if self.sweep else Counter()
                 self.attempt = Attempt(
                     self, number, topic, placement.plan(workers), self.interrupts, self.read, self.launch_spec
                 )
@@ -186,9 +186,9 @@ class Gang(Settings):
                         error.add_reason(str(why_not))
                         raise error from None
 
-    def workers_hosts(self) -> list[str]:
-        """Return the host of each worker, those of other jobs included."""
-        return [worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()]
+    def count_workers(self) -> Counter[str]:
+        """Return the number of workers on each host, those of other jobs included."""
+        return Counter(worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values())
 
     def check_stop(self) -> None:
         """Raise KeyboardInterrupt if a gang that runs in the background is to end."""

@@ -69,7 +69,7 @@ def arguments(given: Sequence[str]) -> list[str]:
     if {"-m", "--multirun"} & set(given):
         raise ConfigError(
             f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun has started, but a sweep "
-            "starts its jobs itself: type python -m ddp_hydra -m …, with cluster=local or another Dask cluster"
+            "starts its jobs itself: type ddp-hydra -m …, with cluster=local or another Dask cluster"
         )
     if os.environ["RANK"] != "0":
         return [*given, *NO_FOLDER]

@@ -1,8 +1,8 @@
 """Injects faults on purpose, so that you can test on your own cluster what happens then.
 
-    python -m ddp_hydra +fault=kill,rank=1,step=20
-    python -m ddp_hydra +fault=hang,rank=0,step=5,at=load +fault=worker,rank=1,step=30,attempt=1
-    python -m ddp_hydra debug=faults
+    ddp-hydra +fault=kill,rank=1,step=20
+    ddp-hydra +fault=hang,rank=0,step=5,at=load +fault=worker,rank=1,step=30,attempt=1
+    ddp-hydra debug=faults
 
 A fault is triggered on one rank, in one step, in one phase, in one attempt; or on the client, when the metrics of a
 step arrive. Faults of the network are not supported.

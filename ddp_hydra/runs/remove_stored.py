@@ -42,7 +42,7 @@ def remove(url: str) -> int:
     with reachable():
         owner = store.owner()
         if is_active(store):
-            raise ConfigError(f"{url} is running: end it first, with python -m ddp_hydra attach run={url} stop=true")
+            raise ConfigError(f"{url} is running: end it first, with ddp-hydra attach run={url} stop=true")
         try:
             store.acquire(owner)
             for name in sorted({*sizes, OWNER}, key=_order):

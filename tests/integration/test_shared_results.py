@@ -252,7 +252,7 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
     job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "trainer.checkpoint_every_steps=3")
     said = cli.done(*job, *remote, "detach=true", "hydra.run.dir=outputs/day/first")
     url = f"{root}/day/first"
-    assert f"python -m ddp_hydra attach run={url}\n" in said.stdout
+    assert f"ddp-hydra attach run={url}\n" in said.stdout
     results = Results(url, access)
     wait_for(lambda: results.step() >= 2, 60, "some steps")
 

@@ -95,8 +95,8 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
 def _detach(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> None:
     with started_driver(cfg, run_dir, overrides) as (_, driver):
         print(f"the run goes on by itself; results: {driver.url}")  # noqa: T201
-        print(f"look at it:  python -m ddp_hydra attach run={driver.url}")  # noqa: T201
-        print(f"end it:      python -m ddp_hydra attach run={driver.url} stop=true")  # noqa: T201
+        print(f"look at it:  ddp-hydra attach run={driver.url}")  # noqa: T201
+        print(f"end it:      ddp-hydra attach run={driver.url} stop=true")  # noqa: T201
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class FencedStore:
         self.lost = True
         return TakenOver(
             f"another driver has taken over {self.url}, or the run was removed: this one ends, and writes nothing more "
-            f"there; see python -m ddp_hydra attach run={self.url}"
+            f"there; see ddp-hydra attach run={self.url}"
         )
 
     def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:

@@ -231,14 +231,14 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
     owner = store.owner()
     if is_active(store):
         raise ConfigError(
-            f"another run is active in {store.url}: end it with python -m ddp_hydra attach run={store.url} stop=true, "
+            f"another run is active in {store.url}: end it with ddp-hydra attach run={store.url} stop=true, "
             "or give another hydra.run.dir"
         )
     try:
         store.acquire(owner)
     except TakenOver:
         raise ConfigError(
-            f"another run has just begun in {store.url}: look at it with python -m ddp_hydra attach run={store.url}, "
+            f"another run has just begun in {store.url}: look at it with ddp-hydra attach run={store.url}, "
             "or give another hydra.run.dir"
         ) from None
     for name in (SUMMARY, STOP):
