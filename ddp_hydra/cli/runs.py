@@ -122,7 +122,9 @@ def ls(words: Sequence[str]) -> None:
         for row in most:
             print(json.dumps(vars(row)))  # noqa: T201
         return
-    print(runs_text.table_of(most) if rows else "no runs")  # noqa: T201
+    asked = [*(one.metric for one in compared.values()), options.sort]
+    metrics = [name for name in dict.fromkeys(asked) if name not in select.SORTS]
+    print(runs_text.table_of(most, metrics) if rows else "no runs")  # noqa: T201
     if len(most) < len(rows):
         print(f"{len(rows) - len(most):,} more: limit=0 shows all {len(rows):,}")  # noqa: T201
 

@@ -58,24 +58,37 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequen
     return "\n".join("  ".join(map(cell, line, widths, ends)).rstrip() for line in every)
 
 
-def table_of(rows: Sequence[Row]) -> str:
-    """Return the table of `ls`."""
-    headings = ("run", "when", "status", "steps", "objective", "model", "data", "tags", "took")
-    lines = [
-        (
-            shown(row.run),
-            when(row.started),
-            row.status,
-            steps(row),
-            shown(f"{row.objective} {digits(row.value)}" if row.value is not None else "", _MOST),
-            shown(row.model, _MOST),
-            shown(row.data, _MOST),
-            shown(", ".join(row.tags), _MOST),
-            duration(row.wall_s),
-        )
-        for row in rows
-    ]
-    return table(headings, lines, right=("steps", "took"))
+def table_of(rows: Sequence[Row], metrics: Sequence[str] = ()) -> str:
+    """Return the table of `ls`.
+
+    Args:
+        rows: of the runs.
+        metrics: names of metrics that have columns.
+    """
+    columns: dict[str, list[str]] = {
+        "run": [shown(row.run) for row in rows],
+        "when": [when(row.started) for row in rows],
+        "status": [row.status for row in rows],
+        "steps": [steps(row) for row in rows],
+        "objective": [f"{row.objective} {digits(row.value)}" if row.value is not None else "" for row in rows],
+        **{metric: [digits(row.metrics.get(metric)) for row in rows] for metric in metrics},
+        "model": [row.model for row in rows],
+        "data": [row.data for row in rows],
+        "tags": [", ".join(row.tags) for row in rows],
+        "took": [duration(row.wall_s) for row in rows],
+    }
+    if any(typed := differing_words(rows)):
+        columns["typed"] = [" ".join(words) for words in typed]
+    cells = [column if name == "run" else [shown(cell, _MOST) for cell in column] for name, column in columns.items()]
+    lines = zip(*cells, strict=True)
+    return table([shown(name, _MOST) for name in columns], lines, right=("steps", "took", *metrics))
+
+
+def differing_words(rows: Sequence[Row]) -> list[list[str]]:
+    """Return of each run what was typed for it, without what was typed for all, and what has a column."""
+    common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
+    known = ("model=", "data=", "tags=")
+    return [[word for word in row.overrides if word not in common and not word.startswith(known)] for row in rows]
 
 
 def details_text(found: Mapping[str, Any]) -> str:

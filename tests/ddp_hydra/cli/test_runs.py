@@ -41,12 +41,26 @@ def test_it_is_a_command():
 def test_runs_are_listed_newest_first(three, capsys):
     runs.main(["ls"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "when", "status", "steps", "objective", "model", "data", "tags", "took"]
+    assert lines[0].split() == ["run", "when", "status", "steps", "objective", "model", "data", "tags", "took", "typed"]
     assert [line.split()[0] for line in lines[1:]] == ["multirun/s/0", "outputs/b", "outputs/a"]
     assert "val/loss 0.5" in lines[3]
     assert "resnet18" in lines[3]
     runs.main(["ls", "limit=1"])
     assert capsys.readouterr().out.splitlines()[-1] == "2 more: limit=0 shows all 3"
+
+
+def test_runs_are_told_apart_by_what_was_typed_for_some_of_them_only(make_run, tmp_path, monkeypatch, capsys):
+    for number, lr in enumerate(("0.1", "0.2")):
+        make_run(f"multirun/s/{number}", "seed=3", "model=mlp", f"optimizer.lr={lr}", loss=0.5)
+    monkeypatch.chdir(tmp_path)
+    runs.main(["ls", "sort=folder", "val/loss<1"])
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split()[4:] == ["objective", "val/loss", "model", "data", "tags", "took", "typed"]
+    assert [line.split()[-1] for line in lines] == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
+    assert not any("seed=3" in line for line in lines)
+    assert all(line.split()[7] == "0.5" for line in lines)
+    runs.main(["ls", "multirun/s/0"])
+    assert "typed" not in capsys.readouterr().out
 
 
 def test_words_choose_and_order(three, capsys):
