@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +10,9 @@ import hydra
 from hydra import utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
 from hydra.errors import InstantiationException
+from omegaconf import DictConfig
 
 IS_1_3 = hydra.__version__.startswith("1.3")
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if IS_1_3 else {}
@@ -35,6 +38,22 @@ def register(name: str, node: Any) -> None:
     if store.get_type(f"{name}.yaml") == ObjectType.NOT_FOUND:
         group, _, last = name.rpartition("/")
         store.store(last, node, group=group or None, provider="ddp_hydra")
+
+
+def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
+    """Write `hydra.job.override_dirname`, which Hydra 1.4 resolves when it is read.
+
+    Args:
+        config: composed, with Hydra's own part.
+        overrides: those of the task.
+    """
+    if IS_1_3:
+        from hydra._internal.config_loader_impl import get_overrides_dirname
+
+        naming = config.hydra.job.config.override_dirname
+        config.hydra.job.override_dirname = get_overrides_dirname(
+            list(overrides), naming.exclude_keys, naming.item_sep, naming.kv_sep
+        )
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:

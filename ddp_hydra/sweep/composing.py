@@ -11,11 +11,12 @@ import re
 from collections.abc import Container, Sequence
 from typing import Any
 
-from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from ddp_hydra.config import hydra_compat
 
 CHECKED = 64
 """So many jobs of a sweep are composed to be checked before the first one starts. Of the others, those are that have a
@@ -110,10 +111,7 @@ class Template:
         for number, word in enumerate(task):
             if word in changed:
                 task[number] = changed[word].input_line
-        naming = config.hydra.job.config.override_dirname
-        config.hydra.job.override_dirname = get_overrides_dirname(
-            [self.parse(word) for word in task], naming.exclude_keys, naming.item_sep, naming.kv_sep
-        )
+        hydra_compat.name_overrides(config, [self.parse(word) for word in task])
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
 
