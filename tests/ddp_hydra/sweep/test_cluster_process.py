@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dask
 import distributed  # noqa: F401 (brings its settings along)
 import pytest
@@ -16,5 +17,8 @@ def test_dask_has_the_settings_that_keep_logs_short(key):
 
 
 def test_few_messages_are_kept():
+    async def kept() -> int | None:
+        return BatchedSend(interval="2ms").recent_message_log.maxlen
+
     with dask.config.set(SHORT_LOGS):
-        assert BatchedSend(interval="2ms").recent_message_log.maxlen == 100
+        assert asyncio.run(kept()) == 100
