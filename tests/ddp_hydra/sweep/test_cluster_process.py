@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+
 import dask
 import distributed  # noqa: F401 (brings its settings along)
 import pytest
