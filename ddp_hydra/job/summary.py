@@ -128,7 +128,7 @@ def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
     lines = [
         f"{status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         describe_data(summary["data"], summary["train_s"], steps),
-        describe_straggler(summary["slowest"], steps),
+        describe_straggler(summary["slowest"], summary["train_s"], steps),
         f"profile: {shown_dir}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
         if summary.get("profile")
         else None,
@@ -163,18 +163,19 @@ def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str
     return f"data: {', '.join(parts)}" if parts else None
 
 
-def describe_straggler(slowest: Mapping[str, float | None], steps: int) -> str | None:
+def describe_straggler(slowest: Mapping[str, float | None], train_s: float, steps: int) -> str | None:
     """Return a line about the rank that the others waited for.
 
     Args:
         slowest: the totals of `stragglers.Stragglers`.
+        train_s: how long the run trained, in seconds.
         steps: of the run.
 
     Returns:
         None if no rank was slow, or the run was too short.
     """
     times = slowest.get("times")
-    if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS:
+    if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS or train_s < ENOUGH_S:
         return None
     return (
         f"slow: rank {slowest['rank']:.0f} took {times:.2f} times as long as the median rank for its own part of a "
