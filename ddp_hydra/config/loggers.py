@@ -13,7 +13,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.unknown_keys import meant
 from ddp_hydra.errors import ConfigError
 
-NAMES = ("mlflow", "wandb", "clearml")
+NAMES = ("mlflow", "wandb", "aim", "clearml")
 """Loggers that ship; their settings are the keys of this name in `results`, each name is also its package and extra."""
 CHECKPOINTS = (None, "best", "all")
 _NOT_LOGGED = ("cluster", "results", "resume", "detach", "faults", "dry_run", "tags")

@@ -143,6 +143,7 @@ class ResultsConfig:
     new_logger_runs: bool = False
     mlflow: Any = field(default_factory=dict)
     wandb: Any = field(default_factory=dict)
+    aim: Any = field(default_factory=dict)
     clearml: Any = field(default_factory=dict)
 
 

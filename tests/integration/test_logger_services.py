@@ -1,4 +1,4 @@
-"""Jobs that log to MLflow, W&B and ClearML, by their own clients; those that are not installed are skipped.
+"""Jobs that log to MLflow, W&B, Aim and ClearML, by their own clients; those that are not installed are skipped.
 
 MLflow runs against its own server, too. The server has an environment of its own, which is built once, in the user's
 cache, because it does not resolve beside ddp_hydra's.
@@ -116,6 +116,30 @@ def test_wandb_offline(cli):
         read = subprocess.run(command, cwd=cli.folder, capture_output=True, text=True, check=True)
         expected = {"id": first["id"], "name": name, "tags": ["mine"], "exit_code": 0}
         assert json.loads(read.stdout.splitlines()[-1]) == {"steps": list(steps), **expected}
+
+
+READ_AIM = """
+import json, sys
+import aim
+run = aim.Repo(".").get_run(sys.argv[1])
+losses = next(one for one in run.metrics() if one.name == "loss" and one.context.to_dict() == {"subset": "train"})
+found = {"name": run.name, "tags": sorted(run.tags), "status": run["status"], "lr": run["hparams"]["optimizer.lr"]}
+print(json.dumps({**found, "steps": sorted(map(int, losses.dataframe()["step"]))}))
+"""
+
+
+@pytest.mark.slow
+def test_aim_in_its_folder(cli):
+    first = ran(cli, "aim", "a", "results.aim.tags=[more]")
+    second = ran(cli, "aim", "b", "resume=outputs/a", "trainer.epochs=2")
+    assert first["id"] == second["id"]
+    program = Path(sys.executable).with_name("aim")  # its page indexes what is new; here nobody opens it
+    subprocess.run([program, "storage", "reindex"], cwd=cli.folder, input="y", text=True, check=True)
+    command = [sys.executable, "-c", READ_AIM, first["id"]]
+    read = subprocess.run(command, cwd=cli.folder, capture_output=True, text=True, check=True)
+    found = json.loads(read.stdout.splitlines()[-1])
+    assert found.pop("lr") > 0
+    assert found == {"steps": [*range(1, 25)], "name": "b", "tags": ["mine", "more"], "status": "finished"}
 
 
 @pytest.mark.slow
