@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra import version
 from hydra.core.plugins import Plugins
@@ -51,7 +53,14 @@ class TestBatchedSweeper(BatchedSweeperTestSuite):
     pass
 
 
+@pytest.fixture
+def plugins_of_this_checkout(monkeypatch):
+    """The suite's scripts run elsewhere, where Hydra can't list the plugins of an editable install."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("plugins_of_this_checkout")
 @pytest.mark.parametrize(
     ("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/job_logging=disabled", "hydra/launcher=dask_ddp"])]
 )

@@ -136,6 +136,9 @@ def error_message(error: Exception) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         near = unknown_keys.meant(name, error.options, f"{group}=")
         return f"{group}={name} is no option{near or '.'} The options are {', '.join(error.options)}"
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):  # of a list of options
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={name} is no option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
     frames = traceback.extract_tb(error.__traceback__)
     is_in_main = any(frame.filename == __file__ and frame.name == "main" for frame in frames)
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and not is_in_main:

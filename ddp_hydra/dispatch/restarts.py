@@ -96,7 +96,7 @@ class Restarts:
         if self.most == 0 or ended.failure.mistake:
             return ""
         if ended.failure.deterministic and not before and not ended.steps_done:
-            return "the project's own code raised this before the first step was done: it was not tried again"
+            return "the code of the job raised this before the first step was done: it was not tried again"
         if before and ended.failure.kind in OWN_FAULT and before.cause() == ended.cause():
             return same_failure(ended.failure.step)
         if len(self.ended) > self.most:

@@ -19,7 +19,7 @@ from ddp_hydra.job import loggers, torchrun
 from ddp_hydra.job.checks import check, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.resume import find_resume, find_weights
-from ddp_hydra.job.run_dir import keep_project, refuse_other_run, saved_metrics
+from ddp_hydra.job.run_dir import best_checkpoint, keep_project, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
 from ddp_hydra.writers.run_dir import locked
@@ -111,6 +111,7 @@ def train(
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = {**saved_metrics(run_dir, cfg.resume), **summary.get("metrics", {})}
         summary |= {**value, "metrics": {**before, **finite(value["metrics"])}}
+        summary["best"] = best_checkpoint(run_dir, config["objective"]["metric"])
         is_paused = value["interrupted"] == "pause"
         if value["interrupted"] and not is_paused:
             raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={shown_dir}")

@@ -125,6 +125,22 @@ def saved_step(run_dir: Path) -> int | None:
     return next((int(entries[name].get("step") or 0) for name in newest_first(entries)), None)
 
 
+def best_checkpoint(run_dir: Path, metric: str) -> dict[str, float] | None:
+    """Return step and value of the best checkpoint; None if there is none.
+
+    Args:
+        run_dir: of the run.
+        metric: the objective.
+    """
+    with contextlib.suppress(CheckpointError):
+        best = read_manifest(run_dir / FOLDER).get("best.pt", {})
+        metrics = best.get("metrics")
+        value = metrics.get(metric) if isinstance(metrics, dict) else None
+        if isinstance(best.get("step"), int) and isinstance(value, int | float):
+            return {"step": best["step"], "value": value}
+    return None
+
+
 def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float]:
     """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none.
 

@@ -117,8 +117,8 @@ def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
         summary: of the job.
         shown_dir: its run directory or URL.
     """
-    metrics = summary["metrics"]
-    names = ("train/loss", "val/loss", "val/accuracy")
+    metrics, objective = summary["metrics"], summary["objective"]["metric"]
+    names = dict.fromkeys(("train/loss", "val/loss", objective))
     shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
     speed = f"{summary['samples_per_s']:,.0f} samples/s"
     steps, status = summary["steps"], summary.get("status", "done")
@@ -127,6 +127,7 @@ def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
     took = f"{counted(steps, 'step')}{last} in {summary['train_s']:.1f} s"
     lines = [
         f"{status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
+        describe_best(summary.get("best"), objective, steps),
         describe_data(summary["data"], summary["train_s"], steps),
         describe_straggler(summary["slowest"], summary["train_s"], steps),
         f"profile: {shown_dir}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
@@ -135,6 +136,19 @@ def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
         f"{why_stopped('pause', steps)}: go on with resume={shown_dir}" if status == "paused" else None,
     ]
     return "\n".join(filter(None, lines))
+
+
+def describe_best(best: Mapping[str, float] | None, metric: str, steps: int) -> str | None:
+    """Return a line about the best checkpoint; None if it is the last one, or there is none.
+
+    Args:
+        best: its `step` and `value`.
+        metric: the objective.
+        steps: of the run.
+    """
+    if not best or best["step"] == steps:
+        return None
+    return f"best: {metric} {best['value']:.4g} at step {best['step']:,}: checkpoints/best.pt"
 
 
 def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str | None:

@@ -25,7 +25,12 @@ def raising(error: BaseException):
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (Interrupted("interrupted; saved at step 3: go on with resume=x"), 130, "interrupted; saved at step 3: go on"),
         (MissingConfigException("?", "hydra/sweeper/optuna"), 1, "type pip install 'ddp-hydra[optuna]'\n"),
-        (MissingConfigException("no such model", "model/resnet19"), 1, "ddp_hydra: no such model\n"),
+        (MissingConfigException("no such app", "app"), 1, "ddp_hydra: no such app\n"),
+        (
+            MissingConfigException("a page of search path", "metrics/r2"),
+            1,
+            "ddp_hydra: metrics=r2 is no option: there is no metrics/r2.yaml. ddp-hydra --help lists the options\n",
+        ),
         (
             MissingConfigException("no such model", "model/resnet19", ["lstm", "resnet18"]),
             1,

@@ -99,7 +99,7 @@ def test_an_attempt_is_told_in_plain_fields():
 
 
 def test_what_the_projects_code_raises_before_the_first_step_is_not_tried_again():
-    why = "the project's own code raised this before the first step was done: it was not tried again"
+    why = "the code of the job raised this before the first step was done: it was not tried again"
     assert Restarts(5).note(failed(step=1, deterministic=True)) == why
     assert Restarts(5).note(failed(step=20, deterministic=True)) is None
     restarts = Restarts(5)

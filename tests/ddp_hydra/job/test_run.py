@@ -545,12 +545,35 @@ def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
 
 
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
-    few = {**VALUE, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
+    value = {**VALUE, "objective": {"metric": "val/accuracy"}}
+    few = {**value, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
     lines = summary.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
     assert lines[0].startswith("done: 1 step in 1.5 s, 107 samples/s, ")
-    resumed = summary.closing_lines({**VALUE, "from_step": 5}, "outputs/a")
+    resumed = summary.closing_lines({**value, "from_step": 5}, "outputs/a")
     assert resumed.startswith("done: 20 steps, the last 15 in 1.5 s, 107 samples/s, ")
     assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
-    assert "bound by" not in summary.closing_lines(VALUE, "outputs/a")
-    longer = summary.closing_lines({**VALUE, "train_s": 15.0}, "outputs/a")
+    assert "bound by" not in summary.closing_lines(value, "outputs/a")
+    longer = summary.closing_lines({**value, "train_s": 15.0}, "outputs/a")
     assert longer.splitlines()[1].startswith("data: bound by compute")
+
+
+def test_the_last_lines_name_the_objective_and_the_best_checkpoint_unless_it_is_the_last_one():
+    value = {**VALUE, "metrics": {"val/mae": 0.25, "val/loss": 0.5}, "objective": {"metric": "val/mae"}}
+    first = "done: 20 steps in 1.5 s, 107 samples/s, val/loss 0.5, val/mae 0.25  ->  outputs/a"
+    assert summary.closing_lines({**value, "best": {"step": 20, "value": 0.25}}, "outputs/a") == first
+    lines = summary.closing_lines({**value, "best": {"step": 10, "value": 0.125}}, "outputs/a").splitlines()
+    assert lines == [first, "best: val/mae 0.125 at step 10: checkpoints/best.pt"]
+
+
+def test_the_summary_has_step_and_value_of_the_best_checkpoint(returned, tmp_path):
+    (tmp_path / "none").mkdir()
+    run_job(config(), tmp_path / "none")
+    assert summary_of(tmp_path / "none")["best"] is None
+    metric = summary_of(tmp_path / "none")["objective"]["metric"]
+    checkpoint(tmp_path, 10)
+    manifest = tmp_path / "checkpoints/manifest.json"
+    entries = json.loads(manifest.read_text())["files"]
+    entries["best.pt"] = {**next(iter(entries.values())), "metrics": {metric: 0.75}}
+    manifest.write_text(json.dumps({"version": 1, "files": entries}))
+    run_job(config(resume=str(tmp_path)), tmp_path)
+    assert summary_of(tmp_path)["best"] == {"step": 10, "value": 0.75}
