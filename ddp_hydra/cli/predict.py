@@ -97,7 +97,8 @@ def predict(
             found = inference.run(PREDICT, lambda: {"kind": kind, "done": parts.done()}, parts.receive)
         except KeyboardInterrupt as error:
             done = sum(map(parts.rows_of, parts.done()))
-            so_far = f"{done:,} of {parts.samples:,} samples are predicted: " if parts.samples else ""
+            of = f" of {parts.samples:,}" if parts.samples else ""
+            so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
             raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
         columns = merge(parts, target)
         return {**found, "out": str(out), "columns": columns}

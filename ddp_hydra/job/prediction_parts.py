@@ -32,7 +32,7 @@ class Parts:
         overwrite: remove the parts of another plan.
 
     Attributes:
-        samples: of the data set; None until a rank has told it.
+        samples: of the data set; None until a rank has told it, of an iterable one at its end.
         length: rows of each part but the last.
 
     Raises:
@@ -80,12 +80,13 @@ class Parts:
 
     def done(self) -> list[int]:
         """Return the numbers of the parts that are there."""
-        return [part for part in range(self.total) if self.path(part).is_file()]
+        found = (_PART.fullmatch(f"parts/{path.name}") for path in (self.folder / "parts").glob("*.rows"))
+        numbers = sorted(int(named[1]) for named in found if named)
+        return [part for part in numbers if not self.total or part < self.total]
 
     def rows_of(self, part: int) -> int:
         """Return how many rows a part must have."""
-        assert self.samples is not None
-        return min(self.length, self.samples - part * self.length)
+        return self.length if self.samples is None else min(self.length, self.samples - part * self.length)
 
     def receive(self, record: Record, fetch: Fetch) -> None:
         """Take a record of a rank.
@@ -102,10 +103,12 @@ class Parts:
             self.logs.write(record)
 
     def begin(self, record: Record) -> None:
-        """Note how many rows there are."""
+        """Note how many rows there are, or how many each part has if their number is not known yet."""
         samples, length = record.data.get("samples"), record.data.get("rows")
-        if type(samples) is not int or type(length) is not int or samples < 1 or length < 1:
+        is_number = samples is None or (type(samples) is int and samples > 0)
+        if not is_number or type(length) is not int or length < 1:
             raise RecordError(f"rank {record.rank} sent a malformed start record: {samples!r:.20} rows")
+        samples = self.samples if samples is None else samples
         if self.samples is not None and (samples, length) != (self.samples, self.length):
             raise ConfigError(
                 f"the data set has {samples:,} samples in batches that make parts of {length}, and {self.samples:,} in "
@@ -118,7 +121,7 @@ class Parts:
     def store(self, record: Record, fetch: Fetch) -> None:
         """Put the file of a part in place."""
         named = _PART.fullmatch(record.data["path"])
-        if named is None or int(named[1]) >= self.total:
+        if named is None or not self.length or (self.total and int(named[1]) >= self.total):
             raise RecordError(f"rank {record.rank} sent {record.data['path']!r:.80}, which is no part of {self.total}")
         receiver = FileReceiver(fetch)
         try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ PARTS = 64
 """Parts that a small data set is cut into, if it has so many batches."""
 MOST_ROWS = 4096
 """The most rows of a part, unless a batch is larger."""
+STREAM_ROWS = 1024
+"""The same for an iterable data set, whose length nobody knows."""
 SPOOL_BYTES = 64 * 2**20
 """Rows of a part that are kept in memory; more go to the disk."""
 
@@ -147,60 +150,100 @@ def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
         samples, step of the checkpoint, and `interrupted`: the reason why this rank stopped early, or "".
     """
     with opened(job, files["checkpoint"]) as run:
-        trained = run.trained
+        done = frozenset(job["done"])
         if streams.is_stream(run.data):
-            raise ConfigError(
-                f"{type(run.data).__name__} is an iterable data set, whose samples have no numbers by which rows could "
-                "be kept in order: predict needs one with __len__ and __getitem__"
-            )
-        n_samples, batch_size = len(run.data), trained.cfg.data.batch_size
-        length = part_length(n_samples, batch_size)
-        results.emit("start", {"samples": n_samples, "rows": length})  # on each rank, before its parts
-        done = set(job["done"])
-        missing = [part for part in range(-(-n_samples // length)) if part not in done]
-        # Neighbouring parts go to one rank, which then opens few shards.
-        share = [len(missing) * rank // run.world_size for rank in (run.rank, run.rank + 1)]
-        interrupted = send_parts(run, missing[slice(*share)], length, job["kind"])
-        return {"samples": n_samples, "step": trained.step, "interrupted": interrupted}
+            samples, interrupted = send_stream(run, done, job["kind"])
+        else:
+            samples, interrupted = send_samples(run, done, job["kind"])
+        return {"samples": samples, "step": run.trained.step, "interrupted": interrupted}
 
 
-def part_length(n_samples: int, batch_size: int) -> int:
-    """Return the rows of each part but the last: a multiple of the batch size that does not depend on the ranks."""
+def part_length(n_samples: int | None, batch_size: int) -> int:
+    """Return the rows of each part but the last: a multiple of the batch size that does not depend on the ranks.
+
+    Args:
+        n_samples: of the data set; None if nobody knows it.
+        batch_size: samples of a batch.
+    """
+    if n_samples is None:
+        return batch_size * max(1, STREAM_ROWS // batch_size)
     batches = -(-n_samples // batch_size)
     return batch_size * max(1, min(-(-batches // PARTS), MOST_ROWS // batch_size))
 
 
-def send_parts(run: Opened, parts: Sequence[int], length: int, kind: str) -> str:
-    """Predict the samples of some parts, and send each part as a file; return why it stopped early, or ""."""
-    trained, n_samples = run.trained, len(run.data)
-    cfg, stop = trained.cfg, StopSignal(None)
-    ends = {part: min((part + 1) * length, n_samples) for part in parts}
+def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
+    """Predict this rank's share of the samples; return the number of all, and why it stopped early, or "".
+
+    Args:
+        run: model and data.
+        done: parts that are there.
+        kind: of the result, see `predictions.KINDS`.
+    """
+    cfg, n_samples = run.trained.cfg, len(run.data)
+    length = part_length(n_samples, cfg.data.batch_size)
+    results.emit("start", {"samples": n_samples, "rows": length})  # on each rank, before its parts
+    missing = [part for part in range(-(-n_samples // length)) if part not in done]
+    # Neighbouring parts go to one rank, which then opens few shards.
+    share = [len(missing) * rank // run.world_size for rank in (run.rank, run.rank + 1)]
     batches = [
-        list(range(begin, min(begin + cfg.data.batch_size, ends[part])))
-        for part in parts
-        for begin in range(part * length, ends[part], cfg.data.batch_size)
+        list(range(begin, min(begin + cfg.data.batch_size, n_samples)))
+        for part in missing[slice(*share)]
+        for begin in range(part * length, min((part + 1) * length, n_samples), cfg.data.batch_size)
     ]
-    autocast = precision.autocast(cfg.trainer.precision, trained.device)
-    loader = build_data.loader(cfg, run.data, trained.device, trained.channels_last)
-    left = iter(parts)
-    part = next(left, 0)
-    spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
+    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last)
+    return n_samples, send_parts(run, zip(loader.load(batches), batches, strict=True), length, kind)
+
+
+def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
+    """Predict this rank's share of an iterable data set; arguments and result as of `send_samples`.
+
+    Each rank reads all samples, as their numbers are known only by counting, and predicts every so many parts.
+    """
+    cfg = run.trained.cfg
+    length = part_length(None, cfg.data.batch_size)
+    way = cfg.data.get("shard_by") if run.world_size > 1 else "samples"
+    reader = streams.whole(run.data, way, heartbeat.progress)
+    results.emit("start", {"samples": None, "rows": length})
+
+    def wanted(first: int) -> bool:
+        part = first // length
+        return part % run.world_size == run.rank and part not in done
+
+    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last)
+    assert isinstance(loader, streams.StreamLoader)
+    interrupted = send_parts(run, loader.in_order(reader, cfg.data.batch_size, wanted), length, kind)
+    if not interrupted:
+        if not reader.n_read:
+            raise ConfigError(f"{type(run.data).__name__} gives no samples, so there is nothing to predict")
+        results.emit("start", {"samples": reader.n_read, "rows": length})
+    return reader.n_read, interrupted
+
+
+def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
+    """Predict some parts, and send each as a file; return why it stopped early, or "".
+
+    Args:
+        run: the model.
+        batches: of all samples of these parts in order, each with the numbers of its samples.
+        length: rows of each part but the last.
+        kind: of the result, see `predictions.KINDS`.
+    """
+    trained, stop = run.trained, StopSignal(None)
+    autocast = precision.autocast(trained.cfg.trainer.precision, trained.device)
+    number = 0
     heartbeat.at("load", 1)
-    try:
-        for number, (batch, indices) in enumerate(zip(loader.load(batches), batches, strict=True), start=1):
-            heartbeat.at("validate", number)
-            with torch.no_grad(), autocast:
-                predicted = run.task.predict(trained.model, batch)
-            values = predictions.columns(predicted, len(indices), kind)
-            rows.write(spool, identified(run.data, indices, values))
-            if indices[-1] + 1 == ends[part]:
-                submit(spool, part)
-                spool.close()
-                spool, part = tempfile.SpooledTemporaryFile(SPOOL_BYTES), next(left, 0)  # noqa: SIM115
-            if reason := stop.reason():
-                return heartbeat.REASONS[reason]
-    finally:
-        spool.close()
+    for part, own in groupby(batches, lambda one: one[1][0] // length):
+        with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
+            for batch, indices in own:
+                number += 1
+                heartbeat.at("validate", number)
+                with torch.no_grad(), autocast:
+                    predicted = run.task.predict(trained.model, batch)
+                values = predictions.columns(predicted, len(indices), kind)
+                rows.write(spool, identified(run.data, indices, values))
+                if reason := stop.reason():
+                    return heartbeat.REASONS[reason]
+            submit(spool, part)
     return ""
 
 

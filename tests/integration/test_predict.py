@@ -126,6 +126,39 @@ def test_what_is_interrupted_goes_on_where_it_ended(module_cli, run):
     assert (again.returncode, "overwrite=true" in again.stderr) == (1, True)
 
 
+def expected_stream(run: Path, n: int) -> list[int]:
+    best, _ = expected(run, n)
+    return best[torch.randperm(n, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+def test_an_iterable_data_set_is_predicted_in_its_order_by_any_number_of_ranks(client4, project_here, run, tmp_path):
+    connect.use_existing(connect.Scheduler(client4.scheduler.address))
+    words = ["data=stream", "data.val.n=2900", "data.batch_size=200"]
+    try:
+        found = predict.predict(str(run), tmp_path / "two.csv", changes=[*words, "dispatch.ranks=2"])
+        killed = [*words, "dispatch.ranks=3", "+fault=kill,rank=1,step=3,at=validate"]
+        predict.predict(str(run), tmp_path / "three.csv", changes=killed)
+    finally:
+        connect.use_existing(None)
+    assert (found["samples"], found["columns"]) == (2900, COLUMNS)
+    table = read(tmp_path / "two.csv")
+    assert [int(row["index"]) for row in table] == list(range(2900))
+    assert [int(row["class"]) for row in table] == expected_stream(run, 2900)
+    assert (tmp_path / "three.csv").read_bytes() == (tmp_path / "two.csv").read_bytes()
+
+
+def test_an_interrupted_prediction_of_an_iterable_data_set_goes_on(module_cli, run):
+    words = (f"run={run}", "out=stream.csv", "cluster=inline", "data=stream", "data.val.n=2100", "data.batch_size=200")
+    assert module_cli.run("predict", *words, "+fault=raise,step=7,at=validate").returncode == 1
+    (part,) = (module_cli.folder / "stream.csv.parts" / "parts").iterdir()
+    before = part.stat().st_mtime_ns
+    still = module_cli.run("predict", *words, "+fault=raise,step=6,at=validate")  # of the batches that are left
+    assert (still.returncode, part.stat().st_mtime_ns) == (1, before)
+    assert "stream.csv: 2,100 samples" in module_cli.done("predict", *words).stdout
+    table = read(module_cli.folder / "stream.csv")
+    assert [int(row["class"]) for row in table] == expected_stream(run, 2100)
+
+
 def test_the_command_starts_a_cluster_where_one_is_typed_and_none_otherwise(module_cli, run):
     quick = module_cli.done("predict", f"run={run}", "out=quick.csv").stdout
     assert "quick.csv: 37 samples" in quick

@@ -7,6 +7,6 @@
 from ddp_hydra.data.streams.loader import StreamLoader
 from ddp_hydra.data.streams.part import Part, RepeatedPart
 from ddp_hydra.data.streams.sampler import StreamSampler
-from ddp_hydra.data.streams.split import is_stream, split
+from ddp_hydra.data.streams.split import is_stream, split, whole
 
-__all__ = ["Part", "RepeatedPart", "StreamLoader", "StreamSampler", "is_stream", "split"]
+__all__ = ["Part", "RepeatedPart", "StreamLoader", "StreamSampler", "is_stream", "split", "whole"]

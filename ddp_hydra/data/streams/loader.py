@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -77,15 +77,37 @@ class StreamLoader(Loader):
             while taken := list(islice(samples, batch_size)):
                 yield Made([self.made([sample for _, sample in taken])], [[number for number, _ in taken]])
 
-        with closing(self._ahead(batches(), part, 1)) as ahead:
-            while self.wait(lambda: ahead.wait_for(1)):
-                made = ahead.take()
-                yield self.placed(made.batches[0]), made.numbers[0]
+        yield from self._each(batches(), part)
+
+    def in_order(self, part: Part, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[Any, list[int]]]:
+        """Yield batches of a whole data set with the numbers of their samples; leave some out.
+
+        Args:
+            part: reads all samples.
+            batch_size: samples of a batch.
+            wanted: number of a batch's first sample -> whether to make the batch.
+        """
+        part.open(0)
+
+        def batches() -> Iterator[Made]:
+            start = 0
+            while taken := list(islice(part.samples, batch_size)):
+                if wanted(start):
+                    yield Made([self.made(taken)], [list(range(start, start + len(taken)))])
+                start += len(taken)
+
+        yield from self._each(batches(), part)
 
     def _made(self, sampler: StreamSampler, micro_batches: int) -> Iterator[Made]:
         for samples, state in sampler.samples():
             parts = split(samples, micro_batches)
             yield Made([self.made(part) for part in parts], parts, state)
+
+    def _each(self, batches: Iterator[Made], part: Part) -> Iterator[tuple[Any, list[int]]]:
+        with closing(self._ahead(batches, part, 1)) as ahead:
+            while self.wait(lambda: ahead.wait_for(1)):
+                made = ahead.take()
+                yield self.placed(made.batches[0]), made.numbers[0]
 
     def _ahead(self, steps: Iterator[Made], part: Part, micro_batches: int) -> Ahead[Made]:
         def depth(made: Made) -> int:

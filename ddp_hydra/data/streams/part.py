@@ -28,6 +28,9 @@ class Part:
         by_state: use the `state_dict` of the data set to resume; otherwise read again what was read before.
         how: how it is split and resumed, for a person to read.
         progress: called after each sample that is read.
+
+    Attributes:
+        n_read: samples that were read since `open`, also those that were left out.
     """
 
     dataset: Iterable[Any]
@@ -39,6 +42,7 @@ class Part:
     how: str = ""
     progress: Callable[[], None] = lambda: None
     stopped: bool = field(default=False, init=False)
+    n_read: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         # Of so many shares that `dataset` gives, this rank takes this one.
@@ -53,7 +57,7 @@ class Part:
             position: samples of the epoch that all ranks together have read already.
             state: of the data set at this position; None to read again what lies before it.
         """
-        self.stopped = False
+        self.stopped, self.n_read = False, 0
         inside: Any = getattr(self.dataset, "dataset", None)  # of a DataLoader
         for data in (self.dataset, inside):
             if hasattr(data, "set_epoch"):
@@ -100,6 +104,7 @@ class Part:
             if self.stopped:
                 return
             self.progress()
+            self.n_read += 1
             yield sample
 
     def _leave_out(self, n: int) -> bool:

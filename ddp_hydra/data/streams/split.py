@@ -56,6 +56,26 @@ def split(
     return Part(found, rank, world_size, dealt, is_global, by_state, f"{how}; resumes {resumed}", progress)
 
 
+def whole(dataset: Any, way: str | None = None, progress: Callable[[], None] = lambda: None) -> Part:
+    """Return an iterable data set as one part with all samples, which each rank reads.
+
+    Args:
+        dataset: the data set.
+        way: see `split`.
+        progress: called after each sample that is read.
+
+    Raises:
+        ConfigError: the data set looks itself at which rank reads it.
+    """
+    if way == "itself" or "split_by_node" in _webdataset_stages(dataset):
+        raise ConfigError(
+            f"{type(dataset).__name__} gives each rank samples of its own, so they have no common order: take one "
+            "rank (dispatch.ranks=1 or cluster=inline), or a data set that gives each rank all samples "
+            "(data.shard_by=samples, or nodesplitter=None of a webdataset pipeline)"
+        )
+    return Part(dataset, how="all samples", progress=progress)
+
+
 def _by_kind(dataset: Any, rank: int, world_size: int) -> tuple[Iterable[Any], bool, bool, str]:
     """Return what gives the samples, `dealt` and `is_global` of the part, and how it is split, for a person."""
     if hasattr(dataset, "of_rank"):

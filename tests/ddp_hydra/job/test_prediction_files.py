@@ -144,6 +144,24 @@ def test_a_data_set_that_has_changed_since_is_refused(parts):
         parts.receive(Record("start", {"samples": "5", "rows": 2}), fetch)
 
 
+def test_the_number_of_samples_may_be_told_at_the_end(tmp_path):
+    parts = Parts(tmp_path / "parts", {"checkpoint": "1"})
+    with pytest.raises(RecordError, match="no part of"):
+        parts.receive(file_record(tmp_path, 0, columns(slice(0, 2))), fetch)
+    unknown = Record("start", {"samples": None, "rows": 2})
+    parts.receive(unknown, fetch)
+    for part, own in ((2, slice(4, 5)), (0, slice(0, 2))):
+        parts.receive(file_record(tmp_path, part, columns(own)), fetch)
+    parts = Parts(tmp_path / "parts", {"checkpoint": "1"})  # after an interrupt
+    assert (parts.samples, parts.length, parts.done()) == (None, 2, [0, 2])
+    parts.receive(unknown, fetch)
+    parts.receive(file_record(tmp_path, 1, columns(slice(2, 4))), fetch)
+    parts.receive(Record("start", {"samples": 5, "rows": 2}), fetch)
+    parts.receive(unknown, fetch)  # of a rank that began late
+    assert (parts.samples, parts.total) == (5, 3)
+    assert [index for chunk in parts.merged() for index in chunk["index"]] == list(range(5))
+
+
 def test_what_no_file_can_be_is_said():
     with pytest.raises(ConfigError, match=r"\.csv, \.parquet or \.npz"):
         prediction_files.kind_of(Path("out.txt"))

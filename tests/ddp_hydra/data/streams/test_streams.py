@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_hydra.data.streams import RepeatedPart, StreamLoader, StreamSampler, is_stream, split
+from ddp_hydra.data.streams import RepeatedPart, StreamLoader, StreamSampler, is_stream, split, whole
 from ddp_hydra.data.streams.part import plain
 from ddp_hydra.errors import ConfigError, DataError
 
@@ -335,3 +335,16 @@ def iterable(samples: list[int]) -> Any:
             return iter(samples)
 
     return Listed()
+
+
+def test_a_whole_data_set_is_read_and_some_batches_of_it_are_made():
+    loader, part = StreamLoader(Counted(11), CPU, prefetch=2), whole(Counted(11))
+    found = [(batch.tolist(), numbers) for batch, numbers in loader.in_order(part, 3, lambda first: first != 3)]
+    assert found == [([0, 1, 2], [0, 1, 2]), ([6, 7, 8], [6, 7, 8]), ([9, 10], [9, 10])]
+    assert part.n_read == 11
+    assert not threads()
+
+
+def test_a_data_set_that_gives_each_rank_samples_of_its_own_has_no_order():
+    with pytest.raises(ConfigError, match=r"dispatch\.ranks=1"):
+        whole(Counted(3), "itself")
