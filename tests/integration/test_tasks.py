@@ -105,6 +105,22 @@ def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):
     assert whole.metrics()[-1] == resumed.metrics()[-1]
 
 
+def test_a_step_of_a_gan_that_is_left_out_changes_neither_part_nor_the_average(client2, train):
+    policy = ("trainer.on_nonfinite=skip", "trainer.ema_decay=0.9")
+    nan = "nan,rank=1,step=3"
+    run = train(
+        client2, "run", *GAN, *policy, f"faults=['{nan}']", "trainer.checkpoint_every_steps=1", "trainer.max_steps=4"
+    )
+    steps = {step: run.checkpoint(f"step-{step:06d}.pt") for step in (2, 3, 4)}
+    for part in ("model", "ema", "optimizer"):
+        assert_equal(steps[2][part], steps[3][part])
+    assert (steps[3]["ema"]["steps"], steps[4]["ema"]["steps"]) == (2, 3)
+    for part in ("generator", "discriminator"):
+        changed = [name for name in steps[4]["model"] if name.startswith(part) and name.endswith("weight")]
+        assert changed
+        assert not any(torch.equal(steps[3]["model"][name], steps[4]["model"][name]) for name in changed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_gan_that_loses_a_rank_comes_to_the_same(module_cli, tmp_path):
