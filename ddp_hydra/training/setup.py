@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,7 @@ def build(
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
-        if changed:
-            header["lines"].append(f"changed   {changed}")
-        if "weights" in files:
-            header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
+        header["lines"] += more_lines(changed, untouched if "weights" in files else None)
         results.emit("start", header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision)
@@ -135,6 +132,19 @@ def build(
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
+
+
+def more_lines(changed: str, untouched: Sequence[str] | None) -> list[str]:
+    """Return the lines of the header about what a run begins with.
+
+    Args:
+        changed: the settings that differ from those of the checkpoint; "" for none.
+        untouched: tensors that the file of weights has not filled; None without such a file.
+    """
+    lines = [f"changed   {changed}"] if changed else []
+    if untouched is not None:
+        lines.append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
+    return lines
 
 
 def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:

@@ -9,6 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_hydra.data.shards.index import Shard, shown
@@ -62,44 +63,10 @@ def download(
     if shard.size is not None and size != shard.size:
         raise ValueError(f"{shown(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
     digest = hashlib.md5(usedforsecurity=False) if shard.md5 else None
-
-    packed = is_packed(shard.url)
-
-    def fetch(start: int) -> Any:
-        end = min(start + piece_bytes, size)
-        piece = store.get(key, size) if end - start == size else store.get_range(key, start, end)
-        if len(piece) != end - start:
-            raise ValueError(f"{shown(shard.url)} gave {len(piece):,} bytes in place of {end - start:,}")
-        if not packed:
-            _write(file, piece, start)
-        return piece
-
-    def fetched() -> Iterator[Any]:
-        """Yield the pieces in order; fetch several at a time if the store can read ranges."""
-        done = 0
-        if store.ranges:
-            try:
-                for piece in _in_parallel(fetch, range(0, size, piece_bytes), connections):
-                    yield piece
-                    done += len(piece)
-                return
-            except RangesIgnoredError:
-                pass
-        for piece in store.stream(key, size, done):
-            if not packed:
-                _write(file, piece, done)
-            yield piece
-            done += len(piece)
-        if store.ranges:
-            store.ranges = False
-            _LOG.warning(
-                "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
-                store.shown(),
-            )
+    source = _Pieces(shard.url, store, key, size, file, connections, piece_bytes)
 
     def pieces() -> Iterator[Any]:
-        """Yield the pieces in order, after their hash is updated."""
-        for piece in fetched():
+        for piece in source.in_order():
             if digest is not None:
                 digest.update(piece)
             on_piece(piece)
@@ -108,8 +75,8 @@ def download(
     reserve(size)
     written = 0
     try:
-        for piece in _unpack(pieces()) if packed else pieces():
-            if packed:
+        for piece in _unpack(pieces()) if source.packed else pieces():
+            if source.packed:
                 reserve(written + len(piece))
                 _write(file, piece, written)
             written += len(piece)
@@ -119,6 +86,71 @@ def download(
     if digest is not None and digest.hexdigest() != shard.md5:
         raise ValueError(f"{shown(shard.url)} has the MD5 {digest.hexdigest()}, and the index says {shard.md5}")
     return size
+
+
+@dataclass
+class _Pieces:
+    """Fetches a shard in pieces; writes them to its file where they belong, unless they are compressed.
+
+    Args:
+        url: of the shard.
+        store: the store that holds it.
+        key: of the shard in the store.
+        size: of the shard in the store, bytes.
+        file: descriptor of the file.
+        connections: how many pieces are fetched at a time.
+        piece_bytes: size of the pieces.
+    """
+
+    url: str
+    store: Store
+    key: str
+    size: int
+    file: int
+    connections: int
+    piece_bytes: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether the shard is compressed."""
+        return is_packed(self.url)
+
+    def in_order(self) -> Iterator[Any]:
+        """Yield the pieces in order; fetch several at a time if the store can read ranges."""
+        done = 0
+        if self.store.ranges:
+            try:
+                for piece in _in_parallel(self.fetch, range(0, self.size, self.piece_bytes), self.connections):
+                    yield piece
+                    done += len(piece)
+                return
+            except RangesIgnoredError:
+                pass
+        for piece in self.store.stream(self.key, self.size, done):
+            self.write(piece, done)
+            yield piece
+            done += len(piece)
+        if self.store.ranges:
+            self.store.ranges = False
+            _LOG.warning(
+                "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
+                self.store.shown(),
+            )
+
+    def fetch(self, start: int) -> Any:
+        """Return the piece that begins at a byte."""
+        end = min(start + self.piece_bytes, self.size)
+        is_whole = end - start == self.size
+        piece = self.store.get(self.key, self.size) if is_whole else self.store.get_range(self.key, start, end)
+        if len(piece) != end - start:
+            raise ValueError(f"{shown(self.url)} gave {len(piece):,} bytes in place of {end - start:,}")
+        self.write(piece, start)
+        return piece
+
+    def write(self, piece: Any, start: int) -> None:
+        """Write a piece to the file, unless it is compressed."""
+        if not self.packed:
+            _write(self.file, piece, start)
 
 
 def _in_parallel(action: Callable[[int], Any], numbers: range, threads: int) -> Iterator[Any]:
