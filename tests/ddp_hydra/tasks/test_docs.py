@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ddp_hydra.training.test_loop import group as group
-from tests.ddp_hydra.training.test_loop import train as train
+from tests.ddp_hydra.training.conftest import group as group
+from tests.ddp_hydra.training.conftest import train as train
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
 

@@ -13,9 +13,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.callbacks import Callback, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.log_clock import LogClock
-from tests.ddp_hydra.training.test_loop import flat, same
-from tests.ddp_hydra.training.test_loop import group as group
-from tests.ddp_hydra.training.test_loop import train as train
+from tests.ddp_hydra.training.loop_runs import flat, same
 
 HERE = "tests.ddp_hydra.training.test_callbacks"
 

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.dry_run import first_step
-from tests.ddp_hydra.training.test_loop import Numbers, config
+from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 
 class Detached(torch.nn.Linear):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.training.early_stopping import EarlyStopping
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS
 
 NAN = float("nan")
 
@@ -37,3 +38,29 @@ def test_what_it_knows_is_kept():
 def test_other_metrics_do_not_count():
     stop = EarlyStopping("val/x", True, 1)
     assert [stop.update({"val/y": 1.0}) for _ in range(3)] == [False] * 3
+
+
+def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train):
+    options = {"early_stopping_patience": 2, "early_stopping_min_delta": 5.0, "epochs": 9}
+    run = train(**options)
+    assert run.value["steps"] == 3 * STEPS  # the first is the best, and two more are no better
+    assert run.steps_saved[-1] == 3 * STEPS
+    assert train(resume=run.last, **options).value["steps"] == 3 * STEPS
+
+
+def test_only_what_was_validated_counts(train):
+    options = {"early_stopping_patience": 1, "early_stopping_min_delta": 5.0, "epochs": 9, "validate_every_epochs": 3}
+    assert train(**options).value["steps"] == 6 * STEPS
+
+
+def test_a_run_without_validation_goes_by_its_training(train):
+    run = train(val=0, early_stopping_patience=1, early_stopping_min_delta=5.0, epochs=9, parts=BY_LOSS)
+    assert run.value["steps"] == 2 * STEPS
+
+
+def test_a_run_that_gets_better_goes_on(train):
+    loss = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # which such a small set does
+    run = train(early_stopping_patience=1, epochs=3, parts=loss)
+    values = [value for _, value in run.metrics("val/loss")]
+    assert values == sorted(values)
+    assert run.value["steps"] == 3 * STEPS

@@ -8,11 +8,9 @@ import torch
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import load_run
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.test_loop import group as group
-from tests.ddp_hydra.training.test_loop import train as train
 
 DATA = {
-    "data": {"n": 9, "train": {"_target_": "tests.ddp_hydra.training.test_loop.Numbers", "n": "${data.n}"}},
+    "data": {"n": 9, "train": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": "${data.n}"}},
     "cluster": {"password": "hunter2"},
 }
 

@@ -12,9 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.test_loop import flat
-from tests.ddp_hydra.training.test_loop import group as group
-from tests.ddp_hydra.training.test_loop import train as train
+from tests.ddp_hydra.training.loop_runs import flat
 
 pytest.importorskip("torchvision")
 CONF = Path(__file__).parents[3] / "conf"

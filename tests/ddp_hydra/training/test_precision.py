@@ -9,9 +9,7 @@ import torch
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import precision
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.test_loop import group as group
-from tests.ddp_hydra.training.test_loop import train as train
-from tests.ddp_hydra.training.test_loop import weights
+from tests.ddp_hydra.training.loop_runs import weights
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ddp_hydra.training import build_data
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
 from ddp_hydra.training.state import Position
-from tests.ddp_hydra.training.test_loop import config
+from tests.ddp_hydra.training.loop_runs import config
 
 
 class Endless(IterableDataset):

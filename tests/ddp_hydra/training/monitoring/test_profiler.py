@@ -16,9 +16,7 @@ from ddp_hydra import results
 from ddp_hydra.config.schema import resolved
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
-from tests.ddp_hydra.training.test_loop import config
-from tests.ddp_hydra.training.test_loop import group as group
-from tests.ddp_hydra.training.test_loop import train as train
+from tests.ddp_hydra.training.loop_runs import config
 
 HERE = "tests.ddp_hydra.training.monitoring.test_profiler"
 
@@ -28,7 +26,7 @@ def job(group, tmp_path) -> Callable[..., dict[str, Any]]:
     """Train a model of this module, as a rank does; returns what that returns."""
 
     def run(model: str, **trainer: Any) -> dict[str, Any]:
-        data = {"train": {"_target_": "tests.ddp_hydra.training.test_loop.Numbers", "n": 9}, "val": None}
+        data = {"train": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": 9}, "val": None}
         changes = {"faults": [], "data": data, "model": {"_target_": f"{HERE}.{model}"}, "objective": {"metric": None}}
         results.connect(DirectSender(lambda record: None, tmp_path))
         return loop.train(resolved(OmegaConf.merge(config(**trainer), changes)))

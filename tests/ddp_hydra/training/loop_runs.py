@@ -1,0 +1,96 @@
+"""Runs of the loop on one rank in this process: their config, their data, and what they said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from ddp_hydra.config.schema import TrainerConfig
+from ddp_hydra.results import Record
+from ddp_hydra.training.checkpoint import read
+
+STEPS = 4
+"""In an epoch: 9 samples, 2 in a step, one left over."""
+
+
+BY_LOSS = {"objective": {"metric": "train/loss", "direction": "minimize"}}
+
+
+class Numbers:
+    """Samples of three classes."""
+
+    def __init__(self, n: int) -> None:
+        self.x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n))
+        self.y = torch.arange(n) % 3
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def config(**trainer: Any) -> Any:
+    given = {"epochs": 2, "log_every_steps": 3, "device": "cpu", **trainer}
+    return OmegaConf.create(
+        {
+            "seed": 0,
+            "data": {"batch_size": 2},
+            "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
+            "sampler": {"_target_": "ddp_hydra.data.samplers.Distributed", "seed": 0},
+            "task": {"_target_": "ddp_hydra.tasks.Classification", "metric": "accuracy"},
+            "loss": {"_target_": "ddp_hydra.tasks.losses.CrossEntropy"},
+            "mix": {},
+            "metrics": {},
+            "callbacks": {},
+            "parallel": {"_target_": "ddp_hydra.training.parallel.ddp"},
+            "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+            "scheduler": {"_target_": "ddp_hydra.training.lr_schedules.cosine"},
+            "trainer": OmegaConf.to_container(OmegaConf.structured(TrainerConfig(**given)), enum_to_str=True),
+            "objective": {"metric": "val/accuracy", "direction": "maximize"},
+        }
+    )
+
+
+class Run:
+    """One run of the loop, and what it said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: list[Record] = []
+        self.value: dict[str, Any] = {}
+
+    @property
+    def saved(self) -> list[Record]:
+        return [record for record in self.records if record.kind == "file"]
+
+    @property
+    def steps_saved(self) -> list[int]:
+        return [record.step for record in self.saved]
+
+    @property
+    def last(self) -> Path:
+        return Path(self.saved[-1].data["source"])
+
+    def metrics(self, name: str) -> list[tuple[int, float]]:
+        logged = [record for record in self.records if record.kind == "metrics"]
+        return [(record.step, record.data["metrics"][name]) for record in logged if name in record.data["metrics"]]
+
+
+def same(one: Path, other: Path) -> bool:
+    return flat(read(one)) == flat(read(other))
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: flat(part) for key, part in value.items() if key != "config"}
+    return [flat(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in read(run.last)["model"].values()])

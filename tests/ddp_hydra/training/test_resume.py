@@ -1,0 +1,144 @@
+"""A run that is resumed ends as if it had never been stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddp_hydra.training.checkpoint import read
+from tests.ddp_hydra.training.loop_runs import STEPS, Run, flat
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_to_do(train):
+    run = train()
+    again = train(resume=run.last)
+    assert (again.value["steps"], again.value["samples"], again.value["interrupted"]) == (8, 16, "")
+    assert [record.kind for record in again.records] == ["start"]
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_epochs(train):
+    again = train(resume=train().last, epochs=3)
+    assert (again.value["steps"], again.steps_saved) == (12, [12])
+    assert [step for step, _ in again.metrics("train/loss")] == [9, 12]
+
+
+def changed(run: Run) -> list[str]:
+    return [line.removeprefix("changed   ") for line in run.records[0].data["lines"] if line.startswith("changed")]
+
+
+def groups(run: Run) -> dict[str, Any]:
+    return read(run.last)["optimizer"]["param_groups"][0]
+
+
+@pytest.mark.medium
+def test_what_is_typed_at_a_resume_wins_and_the_header_lists_it(train):
+    options = {"log_every_steps": 1}
+    never = train(**options)
+    first = train(stop_at=("forward", 4), **options)
+    assert changed(train(resume=first.last, **options)) == []
+    parts = {"optimizer": {"lr": 0.05, "weight_decay": 0.3}, "scheduler": {"min_factor": 0.5}}
+    again = train(resume=first.last, clip_norm=7.0, parts=parts, **options)
+    assert changed(again) == [
+        "optimizer.lr 0.1 -> 0.05, trainer.clip_norm null -> 7.0, optimizer.weight_decay (missing) -> 0.3, "
+        "scheduler.min_factor (missing) -> 0.5"
+    ]
+    rates = dict(never.metrics("lr"))
+    assert again.metrics("lr") == [(step, pytest.approx(0.025 + rates[step] / 4)) for step in (5, 6, 7, 8)]
+    assert (groups(again)["weight_decay"], groups(again)["momentum"]) == (0.3, 0.9)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("first", "then", "rates"),
+    [
+        # torch's own: half, each two steps; then a tenth
+        (
+            {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
+            {"gamma": 0.1},
+            [0.025, 0.025, 0.0025, 0.0025],
+        ),
+        (
+            {"_target_": "ddp_hydra.training.lr_schedules.constant"},
+            {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
+            [0.025, 0.025, 0.0125, 0.0125],
+        ),
+        (
+            {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5},
+            {"_target_": "ddp_hydra.training.lr_schedules.linear"},
+            [0.05, 0.0375, 0.025, 0.0125],
+        ),
+    ],
+    ids=["torch's key", "torch's instead", "ours instead"],
+)
+def test_a_schedule_may_be_another_one_after_a_resume(first, then, rates, train):
+    before = train(stop_at=("forward", 4), log_every_steps=1, parts={"scheduler": first})
+    parts = {"scheduler": then if "_target_" in then else {**first, **then}}
+    again = train(resume=before.last, log_every_steps=1, parts=parts)
+    assert again.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in zip((5, 6, 7, 8), rates, strict=True)]
+
+
+@pytest.mark.medium
+def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
+    options = {"base_batch_size": 8, "parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}}
+    first = train(stop_at=("forward", 4), **options)
+    options["parts"]["data"] = {"batch_size": 4}
+    assert {rate for _, rate in train(resume=first.last, **options).metrics("lr")} == {0.1 * 4 / 8}
+
+
+@pytest.mark.medium
+def test_another_objective_forgets_the_best_of_the_one_before(train):
+    first = train(stop_at=("forward", 5), parts={"objective": {"metric": "val/accuracy"}})
+    parts = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # it rises
+    again = train(resume=first.last, parts=parts)
+    assert [record.data["checkpoint"]["best"] for record in again.saved] == [True]
+    assert read(again.last)["best"] == again.metrics("val/loss")[-1][1]
+
+
+PLACES = [
+    (phase, step)
+    for step in (1, STEPS, 2 * STEPS)
+    for phase in ("forward", "update", "validate", "save")
+    if phase not in ("validate", "save") or step % STEPS == 0
+]
+
+
+def end_of(*runs: Run) -> dict[str, Any]:
+    """All that tells one end from another; of a run and what it was resumed as."""
+    validations = {
+        name: dict(point for run in runs for point in run.metrics(name)) for name in ("val/loss", "val/accuracy")
+    }
+    best = runs[-1].saved[-1].data["checkpoint"]["best"]
+    return {"state": flat(read(runs[-1].last)), "best": best, **validations}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0]} {place[1]}")
+def test_a_run_that_is_stopped_anywhere_and_resumed_ends_as_if_it_never_had(place, train):
+    runs = [train(stop_at=place)]
+    if place != ("save", 2 * STEPS):  # there it is over before it can look
+        assert runs[0].value["interrupted"] == "interrupt"
+        assert runs[0].steps_saved[-1] == runs[0].value["steps"]
+        runs.append(train(resume=runs[0].last))
+    assert runs[-1].value["interrupted"] == ""
+    if not NEVER_STOPPED:
+        NEVER_STOPPED.update(end_of(train()))
+    assert end_of(*runs) == NEVER_STOPPED
+
+
+NEVER_STOPPED: dict[str, Any] = {}
+
+
+@pytest.mark.medium
+def test_a_validation_that_was_stopped_is_not_logged_and_comes_first_when_resumed(train):
+    stopped = train(stop_at=("validate", 4))
+    assert (stopped.metrics("val/loss"), stopped.steps_saved) == ([], [4])
+    assert read(stopped.last)["validation_due"] is True
+    resumed = train(resume=stopped.last)
+    assert [record.kind for record in resumed.records][:2] == ["start", "metrics"]
+    assert [step for step, _ in resumed.metrics("val/loss")] == [4, 8]
+
+
+def test_a_run_whose_time_is_up_makes_one_step_and_saves_it(train):
+    run = train(time_limit_s=0.0)
+    assert (run.value["steps"], run.steps_saved, run.value["interrupted"]) == (1, [1], "time_limit")

@@ -1,0 +1,159 @@
+"""What a step may be made of: parts, precision, averages, frozen parameters, other metrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.parallel import Parallel
+from tests.ddp_hydra.training.loop_runs import Numbers, flat, weights
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_step_of_several_parts_is_one_of_a_larger_batch(parts, train):
+    whole = train(epochs=1, parts={"data": {"batch_size": 2 * parts}})
+    cut = train(epochs=1, gradient_accumulation_steps=parts)
+    assert torch.allclose(weights(cut), weights(whole), atol=1e-6)
+    losses = [dict(run.metrics("train/loss")) for run in (cut, whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert cut.value["samples"] == whole.value["samples"]
+
+
+def test_a_bad_part_spoils_the_whole_step(train):
+    run = train(
+        fault=["nan,rank=0,step=2"], gradient_accumulation_steps=2, on_nonfinite="skip", log_every_steps=1, epochs=1
+    )
+    assert [step for step, _ in run.metrics("train/loss")] == [1]
+    assert weights(run).isfinite().all()
+
+
+OPTIONS = {
+    "ema": {"ema_decay": 0.9},
+    "clip": {"clip_norm": 0.05},
+    "parts": {"gradient_accumulation_steps": 2},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "clip_norm": 1.0},
+    "fused": {"parts": {"optimizer": {"fused": True}}},
+    "fused fp16": {"precision": "fp16", "parts": {"optimizer": {"fused": True}}},
+    "one cycle": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.one_cycle"}}},
+    "by epoch": {"parts": {"scheduler": {"by": "epoch", "warmup_epochs": 0.5}}},
+    "linear": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.linear", "min_factor": 0.1}}},
+    "step": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.step", "milestones": [0.25, 0.5]}}},
+    "warm-up": {"parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant", "warmup_steps": 5}}},
+    "torch's one cycle": {"parts": {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.2}}},
+    "all": {"ema_decay": 0.9, "clip_norm": 0.05, "gradient_accumulation_steps": 2, "precision": "bf16"},
+    "groups": {"decay_all": False, "parts": {"optimizer": {"weight_decay": 0.1}}},
+    "alone": {"parts": {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}},
+    "smooth": {"parts": {"loss": {"label_smoothing": 0.1}}},
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_whatever_a_step_is_made_of_a_resumed_run_ends_as_if_never_stopped(options, train):
+    first = train(stop_at=("update", 1), **options)
+    resumed = train(resume=first.last, **options)
+    whole = train(**options)
+    assert flat(read(resumed.last)) == flat(read(whole.last))
+    assert resumed.metrics("val/loss") == whole.metrics("val/loss")
+    assert weights(whole).tolist() != weights(train(epochs=1)).tolist()
+
+
+def test_gradients_are_clipped_to_a_length_that_is_logged_as_it_was(train):
+    free, clipped = (
+        train(epochs=1, log_every_steps=1, clip_norm=1e9),
+        train(epochs=1, log_every_steps=1, clip_norm=0.01),
+    )
+    assert all(norm > 0.05 for _, norm in free.metrics("grad_norm"))
+    assert clipped.metrics("grad_norm")[0] == pytest.approx(free.metrics("grad_norm")[0])
+    moved = [
+        (read(run.last)["optimizer"]["state"][0]["momentum_buffer"] ** 2).sum().sqrt().item() for run in (free, clipped)
+    ]
+    assert moved[1] < 0.05 < moved[0]
+
+
+def test_the_moving_average_is_what_is_validated_and_saved(train):
+    plain, averaged = train(), train(ema_decay=0.99)
+    assert weights(plain).tolist() == weights(averaged).tolist()  # training is the same
+    assert plain.metrics("val/loss") != averaged.metrics("val/loss")
+    ema = read(averaged.last)["ema"]
+    assert ema["steps"] == 8
+    assert ema["model"].keys() == read(averaged.last)["model"].keys()
+    judged = Numbers(5)
+    logits = judged.x @ ema["model"]["weight"].T + ema["model"]["bias"]
+    by_hand = torch.nn.functional.cross_entropy(logits, judged.y).item()
+    assert averaged.metrics("val/loss")[-1] == (8, pytest.approx(by_hand))
+
+
+@pytest.mark.medium
+def test_frozen_parameters_stay_as_they_were(train):
+    start = train(max_steps=1, epochs=None, parts={"optimizer": {"lr": 1e-30}})
+    run = train(freeze=["bias"])
+    before, after = read(start.last)["model"], read(run.last)["model"]
+    assert torch.equal(before["bias"], after["bias"])
+    assert not torch.equal(before["weight"], after["weight"])
+
+
+def converted(model: torch.nn.Module) -> Parallel:
+    """What sync_batchnorm does, which is for GPUs; in evaluation these layers work here, too."""
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return Parallel(model, model)
+
+
+class Normed(torch.nn.Sequential):
+    """With a BatchNorm in front."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(torch.nn.BatchNorm1d(in_features), torch.nn.Linear(in_features, out_features))
+
+
+def test_frozen_norms_stay_as_they_were_also_where_sync_batchnorm_puts_others_in_their_places(train):
+    parts = {"model": {"_target_": f"{__name__}.Normed"}, "parallel": {"_target_": f"{__name__}.converted"}}
+    content = read(train(freeze=["0.*"], epochs=1, parts=parts).last)["model"]
+    assert (content["0.running_mean"].tolist(), content["0.num_batches_tracked"].item()) == ([0.0] * 4, 0)
+
+
+def test_the_rate_grows_with_the_global_batch(train):
+    run = train(
+        epochs=1, base_batch_size=8, parts={"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}
+    )
+    assert {rate for _, rate in run.metrics("lr")} == {0.1 * 2 / 8}
+
+
+def test_the_rate_of_each_step_is_logged(train):
+    parts = {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.linear", "warmup_steps": 3}}
+    run = train(max_steps=6, log_every_steps=1, parts=parts)
+    rates = [0.025, 0.05, 0.075, 0.1, 0.1 * 2 / 3, 0.1 / 3]
+    assert run.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in enumerate(rates, start=1)]
+
+
+@pytest.mark.medium
+@pytest.mark.medium
+def test_other_metrics_are_validated_too_and_matrices_are_pictures(train):
+    pytest.importorskip("torchmetrics")
+    metrics = {
+        "f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3, "average": "macro"},
+        "each": {"_target_": "torchmetrics.classification.MulticlassRecall", "num_classes": 3, "average": None},
+        "confusion": {"_target_": "torchmetrics.classification.MulticlassConfusionMatrix", "num_classes": 3},
+    }
+    run = train(epochs=2, parts={"metrics": metrics})
+    assert [step for step, _ in run.metrics("val/f1")] == [4, 8]
+    assert [step for step, _ in run.metrics("val/each/2")] == [4, 8]
+    images = [record for record in run.records if record.kind == "image"]
+    assert [(record.step, record.data["name"]) for record in images] == [(4, "val/confusion"), (8, "val/confusion")]
+
+
+def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    metrics = {"f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3}}
+    with pytest.raises(ConfigError, match=r"the metrics f1 need torchmetrics.*pip install 'ddp-hydra\[metrics\]'"):
+        train(parts={"metrics": metrics})
+
+
+@pytest.mark.integration
+def test_a_compiled_model_trains_the_same(train):
+    compiled = train(epochs=1, compile="default")
+    assert torch.allclose(weights(compiled), weights(train(epochs=1)), atol=1e-5)
+    assert read(compiled.last)["model"].keys() == {"weight", "bias"}
