@@ -13,6 +13,7 @@ SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
 READY14 := $(VENV14)/.ready
 VENVCUDA ?= .venv-dask-cuda
+comma := ,
 TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hydra/sweep \
 	$(addprefix tests/ddp_hydra/,cli config job training) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
@@ -62,7 +63,7 @@ test-ray: $(READY)  ## jobs on a real Ray of two nodes
 	$(BIN)/python -m pytest tests/integration/test_cluster_ray.py
 
 test-dask-cuda:  ## a job on dask-cuda's cluster, with the Dask that it pins; no GPU is needed
-	$(call installed,$(VENVCUDA),--editable '.[test,gpu]')
+	$(call installed,$(VENVCUDA),--editable '.[test$(comma)gpu]')
 	$(VENVCUDA)/bin/python -m pytest tests/integration/test_cluster_local_cuda.py tests/ddp_hydra/cluster/test_connect.py
 
 test-hydra14: $(READY14)  ## the tests that touch Hydra, with its next version
