@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
@@ -24,8 +25,21 @@ from ddp_hydra.training.train_step import TrainStep
 
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
-    """Build the model. If its `num_classes` is null, the data set fills it."""
-    return make(fill_num_classes(cfg.model, data, "model"))
+    """Build the model. If its `num_classes` is null, the data set fills it.
+
+    Raises:
+        ConfigError: it is no module, or some of its parameters have no shape yet.
+    """
+    built = make(fill_num_classes(cfg.model, data, "model"))
+    target = cfg.model["_target_"]
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"model._target_={target} returned a {type(built).__name__}: return a torch.nn.Module")
+    if lazy := [name for name, one in built.named_parameters() if isinstance(one, UninitializedParameter)]:
+        raise ConfigError(
+            f"model._target_={target}: {', '.join(lazy)} has no shape yet, as in nn.LazyLinear: give its size, or call "
+            "the model with an example in its __init__, because all ranks have to begin with the same weights"
+        )
+    return built
 
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
