@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ddp_hydra.console.plural import counted
+from ddp_hydra.console.numbers import counted, duration
 from ddp_hydra.console.text import plain
 from ddp_hydra.runs.describe import Row, number, numbers, text
 from ddp_hydra.runs.disk import KINDS
@@ -222,16 +222,6 @@ def when(started: float | None) -> str:
         return datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
         return ""
-
-
-def duration(seconds: float | None) -> str:
-    """Return for example "12.3 s", "4:05 min" or "3:04:05 h"."""
-    if seconds is None or seconds < 0:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
 def digits(value: object) -> str:

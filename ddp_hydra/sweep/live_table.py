@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ddp_hydra.console.numbers import duration
 from ddp_hydra.console.text import plain
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 
@@ -103,8 +104,8 @@ class LiveTable:
                 _position(row),
                 "" if row.objective is None else f"{row.objective:.4g}",
                 str(row.workers) if row.workers else "",
-                _duration(row.wall_s or None),
-                _duration(row.eta_s if row.state == State.running else None),
+                duration(row.wall_s or None),
+                duration(row.eta_s if row.state == State.running else None),
             )
         hidden = len(rows) - len(ordered)
         note = describe_counts(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
@@ -117,10 +118,3 @@ def _position(row: Row) -> str:
     if row.step is not None:
         return f"step {row.step}" + (f"/{row.total_steps}" if row.total_steps else "")
     return ""
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ddp_hydra.console.numbers import duration
 from ddp_hydra.console.text import plain
 from ddp_hydra.sweep.rows import DATA_KEYS, Objective, Row, State, best_first, describe_counts, group_of, swept
 from ddp_hydra.sweep.seeds import Repeated
@@ -103,7 +104,7 @@ def _table(
         values = [_markup(row.labels.get(label, "")) for label in labels]
         values += [_markup(overrides[row.number].get(key, "")) for key in keys]
         message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
-        took = _clock(row.wall_s) if row.wall_s and math.isfinite(row.wall_s) else ""
+        took = duration(row.wall_s or None)
         yield _line([str(row.number), row.shown_state, *values, *[number] * len(metrics), steps, took, message])
 
 
@@ -188,7 +189,3 @@ def _markup(text: str) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from ddp_hydra.console.numbers import duration
 from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import metric_values
@@ -91,12 +92,9 @@ class ProgressState:
         return (self._clock() - began) / (step - first) * (self.total_steps - step)
 
     def eta(self) -> str:
-        """Return for example 'ETA 0:01:32', or "" while it is not known."""
+        """Return for example "ETA 1:32 min", or "" while it is not known."""
         seconds = self.eta_s()
-        if seconds is None:
-            return ""
-        left_s = round(seconds)
-        return f"ETA {left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
+        return "" if seconds is None else f"ETA {duration(seconds)}"
 
 
 def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:

@@ -235,8 +235,8 @@ def test_the_markdown_is_a_table_best_first():
     )
     assert cells(text) == [
         ["job", "state", "optimizer.lr", "loss", "val/accuracy", "steps", "time", "message"],
-        ["1", "done", "0.01", "a", "0.75", "100/100", "1:02:05", ""],
-        ["0", "done", "0.1", "a", "0.5", "100", "0:01:01", ""],
+        ["1", "done", "0.01", "a", "0.75", "100/100", "1:02:05 h", ""],
+        ["0", "done", "0.1", "a", "0.5", "100", "1:01 min", ""],
         ["3", "running", "1", "a", "", "5/100", "", ""],
         ["4", "queued", "2", "a", "", "", "", ""],
         ["2", "failed", "9", "a|b", "", "3", "", "no *sense* | at <all>"],

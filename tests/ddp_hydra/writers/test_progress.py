@@ -73,7 +73,7 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
         for epoch in (1, 2, 3)
     ]
     between = lines[2:]
-    assert between[0] == ("epoch 1/5  step 4/50  train/loss 0.25  train/accuracy 0.9  1234 samples/s  ETA 0:02:18")
+    assert between[0] == ("epoch 1/5  step 4/50  train/loss 0.25  train/accuracy 0.9  1234 samples/s  ETA 2:18 min")
     # 30 steps of 3 s: every 10 s at most, so each 4th step, and each lasting line counts too.
     assert len(between) == 9
 
@@ -97,7 +97,7 @@ def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock,
     writer.write(Record("start", dict(start.data, lines=[]), step=10, attempt=1))
     clock.now += 20
     writer.write(metrics_record(12, attempt=1, train__loss=1.0))
-    told = [*said, "epoch 2/5  step 12/50  train/loss 1  ETA 0:06:20"]
+    told = [*said, "epoch 2/5  step 12/50  train/loss 1  ETA 6:20 min"]
     assert output.getvalue().splitlines()[2:] == told
 
 
