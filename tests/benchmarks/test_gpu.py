@@ -170,6 +170,7 @@ def test_the_sentence_of_a_failed_command_is_its_last_line():
     assert bench_module.last_line("") == "it printed nothing"
 
 
+@pytest.mark.medium
 def test_a_job_that_takes_too_long_is_killed(bench):
     bench.timeout_s = 1.0
     with pytest.raises(Broken, match="no end after 1 s: begun"):
@@ -223,6 +224,7 @@ def test_the_batch_fits_into_the_card(gib, batch):
     assert speed.large(gib).batch_size == batch
 
 
+@pytest.mark.medium
 def test_operations_of_resnet50_are_those_of_its_paper():
     assert speed.operations(speed.large(80)) == pytest.approx(2 * 4.1e9, rel=0.02)
 

@@ -222,6 +222,7 @@ def in_loop(one: Attempt) -> Attempt:
     return one
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("phase", ["join", "run", "start"])
 def test_before_the_loop_an_interrupt_ends_an_attempt_at_once(phase, make):
     one = make(beat(0, "load"), beat(1, phase))

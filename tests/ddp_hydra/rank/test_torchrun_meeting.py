@@ -27,6 +27,7 @@ class Store(dict):
 FIRST, SECOND = (RankSpec(rank, 2, rank, 2, 0, "", "h") for rank in range(2))
 
 
+@pytest.mark.medium
 def test_ranks_that_do_not_come_are_waited_for_as_long_as_is_said(monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen

@@ -108,6 +108,7 @@ def test_what_does_not_pass_is_asked_for_once_and_tells_no_password(faulty, monk
     assert len(calls) == 1
 
 
+@pytest.mark.medium
 def test_patience_ends_and_closing_ends_it_at_once(faulty, monkeypatch):
     failing(monkeypatch, ConnectionResetError("cut"))
     with pytest.raises(

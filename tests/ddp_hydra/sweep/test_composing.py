@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.sweep import composing
 
+pytestmark = pytest.mark.medium
+
 FILES = {
     "config": """
 defaults: [_self_, model: small, optimizer: sgd]

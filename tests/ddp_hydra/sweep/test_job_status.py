@@ -93,6 +93,7 @@ def test_a_scalar_of_numpy_or_torch_is_a_number(row, value):
     assert job_status.plain_value(np.array([0.5])) is None
 
 
+@pytest.mark.medium
 @given(
     st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )

@@ -7,6 +7,7 @@ from ddp_hydra.tasks import LanguageModel, Step
 from ddp_hydra.training.eval_metrics import EvalMetrics
 
 
+@pytest.mark.medium
 def test_perplexity_is_that_of_all_places_whatever_the_batches():
     text = pytest.importorskip("torchmetrics.text")
     torch.manual_seed(0)

@@ -25,6 +25,8 @@ from ddp_hydra.writers import receive_file
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 
+pytestmark = pytest.mark.medium
+
 SIZE = 2 * 2**20
 
 

@@ -80,6 +80,7 @@ def flat(values: Sequence[float]) -> list[list[float]]:
     return [[value + report / 1000 for report in range(LENGTH)] for value in values]
 
 
+@pytest.mark.medium
 def test_of_nine_jobs_three_go_on_and_one_of_them_to_the_end():
     ends, rungs = run(flat([1, 2, 3, 4, 5, 6, 7, 8, 9][::-1]), random.Random(0))
     assert rungs == [[list(range(9)), [0, 1, 2], [0], [0]]]

@@ -92,8 +92,12 @@ def test_a_pruner_of_optuna_is_given_by_its_class():
         ({"rule": "median", "trials": 1.5}, {}, "trials=1.5: give a whole number of at least 1"),
         ({"rule": "threshold", "bound": "x"}, {}, "bound=x: give a number"),
         ("threshold", {}, r"threshold needs bound: give \{rule: threshold, bound: <number>\}"),
-        ({"_target_": "builtins.dict"}, {}, "makes a dict, not a pruner of Optuna"),
-        ({"_target_": "optuna.pruners.Nothing"}, {}, "optuna.pruners.Nothing can't be made"),
+        pytest.param(
+            {"_target_": "builtins.dict"}, {}, "makes a dict, not a pruner of Optuna", marks=pytest.mark.medium
+        ),
+        pytest.param(
+            {"_target_": "optuna.pruners.Nothing"}, {}, "optuna.pruners.Nothing can't be made", marks=pytest.mark.medium
+        ),
         ("asha", {"maximize": None, "ours": False, "ranks": 1}, "give hydra.launcher.direction=maximize or minimize"),
         ("asha", {"ours": False}, "give hydra.launcher.ranks=1"),
         ("hyperband", {"ours": False, "ranks": 1}, "those of other apps can't: give asha"),
