@@ -98,7 +98,8 @@ def a_ray(folder: Path) -> Iterator[dict[str, str]]:
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     options = (f"--port={address.rpartition(':')[2]}", f"--node-ip-address={HOST}", f"--num-cpus={RANKS}")
     limits = (f"--object-store-memory={80 * 2**20}", "--include-dashboard=false", f"--temp-dir={folder}")
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", *options, *limits]
+    ray = (sys.executable, "-m", "ray.scripts.scripts")  # the command may be in the environment below this one
+    command = [*ray, "start", "--head", "--block", *options, *limits]
     variables = commands.with_ours({**RAY, **ALLOCATOR, **secret, "XDG_RUNTIME_DIR": str(folder)})
     log = folder / "ray.log"
     with log.open("wb") as out:
