@@ -54,14 +54,15 @@ CASTS = {
         "A rank is killed, and training goes on from the last checkpoint",
         20,
         """
-        words="data=digits model=mlp optimizer.lr=0.1 trainer.epochs=12 trainer.checkpoint_every_steps=10"
+        words="data=digits model=mlp data.batch_size=16 optimizer.lr=0.1 trainer.epochs=12"
+        words="$words trainer.checkpoint_every_steps=10"
         show ddp-hydra $words
         ddp-hydra $words &
         until grep -q '"val/loss"' outputs/*/*/metrics.jsonl 2>/dev/null; do sleep 0.1; done
         sleep 0.3
         victim=$(grep -o 'pid [0-9]*' outputs/*/*/logs/rank-1.log | head -1 | cut -d' ' -f2)
         show kill -9 $victim
-        kill -9 $victim
+        kill -9 $victim || exit 1
         wait
         sleep 0.5
         """,
