@@ -201,8 +201,7 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     """
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
-    way = cfg.data.get("shard_by") if run.world_size > 1 else "samples"
-    reader = streams.whole(run.data, way, heartbeat.progress)
+    reader = streams.whole(run.data, run.world_size, cfg.data.get("shard_by"), heartbeat.progress)
     results.emit("start", {"samples": None, "rows": length})
 
     def wanted(first: int) -> bool:
@@ -235,14 +234,14 @@ def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: in
     for part, own in groupby(batches, lambda one: one[1][0] // length):
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
             for batch, indices in own:
+                if reason := stop.reason():
+                    return heartbeat.REASONS[reason]
                 number += 1
                 heartbeat.at("validate", number)
                 with torch.no_grad(), autocast:
                     predicted = run.task.predict(trained.model, batch)
                 values = predictions.columns(predicted, len(indices), kind)
                 rows.write(spool, identified(run.data, indices, values))
-                if reason := stop.reason():
-                    return heartbeat.REASONS[reason]
             submit(spool, part)
     return ""
 

@@ -56,22 +56,23 @@ def split(
     return Part(found, rank, world_size, dealt, is_global, by_state, f"{how}; resumes {resumed}", progress)
 
 
-def whole(dataset: Any, way: str | None = None, progress: Callable[[], None] = lambda: None) -> Part:
+def whole(dataset: Any, world_size: int, way: str | None = None, progress: Callable[[], None] = lambda: None) -> Part:
     """Return an iterable data set as one part with all samples, which each rank reads.
 
     Args:
         dataset: the data set.
+        world_size: number of ranks.
         way: see `split`.
         progress: called after each sample that is read.
 
     Raises:
         ConfigError: the data set looks itself at which rank reads it.
     """
-    if way == "itself" or "split_by_node" in _webdataset_stages(dataset):
+    if world_size > 1 and (way == "itself" or "split_by_node" in _webdataset_stages(dataset)):
         raise ConfigError(
             f"{type(dataset).__name__} gives each rank samples of its own, so they have no common order: take one "
             "rank (dispatch.ranks=1 or cluster=inline), or a data set that gives each rank all samples "
-            "(data.shard_by=samples, or nodesplitter=None of a webdataset pipeline)"
+            "(nodesplitter=None of a webdataset pipeline)"
         )
     return Part(dataset, how="all samples", progress=progress)
 

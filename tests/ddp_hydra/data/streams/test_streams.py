@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -338,13 +339,24 @@ def iterable(samples: list[int]) -> Any:
 
 
 def test_a_whole_data_set_is_read_and_some_batches_of_it_are_made():
-    loader, part = StreamLoader(Counted(11), CPU, prefetch=2), whole(Counted(11))
+    loader, part = StreamLoader(Counted(11), CPU, prefetch=2), whole(Counted(11), 2)
     found = [(batch.tolist(), numbers) for batch, numbers in loader.in_order(part, 3, lambda first: first != 3)]
     assert found == [([0, 1, 2], [0, 1, 2]), ([6, 7, 8], [6, 7, 8]), ([9, 10], [9, 10])]
     assert part.n_read == 11
     assert not threads()
 
 
-def test_a_data_set_that_gives_each_rank_samples_of_its_own_has_no_order():
+def by_node() -> Any:
+    """A pipeline whose ranks read samples of their own."""
+    import webdataset
+
+    return webdataset.DataPipeline(partial(iter, range(3)), webdataset.split_by_node)
+
+
+@pytest.mark.parametrize(("make", "way"), [(lambda: Counted(3), "itself"), (by_node, None), (by_node, "samples")])
+def test_a_data_set_that_gives_each_rank_samples_of_its_own_has_no_order_but_for_one_rank(make, way):
     with pytest.raises(ConfigError, match=r"dispatch\.ranks=1"):
-        whole(Counted(3), "itself")
+        whole(make(), 2, way)
+    part = whole(make(), 1, way)
+    part.open(0)
+    assert [int(sample) for sample in part.samples] == [0, 1, 2]
