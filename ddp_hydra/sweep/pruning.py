@@ -18,6 +18,8 @@ from ddp_hydra.writers.run_dir import locked
 log = logging.getLogger(__name__)
 _FINAL = (State.done, State.stopped)
 """Jobs in other states may be resumed, and need their checkpoints."""
+_WELL = (*_FINAL, State.paused)
+"""The states in which a member of a population has ended its generation well."""
 
 
 def number_kept(keep: object) -> int | None:
@@ -42,14 +44,18 @@ def number_kept(keep: object) -> int | None:
 def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
     """Return the jobs that can't be among the best any more, because so many others are better already.
 
+    Of a population, the last generation has the best. The members of another one are losers once all members of the
+    next one, which began with their checkpoints, have ended well.
+
     Args:
         rows: of a sweep.
         objective: the metric that jobs are compared by; those with other data have a best of their own.
         most: how many keep their checkpoints.
     """
+    surpassed, latest = _by_generation(rows)
     data = data_of(rows)
     groups: dict[object, list[Row]] = {}
-    for row in rows:
+    for row in latest:
         if row.state in _FINAL:
             groups.setdefault(data[row.number], []).append(row)
 
@@ -58,7 +64,23 @@ def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
             return True, 0.0, row.number
         return False, -row.objective if objective.maximize else row.objective, row.number
 
-    return [row for group in groups.values() for row in sorted(group, key=key)[most:]]
+    return surpassed + [row for group in groups.values() for row in sorted(group, key=key)[most:]]
+
+
+def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the members that no generation needs any more, and the jobs that are compared by their objectives."""
+    generations: dict[int, list[Row]] = {}
+    for row in rows:
+        if "generation" in row.labels:
+            generations.setdefault(int(row.labels["generation"]), []).append(row)
+    surpassed, latest = [], [row for row in rows if "generation" not in row.labels]
+    for number, members in generations.items():
+        if number + 1 in generations:
+            if all(row.state in _WELL for row in generations[number + 1]):
+                surpassed += [row for row in members if row.state in _WELL]
+        elif all(row.state in (*_FINAL, State.failed) for row in members):  # one that has paused is a parent soon
+            latest += members
+    return surpassed, latest
 
 
 class Pruning:

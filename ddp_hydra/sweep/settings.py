@@ -28,7 +28,8 @@ class Settings:
         ranks: only for other apps: run the task on so many ranks; None for a plain process.
         cluster: only for other apps: `_target_` and arguments of the cluster; None for a local one.
         direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
-        keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended.
+        keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended. Of a population, the
+            last generation counts.
         stop: the rule that stops jobs early, see `stopping.settings`; None for none.
     """
 

@@ -220,7 +220,7 @@ class Sweep:
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
         if row.state in (State.done, State.stopped, State.failed):
             job.planned.config = DictConfig({})  # hundreds of them would fill the memory
-            self.pruning.update(self.rows)
+        self.pruning.update(self.rows)
 
     # -- watching and stopping jobs ------------------------------------------------------------------------
 

@@ -261,6 +261,29 @@ def test_a_population_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_le
 
 
 @pytest.mark.slow
+def test_a_population_that_keeps_the_best_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_left, wait_for):
+    """The checkpoints of a generation are gone when the sweep goes on after it, and nobody asks for them."""
+    here = [
+        "-m", "hydra/sweeper=pbt", "hydra.sweeper.population=3", "hydra.sweeper.generations=3", *TINY[:2],
+        "trainer.epochs=3", "cluster.n_workers=2", "dispatch.ranks=1", "optimizer.lr=tag(log,interval(1e-4,0.5))",
+    ]  # fmt: skip
+    cli.done(*here, "hydra.sweep.dir=all", timeout_s=200)
+    keeping = [*here, "hydra.launcher.keep=best:1", "hydra.sweep.dir=kept"]
+    process = cli.start(*keeping)
+    wait_for(lambda: (cli.folder / "kept/6/status.json").exists(), 200, "a job of the third generation")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert not list((cli.folder / "kept").glob("[0-2]/checkpoints/*.pt"))
+    cli.done(*keeping, timeout_s=200)
+    assert (cli.folder / "all/lineage.csv").read_text() == (cli.folder / "kept/lineage.csv").read_text()
+    left = {path.parts[-3] for path in (cli.folder / "kept").glob("*/checkpoints/last.pt")}
+    ends = {number: row["objective"] for number, row in rows(cli.folder / "kept").items() if int(number) >= 6}
+    assert left == {str(max(ends, key=ends.get))}
+    assert {path.parts[-3] for path in (cli.folder / "all").glob("*/checkpoints/last.pt")} == {*"012345678"}
+    nothing_left()
+
+
+@pytest.mark.slow
 def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, nothing_left):
     remote = ["cluster=remote", f"cluster.address={client4.scheduler.address}", *SWEEP[1:4], "dispatch.ranks=2"]
     sweeps = [

@@ -61,6 +61,34 @@ def test_each_data_set_has_its_best():
     assert [one.number for one in losers(rows, ACCURACY, 1)] == [0, 1]
 
 
+def member(number: int, generation: int, objective: float | None, state: State = State.paused) -> Row:
+    found = row(number, objective, state)
+    found.labels = {"generation": str(generation)}
+    return found
+
+
+def test_a_generation_loses_once_all_members_of_the_next_one_have_ended_well():
+    first = [member(0, 0, 0.9), member(1, 0, 0.2, State.done)]
+    assert losers(first, ACCURACY, 0) == [], "one has paused: the next generation begins with both"
+    second = [member(2, 1, 0.3), member(3, 1, None, State.queued)]
+    for state in (State.queued, State.running, State.failed, State.interrupted):
+        second[1].state = state
+        assert losers([*first, *second], ACCURACY, 0) == []
+    second[1].state = State.paused
+    assert losers([*first, *second], ACCURACY, 9) == first, "also the best of all: the last generation counts"
+
+
+def test_of_the_last_generation_the_best_stay():
+    first = [member(0, 0, 0.9), member(1, 0, 0.2)]
+    last = [member(2, 1, 0.3, State.done), member(3, 1, 0.4, State.running)]
+    assert losers([*first, *last], ACCURACY, 1) == []
+    last[1].state = State.done
+    assert losers([*first, *last], ACCURACY, 1) == [*first, last[0]]
+    last[1].state = State.failed
+    assert losers([*first, *last], ACCURACY, 1) == [], "a retry of it begins with a checkpoint of the first one"
+    assert losers([*first, *last], ACCURACY, 0) == [last[0]]
+
+
 def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
     rows = [row(n, None, State.running) for n in range(4)]
     folders = [with_checkpoints(tmp_path / str(n)) for n in range(4)]
