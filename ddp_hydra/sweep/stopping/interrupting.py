@@ -63,9 +63,7 @@ class Interrupting(Stopping):
         for job in sorted(jobs, key=lambda job: job.row.number):
             number = job.row.number
             self.jobs[number] = job
-            self.reports[number] = saved_reports(
-                job, self.queue.folder, self.objective.metric, planned_job.is_ours(self.config)
-            )
+            self.reports[number] = saved_reports(job, self.queue.folder, self.objective.metric)
             self.decisions.add(number, self._values(number), _ENDS.get(job.row.state, ""))
             if job.earlier is not None and job.row is not job.earlier and job.earlier.state == State.paused:
                 self._take_ended(job)

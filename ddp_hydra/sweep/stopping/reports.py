@@ -102,22 +102,22 @@ class ReportFile:
             self.reports.append(Report(math.nan if value is None else value, step, epoch, dict(self._metrics)))
 
 
-def saved_reports(job: PlannedJob, sweep_dir: Path, metric: str, is_ours: bool = True) -> list[Report]:
+def saved_reports(job: PlannedJob, sweep_dir: Path, metric: str) -> list[Report]:
     """Return what a job has reported in an earlier run of the sweep.
 
-    What it has done after its last checkpoint does not count, because it will be done again.
+    What it has done after its last checkpoint does not count, because it will be done again, unless it has paused: then
+    it had come to its end.
 
     Args:
         job: its row is the earlier one if it has ended there.
         sweep_dir: the folder of the sweep.
         metric: the objective's metric.
-        is_ours: whether it saves checkpoints.
     """
     if job.earlier is None:
         return []
     run_dir = sweep_dir / job.earlier.folder
     file = ReportFile(run_dir, metric)
-    if job.row.state in (State.done, State.failed) or (not is_ours and job.earlier.state == State.paused):
+    if job.row.state in (State.done, State.failed) or job.earlier.state == State.paused:
         file.read()
     else:
         step = job.row.step if job.row.state == State.stopped else saved_step(run_dir)
