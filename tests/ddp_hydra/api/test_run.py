@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,8 @@ import ddp_hydra
 from ddp_hydra.api.compose import Composed
 from ddp_hydra.api.run import Run
 from ddp_hydra.cli import init
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.writers.run_dir import locked
 
 pytestmark = pytest.mark.medium
@@ -68,6 +70,45 @@ def test_wrong_words_are_refused(words, said, project):
 def test_what_cannot_run_in_the_background_is_refused(project):
     with pytest.raises(ConfigError, match="wait=False with cluster=inline"):
         ddp_hydra.run(["cluster=inline"], wait=False)
+
+
+def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
+    client = SimpleNamespace(
+        scheduler=SimpleNamespace(address="tcp://127.0.0.1:1"),
+        security=None,
+        dashboard_link="http://127.0.0.1:2/status",
+        scheduler_info=lambda n_workers: {"workers": {"a": {}, "b": {}}},
+    )
+    ended = []
+
+    def start(cfg, stack, notify):
+        stack.callback(ended.append, cfg.n_workers)
+        return client
+
+    monkeypatch.setattr(cluster, "start", start)
+    with pytest.raises(ConfigError, match="cluster=inline is no cluster: leave connect out"):
+        ddp_hydra.connect(["cluster=inline"])
+    with ddp_hydra.connect(["cluster.n_workers=3"]) as connection:
+        assert repr(connection) == "<Connection: 2 workers at tcp://127.0.0.1:1>"
+        assert (connection.dashboard_link, cluster.has_existing(), ended) == ("http://127.0.0.1:2/status", True, [])
+        with pytest.raises(ConfigError, match=r"there is a cluster already: close it with \.close\(\)"):
+            ddp_hydra.connect()
+    assert (repr(connection), cluster.has_existing(), ended) == ("<Connection: closed>", False, [3])
+    connection.close()
+    assert ended == [3]
+
+
+def test_a_cluster_that_does_not_start_leaves_nothing_behind(project, monkeypatch):
+    ended = []
+
+    def start(cfg, stack, notify):
+        stack.callback(ended.append, "ended")
+        raise ClusterError("too few workers")
+
+    monkeypatch.setattr(cluster, "start", start)
+    with pytest.raises(ClusterError, match="too few workers"):
+        ddp_hydra.connect()
+    assert (ended, cluster.has_existing()) == (["ended"], False)
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_is_written(project):

@@ -1,0 +1,40 @@
+"""The weights that a job starts with: a file, a run directory, or a name of pretrained ones."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.errors import CheckpointError
+from ddp_hydra.job.resume import find_weights, weights_path
+
+
+def job(weights):
+    return OmegaConf.create({"model": {"_target_": "models.resnet.resnet18", "weights": weights}})
+
+
+@pytest.mark.parametrize("given", [None, "DEFAULT", "IMAGENET1K_V1", 7])
+def test_a_name_is_no_path(given):
+    assert weights_path(job(given)) is None
+    assert find_weights(job(given)) is None
+    assert find_weights(OmegaConf.create({"model": None})) is None
+
+
+def test_a_file_is_found_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "mine.pt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert find_weights(job("mine.pt")) == tmp_path / "mine.pt"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_weights(job("~/mine.pt")) == tmp_path / "mine.pt"
+
+
+@pytest.mark.parametrize("given", ["no.pth", "outputs/no"])
+def test_a_path_with_nothing_there_is_refused(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^model.weights={given}: there is no such file, nor a run directory$"):
+        find_weights(job(given))
+
+
+def test_a_run_directory_without_checkpoints_is_refused(tmp_path):
+    with pytest.raises(CheckpointError):
+        find_weights(job(str(tmp_path)))
