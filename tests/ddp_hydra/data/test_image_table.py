@@ -102,6 +102,18 @@ def test_parquet_is_read(table, tmp_path):
         table(content[:100], "images.parquet")
 
 
+def test_a_table_without_labels_has_images_only(table):
+    data = table("path\ncat/1.png\n\ndog/1.png\n", label_column=None)  # with a line that is empty
+    assert (data.labelled, data.classes, data.targets.tolist()) == (False, [], [-1, -1])
+    assert reds(data) == [1, 2]
+
+
+def test_parquet_asks_for_its_package(table, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ddp-hydra\[parquet\]'"):
+        table(name="images.parquet")
+
+
 def test_a_missing_image_is_replaced_and_named(table):
     data = table(ROWS.replace("dog/1", "dog/7"), max_bad_fraction=0.5)
     assert reds(data) == [1, 3, 3]

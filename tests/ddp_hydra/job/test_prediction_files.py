@@ -162,6 +162,24 @@ def test_the_number_of_samples_may_be_told_at_the_end(tmp_path):
     assert [index for chunk in parts.merged() for index in chunk["index"]] == list(range(5))
 
 
-def test_what_no_file_can_be_is_said():
+def test_parquet_is_written_in_groups_of_rows(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction_files, "_GROUP_ROWS", 3)
+    write(parts, tmp_path / "out.parquet", "table")
+    file = pytest.importorskip("pyarrow.parquet").ParquetFile(tmp_path / "out.parquet")
+    assert [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)] == [4, 1]
+    assert file.read().column("id").to_pylist() == NAMES
+
+
+def test_arrays_that_fit_in_no_common_one_are_refused(tmp_path):
+    chunks = [{"mask": np.zeros((2, 3))}, {"mask": np.zeros((2, 4))}]
+    with pytest.raises(ConfigError, match=r"arrays float64 \(4,\) and float64 \(3,\), which fit in no common array"):
+        prediction_files.write(tmp_path / "out.npz", chunks, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_no_file_can_be_is_said(monkeypatch):
     with pytest.raises(ConfigError, match=r"\.csv, \.parquet or \.npz"):
         prediction_files.kind_of(Path("out.txt"))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[parquet\]', or give out=predictions.csv"):
+        prediction_files.kind_of(Path("out.parquet"))

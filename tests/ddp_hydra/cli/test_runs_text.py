@@ -1,0 +1,62 @@
+"""How `ddp-hydra runs` writes numbers, times and sizes, and what it says of a run's code."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_hydra.cli.runs_text import again_text, digits, size_text, steps, when
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (12_345, "12.3 kB"), (4.5e6, "4.5 MB"), (7e9, "7.0 GB"), (2.5e15, "2,500.0 TB")],
+)
+def test_sizes(count, text):
+    assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), ("x", ""), (True, ""), (12, "12"), (1234567, "1234567"), (0.123456, "0.1235"), (1e20, "1e+20")],
+)
+def test_numbers(value, text):
+    assert digits(value) == text
+
+
+@pytest.mark.parametrize("value", [None, 1e30, -1e30, math.nan])
+def test_a_time_that_is_none_is_empty(value):
+    assert when(value) == ""
+
+
+def test_steps_show_the_goal_of_a_run_that_has_not_come_to_it():
+    def row(**values):
+        return SimpleNamespace(**{"step": 40, "total_steps": 4000, "status": "running", **values})
+
+    assert [steps(row()), steps(row(status="done")), steps(row(total_steps=None)), steps(row(step=None))] == [
+        "40/4,000", "40", "40", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("then", "kept", "said"),
+    [
+        ("", "", "the run has not noted the hash of its code, so it is not known whether this one is the same"),
+        ("b" * 64, "", "the code is the same: bbbbbbbbbbbbbbbb"),
+        (
+            "a" * 64,
+            "outputs/x/project.zip",
+            "a then, bbbbbbbbbbbbbbbb in this folder; that of the run is taken",
+        ),
+        ("a" * 64, "", "the run has not kept its own, so check out what it was made with"),
+    ],
+)
+def test_it_is_said_whether_the_code_is_the_same(then, kept, said):
+    again = SimpleNamespace(code_then=then, code_now="b" * 64, kept=kept, folder="/there\x07", hidden=["a.token"])
+    text = again_text(again)
+    assert said in text
+    assert "it was typed in /there" in text
+    assert "\x07" not in text
+    assert text.endswith("secrets were not kept: fill in a.token")

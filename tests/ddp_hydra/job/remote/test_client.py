@@ -1,0 +1,112 @@
+"""The client of a driver: what it refuses, and what it says where a worker, the driver or the scheduler is gone."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddp_hydra.api.compose import Composed
+from ddp_hydra.cli import init
+from ddp_hydra.errors import ClusterError, ConfigError
+from ddp_hydra.job.remote import client as remote
+from ddp_hydra.job.remote.client import DriverReport, Follower, StartedDriver
+
+pytestmark = pytest.mark.medium
+DRIVER = StartedDriver("run-1", "s3://bucket/run-1", "client-9", "tcp://10.0.0.2:5")
+
+
+@pytest.fixture
+def follower(tmp_path):
+    client = SimpleNamespace(status="running", logged=[])
+    client.log_event = lambda topic, message: client.logged.append(message)
+    found = Follower(client, DRIVER, queue.Queue(), tmp_path)  # type: ignore[arg-type]
+    yield found
+    found.handler.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster=inline"], "results.handler=cluster needs a cluster, and cluster=inline is none"),
+        (["detach=true"], "detach=true: the cluster .*LocalCluster ends with this command"),
+    ],
+)
+def test_what_no_driver_can_run_is_refused(words, said, tmp_path, monkeypatch):
+    init.write(tmp_path)
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.setattr("ddp_hydra.config.project.make_importable", lambda roots: None)
+    with pytest.raises(ConfigError, match=said):
+        remote.check(Composed(["results.handler=cluster", f"results.root={tmp_path}", *words]).cfg)
+
+
+def test_a_driver_starts_on_a_worker_that_runs():
+    def client(**states: str) -> Any:
+        workers = {name: {"status": state} for name, state in states.items()}
+        return SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
+
+    assert {remote._choose_worker(client(a="running", b="paused", c="running")) for _ in range(50)} == {"a", "c"}
+    with pytest.raises(ClusterError, match="the cluster has no worker that runs"):
+        remote._choose_worker(client(b="paused"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (TimeoutError(), ClusterError, "worker w did not start the run: TimeoutError"),
+        (OSError("lost"), ClusterError, "worker w did not start the run: lost"),
+        (ImportError("no module"), ClusterError, r"worker w does not support results.handler=cluster \(no module\)"),
+        ({"error": "no room\x1b[31m"}, ConfigError, r"^on worker w: no room[^\x1b]*$"),
+    ],
+)
+def test_a_worker_that_does_not_start_it(error, kind, said):
+    def sync(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(error, Exception):
+            raise error
+        return {"w": error}
+
+    client = SimpleNamespace(sync=sync, _run=None)
+    with pytest.raises(kind, match=said):
+        remote._start(client, "w", SimpleNamespace(name="run-1", url="s3://bucket/run-1"))  # type: ignore[arg-type]
+
+
+def test_lines_are_logged_and_the_last_message_is_the_end(follower, caplog):
+    caplog.set_level("INFO")
+    end = {"state": "done", "message": "all well\x07", "summary": {"steps": 3}}
+    for message in ({"line": "rank 1: hello\x1b[2J", "level": 20}, {"level": 20}, end):
+        follower.messages.put(json.dumps(message))
+    follower.messages.put("not reached")
+    found = follower._receive_all()
+    assert isinstance(found, DriverReport)
+    assert (found.state, found.summary) == ("done", {"steps": 3})
+    assert "\x07" not in found.message
+    assert "rank 1: hello" in caplog.text
+    assert "\x1b" not in caplog.text
+    assert "a message of the driver cannot be read" in caplog.text
+
+
+def test_a_driver_that_is_gone(follower):
+    follower.messages.put(None)
+    with pytest.raises(ClusterError, match=r"started by worker tcp://10.0.0.2:5, is gone .*resume=s3://bucket/run-1"):
+        follower._receive_all()
+
+
+def test_a_scheduler_that_is_lost(follower):
+    follower.client.status = "closed"
+    with pytest.raises(ClusterError, match=r"scheduler is lost, .*resume=s3://bucket/run-1 once it is back"):
+        follower._receive_all()
+
+
+def test_an_interrupt_is_passed_on_once_and_a_second_one_waits_no_longer(follower):
+    follower.interrupts.wanted = True
+    for _ in range(2):
+        follower.messages.put(json.dumps({"line": "saving", "level": 20}))
+    follower.messages.put(json.dumps({"state": "interrupted", "message": "", "summary": {}}))
+    assert follower._receive_all().state == "interrupted"
+    assert follower.client.logged == [b"stop"]
+    with pytest.raises(KeyboardInterrupt, match="the end of the run was not waited for; see s3://bucket/run-1"):
+        follower._receive_all(until=time.monotonic() - 1)

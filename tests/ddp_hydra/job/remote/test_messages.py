@@ -1,0 +1,71 @@
+"""What a driver and its client tell each other over the scheduler, and how each notices that the other is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_hydra.job.remote import messages
+from ddp_hydra.job.remote.messages import LivenessWatch, delete_topics, is_connected
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(messages, "POLL_S", 0.01)
+    monkeypatch.setattr(messages, "GONE_S", 0.05)
+
+
+def test_a_client_that_goes_is_noticed_once():
+    scheduler, gone = SimpleNamespace(clients={"other"}), threading.Event()
+    client = SimpleNamespace(run_on_scheduler=lambda call, name: call(name, dask_scheduler=scheduler))
+    watch = LivenessWatch(client, "other", gone.set)
+    assert not gone.wait(0.2)
+    scheduler.clients.clear()
+    assert gone.wait(10)
+    watch.close()
+    assert is_connected("other", SimpleNamespace(clients={"other"}))
+
+
+def test_a_scheduler_that_does_not_answer_says_nothing_of_the_client():
+    asked, gone = threading.Event(), threading.Event()
+
+    def fail(call, name):
+        asked.set()
+        raise OSError("no answer")
+
+    watch = LivenessWatch(SimpleNamespace(run_on_scheduler=fail), "other", gone.set)
+    assert asked.wait(10)
+    assert not gone.wait(0.2)
+    watch.close()
+
+
+def test_topics_are_deleted_after_a_while():
+    topics, later = {"a": 1, "b": 2, "c": 3}, []
+    scheduler = SimpleNamespace(
+        loop=SimpleNamespace(call_later=lambda *call: later.append(call)), _broker=SimpleNamespace(_topics=topics)
+    )
+    delete_topics(["a", "b", "never written"], dask_scheduler=scheduler)
+    assert topics == {"a": 1, "b": 2, "c": 3}
+    for delay_s, call, *args in later:
+        assert delay_s == messages.DELETE_DELAY_S
+        call(*args)
+    assert topics == {"c": 3}
+
+
+def test_lines_are_sent_while_the_scheduler_is_there():
+    sent = []
+    client = SimpleNamespace(status="running", log_event=lambda topic, message: sent.append((topic, message)))
+    client.run_on_scheduler = lambda call, topics: sent.append((call, topics))
+    sender = messages.EventChannel(client, "run-1")
+    sender.emit(logging.LogRecord("x", logging.WARNING, "file", 1, "rank %d", (1,), None))
+    sender.delete_topics()
+    client.status = "closed"
+    sender.send(line="lost", level=20)
+    sender.delete_topics()
+    (topic, line), (call, topics) = sent
+    assert (topic, json.loads(line)) == ("run-1", {"line": "rank 1", "level": logging.WARNING})
+    assert (call, topics) == (delete_topics, ["run-1", messages.stop_topic("run-1")])

@@ -1,0 +1,74 @@
+"""The task of a language model: the loss of the next token, what counts, and what it predicts."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ddp_hydra.tasks import LanguageModel
+from ddp_hydra.training.metrics import Meter, count
+
+PAD = 0
+LOGITS = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])
+Y = torch.tensor([[1, 2, PAD]])
+
+
+def model(x):
+    return LOGITS[:, : x.shape[1]]
+
+
+def test_each_token_counts_unless_one_is_ignored():
+    every = LanguageModel().step(model, (Y, Y))
+    assert (every.n, int(every.sums["accuracy"])) == (3, 1)
+    assert every.loss.item() == pytest.approx(F.cross_entropy(LOGITS[0], Y[0]).item())
+    some = LanguageModel(ignore=PAD).step(model, (Y, Y))
+    assert (int(some.n), int(some.sums["accuracy"])) == (2, 1)
+    assert some.loss.item() == pytest.approx(F.cross_entropy(LOGITS[0, :2], Y[0, :2]).item())
+
+
+def test_a_right_answer_for_an_ignored_token_does_not_count():
+    y = torch.tensor([[1, PAD, PAD]])
+    step = LanguageModel(ignore=PAD).step(model, (y, y))
+    assert (int(step.n), int(step.sums["accuracy"])) == (1, 1)
+
+
+def test_a_batch_of_padding_counts_nothing_and_breaks_nothing():
+    y = torch.full((1, 3), PAD)
+    step = LanguageModel(ignore=PAD).step(model, (y, y))
+    assert (int(step.n), step.loss.item()) == (0, 0.0)
+
+
+def test_tokens_alone_are_inputs_and_what_follows():
+    tokens = torch.tensor([[7, 1, 2, 0]])
+    step = LanguageModel().step(lambda x: F.one_hot(x % 3, 3).float(), tokens)
+    assert step.target.tolist() == [[1, 2, 0]]
+    assert step.prediction.argmax(-1).tolist() == [[1, 1, 2]]
+
+
+def test_perplexity_comes_with_the_loss_and_stays_finite():
+    task = LanguageModel()
+    assert "perplexity" not in task.metrics({})
+    for scale in (1.0, 1e6):
+        step, meter = task.step(lambda x, scale=scale: scale * LOGITS, (Y, Y)), Meter(torch.device("cpu"))
+        meter.add(count(step, 1))
+        found = task.metrics(meter.result())
+        assert found["loss"] == pytest.approx(step.loss.item())
+        assert found["accuracy"] == pytest.approx(1 / 3)
+        assert found["perplexity"] == pytest.approx(math.exp(min(step.loss.item(), 700.0)))
+
+
+def test_it_predicts_the_token_after_the_last_one():
+    found = LanguageModel().predict(model, (Y, Y))
+    assert found["next"].tolist() == [2]
+    assert found["probability"].item() == pytest.approx(LOGITS[0, 2].softmax(-1)[2].item())
+
+
+def test_a_metric_gets_scores_and_tokens():
+    seen = []
+    task, metric = LanguageModel(), SimpleNamespace(update=lambda *parts: seen.append(parts))
+    task.update_metric(metric, task.step(model, (Y, Y)))
+    assert [tuple(part.shape) for part in seen[0]] == [(1, 3, 3), (1, 3)]
