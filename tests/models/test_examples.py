@@ -34,6 +34,7 @@ class TestGAN:
         task.step(model, batch, "generator").loss.backward()
         assert all(part.grad is not None for part in model.generator.parameters())
 
+    @pytest.mark.medium
     def test_the_discriminator_learns_to_tell_images_from_made_ones(self):
         torch.manual_seed(0)
         model, task, batch = GAN(6, 3, 16), Adversarial(), (torch.ones(32, 1, 6, 6),)
@@ -73,6 +74,7 @@ class TestUNet:
         with torch.device("meta"):
             assert UNet(11, 3, width=4)(torch.zeros(2, 3, 16, 24)).shape == (2, 11, 16, 24)
 
+    @pytest.mark.medium
     def test_learns_where_it_is_bright(self):
         torch.manual_seed(0)
         images = torch.rand(4, 1, 8, 8)
