@@ -73,7 +73,7 @@ def test_dask_gateway_ends_a_cluster_its_own_way():
 @pytest.mark.medium
 def test_a_scheduler_looks_by_itself_until_the_cluster_is_to_be_kept():
     async def run() -> tuple[bool, str]:
-        async with Scheduler(dashboard=False, port=0, protocol="inproc://", validate=False) as one:
+        async with Scheduler(dashboard=False, dashboard_address="127.0.0.1:0", protocol="inproc://") as one:
             set_up("mine", 0.04, dask_scheduler=one)
             first = one.periodic_callbacks[NAME]
             set_up("mine", 0.02, dask_scheduler=one)
