@@ -41,13 +41,15 @@ def read_value(value: Any) -> dict[str, Any]:
             {str(name): float(number) for name, number in value[part].items()} for part in ("metrics", "data")
         )
         peak_memory = int(value["peak_memory"])
+        exchange_s = None if value["exchange_s"] is None else float(value["exchange_s"])
         slowest = {str(name): float(number) for name, number in value["slowest"].items()}
         reason = REASONS[REASONS.index(value["interrupted"])]
-        if finite(speeds) != speeds or finite(data) != data or not {"wait_s", "wait"} <= data.keys():
-            raise ValueError(speeds, data)
+        times = {**speeds, **data, "exchange_s": exchange_s or 0.0}
+        if finite(times) != times or not {"wait_s", "wait"} <= data.keys():
+            raise ValueError(times)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise RecordError(f"rank 0 returned what no training returns: {value!r:.200} ({error!r:.100})") from None
-    insight = {"peak_memory": peak_memory, "slowest": finite(slowest)}
+    insight = {"exchange_s": exchange_s, "peak_memory": peak_memory, "slowest": finite(slowest)}
     return {**counts, **speeds, "metrics": metrics, "data": data, **insight, "interrupted": reason}
 
 

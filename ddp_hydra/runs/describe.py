@@ -48,6 +48,7 @@ class Row:
             rank and in which step.
         train_s: how long the last attempt has trained, in seconds.
         wait_s: for how much of `train_s` a rank has waited for data, in seconds.
+        exchange_s: for how much of `train_s` a rank has waited for gradients of the others, in seconds.
     """
 
     run: str
@@ -73,6 +74,7 @@ class Row:
     attempts: list[dict[str, Any]] = field(default_factory=list)
     train_s: float | None = None
     wait_s: float | None = None
+    exchange_s: float | None = None
 
 
 def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any]) -> Row:
@@ -116,6 +118,7 @@ def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any
         attempts=failed_attempts(newest.get("attempts", summary.get("attempts"))),
         train_s=number(summary.get("train_s")),
         wait_s=number(waited.get("wait_s")) if isinstance(waited, dict) else None,
+        exchange_s=number(summary.get("exchange_s")),
     )
 
 

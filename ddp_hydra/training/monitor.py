@@ -1,4 +1,4 @@
-"""Measures a training run: its metrics, its speed, what its data costs, which rank is slow, and a profile."""
+"""Measures a training run: its metrics, its speed, what data and exchange cost, which rank is slow, and a profile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.metrics import Count, Meter, SumsOfRanks, named, shapes_of
 from ddp_hydra.training.monitoring.data_stats import DataStats
+from ddp_hydra.training.monitoring.exchange import ExchangeTime
 from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.monitoring.stragglers import Stragglers
 from ddp_hydra.training.monitoring.throughput import Throughput
@@ -26,6 +27,7 @@ class Monitor:
         throughput: measures the speed.
         data_stats: adds up what reading the data costs.
         stragglers: compares the ranks' own work.
+        exchange: measures how long steps wait for gradients.
         profiler: traces a few steps.
     """
 
@@ -37,11 +39,12 @@ class Monitor:
         throughput: Throughput,
         data_stats: DataStats,
         stragglers: Stragglers,
+        exchange: ExchangeTime,
         profiler: Profiler,
     ) -> None:
         self.consensus, self.task, self.meter, self.throughput = consensus, task, meter, throughput
         self.sums_of_ranks = SumsOfRanks()
-        self.data_stats, self.stragglers, self.profiler = data_stats, stragglers, profiler
+        self.data_stats, self.stragglers, self.exchange, self.profiler = data_stats, stragglers, exchange, profiler
 
     def before_forward(self, batch: MicroBatch, forward: Callable[[Any], Any]) -> None:
         """Show the profiler a micro-batch.
@@ -57,7 +60,8 @@ class Monitor:
         self.meter.add(*counts)
 
     def after_step(self) -> None:
-        """Begin or end the profile when it is time."""
+        """Count the step, and begin or end the profile when it is time."""
+        self.exchange.steps += 1
         self.profiler.after_step()
 
     def interval(self, samples: int, step_metrics: Mapping[str, float]) -> dict[str, float]:
@@ -69,12 +73,16 @@ class Monitor:
         """
         sums = self.meter.take()  # waits for the device, whose work belongs to this interval
         seconds, samples_per_s = self.throughput.interval(samples)
-        all_sums, all_counts, all_seconds = self.consensus.gather(
-            self.sums_of_ranks.packed(sums), self.data_stats.local_counts(seconds), self.stragglers.local_seconds()
+        all_sums, all_counts, all_seconds, all_waits = self.consensus.gather(
+            self.sums_of_ranks.packed(sums),
+            self.data_stats.local_counts(seconds),
+            self.stragglers.local_seconds(),
+            self.exchange.local_seconds(),
         )
         if not self.sums_of_ranks.are_known(all_sums):
             self.sums_of_ranks.learn(self.consensus.gather_objects(shapes_of(sums)))
             (all_sums,) = self.consensus.gather(self.sums_of_ranks.packed(sums))
+        self.exchange.interval(all_waits)
         counted = self.task.metrics(self.sums_of_ranks.total(all_sums))
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
@@ -93,9 +101,10 @@ class Monitor:
         return self.throughput.paused()
 
     def totals(self, samples: int) -> dict[str, Any]:
-        """Return the time, the speed, the cost of the data and the slowest rank of the whole run."""
+        """Return the time, the speed, the cost of data and exchange, and the slowest rank of the whole run."""
         return {
             **self.throughput.totals(samples),
             "data": self.data_stats.totals(),
+            "exchange_s": self.exchange.total_s(),
             "slowest": self.stragglers.totals(),
         }

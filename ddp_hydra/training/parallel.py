@@ -6,6 +6,7 @@ The config chooses `parallel=ddp`, `dp` or `none`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -62,6 +63,10 @@ class Parallel:
     def discard_gradients(self) -> None:
         """Drop what is left of the gradients of a step that was left out, so that later steps don't use it."""
 
+    def held_s(self) -> float:
+        """Return for how long communication hooks have held backward passes up, in seconds."""
+        return 0.0
+
     def synchronise(self, *averages: nn.Module) -> None:
         """Make the model and averages of it the same on all ranks, before validation or a save. A collective."""
 
@@ -73,11 +78,17 @@ class DDP(Parallel):
         super().__init__(step, wrapped)
         self.averager: Any = None
         self.compression: Any = None
+        self.shared: SharedGradients | None = None
+        self.hook_s = 0.0
         self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context that averages gradients over the ranks, or only adds them up."""
         return nullcontext() if enabled else self.wrapped.no_sync()  # type: ignore[operator]
+
+    def held_s(self) -> float:
+        """Return for how long hooks have waited, in seconds. DDP takes such a time for one of the backward pass."""
+        return self.hook_s if self.shared is None else self.shared.held_s
 
     def after_step(self) -> None:
         """Average the weights if the gradients are not averaged over all ranks."""
@@ -183,7 +194,7 @@ def _hook(
     if name in ("auto", "shared"):
         shared = _share(wrapped)
         if shared is not None:
-            parallel.send_along = shared.send_along
+            parallel.shared, parallel.send_along = shared, shared.send_along
         elif name == "shared":
             raise ConfigError(
                 "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, where "
@@ -199,7 +210,7 @@ def _hook(
         # Its error feedback needs two steps to begin with.
         parallel.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
         in_order = "nccl" in str(dist.get_backend_config())  # get_backend() has another name for gloo and nccl together
-        hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook)
+        hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook, parallel)
         wrapped.register_comm_hook(parallel.compression, hook)
     elif name == "post_local_sgd":
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
@@ -219,7 +230,7 @@ def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:
     return SharedGradients.of(wrapped) if dense and _ranks_on_host() == dist.get_world_size() else None
 
 
-def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: DDP) -> Callable[[Any, Any], Any]:
     """Return a hook that finishes all exchanges of a bucket before the next bucket begins.
 
     gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of one
@@ -227,8 +238,9 @@ def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any
     """
 
     def run(state, bucket):  # DDP refuses annotations that are text
-        gradients = hook(state, bucket)
+        gradients, began = hook(state, bucket), time.perf_counter()
         gradients.wait()
+        parallel.hook_s += time.perf_counter() - began
         return gradients
 
     return run

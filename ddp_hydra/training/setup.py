@@ -34,6 +34,7 @@ from ddp_hydra.training.metrics import Meter
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.monitoring import memory
 from ddp_hydra.training.monitoring.data_stats import DataStats
+from ddp_hydra.training.monitoring.exchange import ExchangeTime
 from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.monitoring.stragglers import Stragglers
 from ddp_hydra.training.monitoring.throughput import Throughput
@@ -186,7 +187,8 @@ def build_monitor(
     for update in updates.values():
         stragglers.watch(update.parallel.step)
     meter, throughput = Meter(loader.device), Throughput(samples)
-    return Monitor(consensus, task, meter, throughput, DataStats(loader), stragglers, profiler)
+    exchange = ExchangeTime([update.parallel for update in updates.values()])
+    return Monitor(consensus, task, meter, throughput, DataStats(loader), stragglers, exchange, profiler)
 
 
 def build_model(

@@ -11,6 +11,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -46,6 +47,7 @@ class SharedGradients:
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
         self.half_of_numbers = 0
         self.tick = torch.zeros(1)
+        self.held_s = 0.0  # how long the backward pass has waited in the hook
         self.begun: queue.SimpleQueue[torch.futures.Future[None] | None] = queue.SimpleQueue()
 
     @classmethod
@@ -128,9 +130,11 @@ def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are t
     gradients = bucket.buffer()
     rows = shared.place(bucket.index(), gradients)
     if bucket.index() == 0 and bucket.is_last():  # the backward pass is over: nothing runs beside it
+        began = time.perf_counter()
         averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         with record_function("shared:average") if torch.autograd._profiler_enabled() else nullcontext():
             averaged.set_result(shared.average(rows, gradients))
+        shared.held_s += time.perf_counter() - began
         return averaged
     begun: torch.futures.Future[None] = torch.futures.Future()
     done = begun.then(lambda _: shared.average(rows, gradients))

@@ -120,6 +120,8 @@ def test_a_rank_that_waits_for_its_data_is_named_at_the_end(chaos, client2, caps
     slow = ("data.slow_rank=1", "data.delay_s=0.02", "trainer.epochs=4")  # 24 steps: of fewer nothing is said
     story = chaos.done(client2, overrides=slow)
     assert story.summary["slowest"] == {"rank": 1.0, "times": pytest.approx(2, abs=0.5)}  # two ranks' median is a mean
+    waited_s = story.summary["exchange_s"]
+    assert 0.25 < waited_s / (story.summary["train_s"] - story.summary["data"]["wait_s"]) < 1  # half of the ranks wait
     assert "slow: rank 1 took " in capsys.readouterr().out
     assert max(line.get("slowest_rank", 0) for line in map(json.loads, metrics_of(story))) > 1.5
 

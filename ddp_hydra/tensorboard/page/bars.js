@@ -92,13 +92,18 @@ export function timeShares(row) {
     return { parts: lost ? [["lost", lost]] : [], wait: row.metrics?.data_wait ?? null };
   }
   const rest = Math.max(0, row.wall_s - row.train_s - lost);
-  const parts = [["data", row.wait_s], ["compute", Math.max(0, row.train_s - row.wait_s)], ["rest", rest], ["lost", lost]];
+  const steps = Math.max(0, row.train_s - row.wait_s);
+  const exchange = Math.min(steps, row.exchange_s ?? 0);
+  const work = row.exchange_s === null ? "steps" : "compute";
+  const parts = [["data", row.wait_s], [work, steps - exchange], ["exchange", exchange], ["rest", rest], ["lost", lost]];
   return { parts: parts.filter(([, seconds]) => seconds > 0), wait: row.train_s ? row.wait_s / row.train_s : null };
 }
 
 export const PART_NAMES = {
   data: "waiting for data",
-  compute: "compute and exchange",
+  compute: "compute",
+  exchange: "waiting for gradients of other ranks",
+  steps: "compute and exchange",
   rest: "starting, validating, saving",
   lost: "attempts that failed",
 };

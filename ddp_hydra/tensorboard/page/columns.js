@@ -33,7 +33,7 @@ export function columnsFor(rows, metrics, now) {
     {
       ...number("wait", "where time went", 140, (row) => timeShares(row).wait),
       cell: timeBar,
-      hint: "waiting for data, compute and exchange, the rest, failed attempts; sorted by the share of data",
+      hint: "waiting for data, compute, waiting for gradients, the rest, failed attempts; sorted by the share of data",
     },
     ...keys.map((key) => text(`key:${key}`, key, wide(key), (row) => overridesOf(row)[key] ?? "")),
     text("message", "cause", 300, causeOf),

@@ -54,6 +54,7 @@ VALUE = {
     "samples_per_s": 107.0,
     "metrics": {"val/accuracy": 0.5, "train/loss": float("nan")},
     "data": {"wait_s": 0.1, "wait": 0.07},
+    "exchange_s": 0.2,
     "peak_memory": 2**28,
     "slowest": {"rank": 1, "times": 1.05},
     "interrupted": "",

@@ -58,7 +58,7 @@ def restarted(run_dir: Path) -> None:
     failure = {"kind": "killed", "rank": 1, "host": "far", "step": 3, "message": "its memory ran out"}
     attempt = {"attempt": 0, "world_size": 2, "steps_done": 2, "started": began, "wall_s": 5.0, "failure": failure}
     data = {"wait_s": 1.0, "wait": 0.25}
-    change(run_dir, attempts=[attempt], restarts=1, wall_s=10.0, train_s=4.0, data=data)
+    change(run_dir, attempts=[attempt], restarts=1, wall_s=10.0, train_s=4.0, data=data, exchange_s=0.5)
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "logs" / "rank-0.log").write_text("first\n--- attempt 1 ---\nsecond\n")
     (run_dir / "logs" / "rank-1.log").write_text("of rank 1\n")
@@ -176,7 +176,8 @@ def test_a_run_shows_its_attempts_its_time_and_its_logs_and_back_closes_it(tab):
     (first, *_) = tab.texts(".attempts tbody tr")
     assert "killed, rank 1, on far, step 3: its memory ran out" in first
     assert [one[:22] for one in tab.texts(".legend li")] == [
-        "waiting for data 1.0 s", "compute and exchange 3", "starting, validating, ", "attempts that failed 5",
+        "waiting for data 1.0 s", "compute 2.5 s, 25 %", "waiting for gradients ", "starting, validating, ",
+        "attempts that failed 5",
     ]  # fmt: skip
     assert tab.run("page.querySelector('.bar.large .fault').style.left") == "50%"
     assert tab.run("page.querySelector('.curve polyline').getAttribute('points').split(' ').length") == 30

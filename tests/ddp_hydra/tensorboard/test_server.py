@@ -170,6 +170,7 @@ def test_all_that_is_known_of_a_run(ask, make_run):
     failure = {"kind": "killed", "rank": 1, "host": "far", "step": 3, "message": "gone", "traceback": "File x"}
     attempt = {"attempt": 0, "world_size": 2, "steps_done": 2, "started": 1.79e9, "wall_s": 5.0, "failure": failure}
     summary |= {"attempts": [attempt], "restarts": 1, "train_s": 2.0, "data": {"wait_s": 0.5, "wait": 0.25}}
+    summary["exchange_s"] = 0.125
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "logs" / "rank-0.log").write_text("x" * (run_details.LOG_BYTES + 5) + "\n--- attempt 1 ---\nend\n")
@@ -178,7 +179,7 @@ def test_all_that_is_known_of_a_run(ask, make_run):
     key = asked.ids()["a"]
     found = asked("/run", id=key)
     assert (found["id"], found["name"], found["place"]) == (key, "a", str(run_dir))
-    assert (found["train_s"], found["wait_s"], found["restarts"]) == (2.0, 0.5, 1)
+    assert (found["train_s"], found["wait_s"], found["exchange_s"], found["restarts"]) == (2.0, 0.5, 0.125, 1)
     (shown,) = found["attempts"]
     assert (shown["started"], shown["failure"]["message"], shown["failure"]["traceback"]) == (1.79e9, "gone", "File x")
     assert [(one["attempt"], one["to_step"]) for one in found["logged"]] == [(0, 6)]
