@@ -57,14 +57,13 @@ class ForkedProcess:
         with warnings.catch_warnings():
             # Python 3.12 warns of any threads; the only ones that may be here are idle threads of libraries.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            gc.freeze()  # its garbage collection would touch, and so copy, all memory that it shares with this process
-            try:
-                self.process.start()
-            finally:
-                gc.unfreeze()
+            self.process.start()
         theirs.close()
 
     def _main(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
+        # A garbage collection would touch, and so copy, all memory that it shares with its parent. The parent itself does
+        # not freeze: what it unfreezes counts as old, so that garbage in it would hardly ever be collected.
+        gc.freeze()
         os.setpgid(0, 0)  # Ctrl-C is handled by the parent
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)
