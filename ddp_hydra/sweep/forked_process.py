@@ -61,8 +61,8 @@ class ForkedProcess:
         theirs.close()
 
     def _main(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
-        # A garbage collection would touch, and so copy, all memory that it shares with its parent. The parent itself does
-        # not freeze: what it unfreezes counts as old, so that garbage in it would hardly ever be collected.
+        # A garbage collection would touch, and so copy, all memory that is shared with the parent.
+        # The parent does not freeze: what it unfreezes counts as old, so garbage in it is hardly ever collected.
         gc.freeze()
         os.setpgid(0, 0)  # Ctrl-C is handled by the parent
         for number in SIGNALS:
