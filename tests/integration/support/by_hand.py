@@ -56,7 +56,7 @@ def dask_scheduler(folder: Path, *options: object) -> Iterator[Path]:
     )
     with program(*command, "--scheduler-file", file, *options, log=folder / "scheduler.log"):
         deadline = time.monotonic() + 30
-        while not file.exists():
+        while not (file.exists() and file.read_text().endswith("}")):  # Dask creates it before it writes it
             assert time.monotonic() < deadline, (folder / "scheduler.log").read_text()
             time.sleep(0.05)
         yield file
