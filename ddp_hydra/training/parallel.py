@@ -87,7 +87,7 @@ class DDP(Parallel):
         return nullcontext() if enabled else self.wrapped.no_sync()  # type: ignore[operator]
 
     def held_s(self) -> float:
-        """Return for how long hooks have waited, in seconds. DDP takes such a time for one of the backward pass."""
+        """Return for how long hooks have waited, in seconds. DDP itself counts it as part of the backward pass."""
         return self.hook_s if self.shared is None else self.shared.held_s
 
     def after_step(self) -> None:

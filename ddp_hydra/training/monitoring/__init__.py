@@ -1,1 +1,1 @@
-"""Measures a run: the time of a step, its operations, its memory, the cost of its data, the slowest rank."""
+"""Measures a run: the time of a step, its operations, its memory, what data and exchange cost, the slowest rank."""

@@ -1,8 +1,8 @@
 """Measures for how long a step waits for the gradients of other ranks.
 
 DistributedDataParallel takes the times of some steps: of the first ten, and of each hundredth. Much of the exchange
-runs beside the backward pass. Only what is left after it is counted here, and what a communication hook waits itself: a
-faster network would save it, or a slow rank that were as fast as the others.
+runs beside the backward pass. Only what is left after it is counted here, and the time that communication hooks wait. A
+faster network would shorten it, and so would a slow rank if it were as fast as the others.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
@@ -123,3 +125,24 @@ def test_it_keeps_no_descriptor_that_is_fds_to_close(start):
     assert receive_all(start(work, fds_to_close=[write_end])) == ["fine"]
     os.close(read_end)
     os.close(write_end)
+
+
+def test_garbage_of_this_process_is_collected_and_its_memory_is_not_touched_there(start):
+    """What is frozen and unfrozen counts as old: a sweep grew by the config of each job."""
+
+    class Node:
+        pass
+
+    gc.collect()
+    gc.disable()  # only what is called here makes an object old
+    try:
+        node = Node()
+        node.itself, was = node, weakref.ref(node)
+        child = start(lambda pipe: gc.get_freeze_count())
+        del node
+        gc.collect(0)
+        assert was() is None
+    finally:
+        gc.enable()
+    assert receive_all(child)[-1] > 10_000
+    assert gc.get_freeze_count() == 0
