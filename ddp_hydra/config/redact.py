@@ -31,6 +31,8 @@ _PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,
 """Matches a key and its value in a line of YAML, JSON or TOML."""
 _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END), "://"]), re.IGNORECASE)
 """Matches in each line that may hold a secret, and in others."""
+_NOTHING = ("", "null", "value")
+"""Values that say nothing; the last one is that of `key=value` in the text of --help, which is in each config."""
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
@@ -146,4 +148,4 @@ def _named(name: str, value: str) -> str:
 
 def _hidden(value: Any) -> Any:
     is_elsewhere = isinstance(value, str) and value.strip("'\"").startswith("${")
-    return value if value is None or isinstance(value, bool) or is_elsewhere or value in ("", "null") else HIDDEN
+    return value if value is None or isinstance(value, bool) or is_elsewhere or value in _NOTHING else HIDDEN

@@ -75,7 +75,8 @@ def value_return(job: Job) -> JobReturn:
 def portable(result: JobReturn) -> JobReturn:
     """Return a small result that can be pickled; an error or value that cannot be is described by one that can."""
     try:
-        pickle.loads(pickle.dumps(result))  # noqa: S301, pickled just now
+        compact = CompactReturn(result)
+        pickle.loads(pickle.dumps(compact))  # noqa: S301, pickled just now
     except Exception as reason:
         value = result._return_value
         if result.status == JobStatus.FAILED:
@@ -85,7 +86,8 @@ def portable(result: JobReturn) -> JobReturn:
             result._return_value = TypeError(
                 f"the task returned a {type(value).__name__}, which cannot be sent to the sweep's process: {reason}"
             )
-    return CompactReturn(result)
+        return CompactReturn(result)
+    return compact
 
 
 class RemoteTraceback(Exception):

@@ -304,6 +304,9 @@ def preload(is_ours: bool) -> None:
         is_ours: whether the jobs have configs of ours.
     """
     connect.load()
+    from distributed.versions import get_versions
+
+    get_versions()  # each client asks for them as it connects; distributed remembers those of packages
     for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
     if is_ours:
