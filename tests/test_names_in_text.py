@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 ROOTS = ("ddp_hydra", "data", "models", "hydra_plugins", "benchmarks")
 DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+)(?::([A-Za-z_]\w*))?(?![\w/])")
@@ -70,12 +72,14 @@ def exists(dotted: str) -> bool:
     return False
 
 
+@pytest.mark.medium
 def test_many_are_found():
     found = named().keys()
     assert {"ddp_hydra.training.loop:train", "ddp_hydra.rank.dask_preload", "ddp_hydra.rank.process"} <= found
     assert "ddp_hydra.data.transforms.TrainTransform" in found
 
 
+@pytest.mark.medium
 def test_all_of_it_exists():
     missing = {
         what: places

@@ -111,6 +111,7 @@ def test_it_pickles_without_the_windows_and_has_them_again(names_file):
 
 
 @real
+@pytest.mark.medium
 def test_the_real_names_make_a_third_of_a_million_windows_in_less_than_a_second():
     data = PetNames(str(REAL))
     start = time.perf_counter()

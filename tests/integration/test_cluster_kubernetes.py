@@ -40,6 +40,7 @@ def summary_of(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_main_job_on_pods(cli, kubernetes, login):
     ended = cli.done(*TINY, "hydra.run.dir=run", **login)
     assert (summary_of(cli.folder / "run")["status"], summary_of(cli.folder / "run")["world_size"]) == ("done", 2)

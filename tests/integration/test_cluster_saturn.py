@@ -42,6 +42,7 @@ def status_of(run: Path) -> str:
     return json.loads((run / "summary.json").read_text())["status"]
 
 
+@pytest.mark.slow
 def test_the_main_job_with_sizes(cli, saturn, login):
     sizes = ("cluster.worker_size=g4dnxlarge", "cluster.scheduler_size=medium", "cluster.worker_is_spot=true")
     ended = cli.done(*TINY, *sizes, "hydra.run.dir=run", **login)

@@ -89,6 +89,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_a_transform_of_torchvision_is_chosen_by_its_name(photos, tmp_path):
     """In a project of its own, by the installed package alone, as no path leads to the checkout."""
     config = tmp_path / "conf" / "transform" / "mine.yaml"

@@ -61,7 +61,8 @@ def rows(database: Path, query: str) -> list[tuple]:
         return connection.execute(query).fetchall()
 
 
-@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["run", "resume"])
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [1, 2], ids=["run", "resume"])
 def test_mlflow_with_its_local_store(cli, epochs):
     first = ran(cli, "mlflow", "a")
     if epochs == 2:

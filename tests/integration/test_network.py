@@ -70,6 +70,7 @@ def test_ranks_meet_on_the_interface_that_was_chosen(hosts, client, gang):
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_without_a_choice_ranks_meet_where_the_scheduler_knows_their_workers(hosts, client):
     places = dispatch.run(client, place)
     assert [found[:2] for found in places] == [(3.0, [hosts.address(1), "eth0", "=eth0"])] * 3

@@ -38,6 +38,7 @@ def kernel(tmp_path, monkeypatch) -> Iterator[None]:
     return
 
 
+@pytest.mark.slow
 def test_the_stop_button_saves_a_checkpoint(kernel, tmp_path):
     init.write(tmp_path / "project")
     cell = "import ddp_hydra\nrun = ddp_hydra.run(['trainer.epochs=100000', 'cluster=inline', 'hydra.run.dir=run'])"

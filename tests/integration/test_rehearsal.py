@@ -39,6 +39,7 @@ def whole(module_cli) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_the_rehearsal_of_the_readme_comes_out_of_a_crash_a_lost_worker_and_a_hang(cli, whole):
     run = cli.folder / "run"
     patience = ("dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=30")

@@ -83,6 +83,7 @@ def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, noth
     assert again.stderr.splitlines()[-1] == "ddp_hydra: 6 jobs: 1 done, 5 failed  ->  sweep/sweep.md"
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_left, wait_for):
     slow = (*SWEEP[:3], "trainer.epochs=4", *SWEEP[4:], "data.delay_s=0.03", "optimizer.lr=0.1,0.05,0.01")
     swift = {"hydra.sweep.dir=sweep": "hydra.sweep.dir=straight", "data.delay_s=0.03": "data.delay_s=0"}

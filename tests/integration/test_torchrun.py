@@ -179,6 +179,7 @@ def of_torchrun(process: subprocess.Popen[str], rank: int) -> int:
     ],
     ids=["SIGTERM to torchrun", "SIGTERM to one rank", "Ctrl-C in its terminal"],
 )
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_saves_first(cli, wait_for, end, reason):
     with running(cli, wait_for) as process:
         end(process)

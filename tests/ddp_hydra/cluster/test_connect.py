@@ -136,17 +136,20 @@ def test_what_can_be_kept(name):
     manager(name, "cluster.keep=true").check()
 
 
+@pytest.mark.medium
 def test_a_key_without_a_value_is_named():
     with pytest.raises(ClusterError, match=r"^cluster\.hosts is missing: give cluster\.hosts=\.\.\.$"):
         manager("ssh")
 
 
+@pytest.mark.medium
 def test_saturn_wants_its_credentials(monkeypatch):
     monkeypatch.delenv("SATURN_BASE_URL", raising=False)
     monkeypatch.delenv("SATURN_TOKEN", raising=False)
     assert "SATURN_BASE_URL and SATURN_TOKEN are not set in the environment" in refused("saturn")
 
 
+@pytest.mark.medium
 def test_slurm_wants_its_commands(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # there may be a SLURM on this machine
     assert "cluster=slurm: there is no sbatch here: type it on a login node" in refused("slurm")
@@ -173,6 +176,7 @@ def test_hosts_say_how_many_workers_there_are():
     assert several.expected == 8
 
 
+@pytest.mark.medium
 def test_memory_is_not_watched_by_dask_where_ranks_are_not_counted():
     assert option("local").memory_limit == 0
 
@@ -216,6 +220,7 @@ def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(giv
 # -- GPUs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_local_cuda_without_a_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus_of_host, "count", lambda: 0)

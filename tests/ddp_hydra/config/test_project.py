@@ -218,6 +218,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.medium
 def test_modules_are_imported_from_where_they_are_also_in_spawned_processes(tmp_path):
     own = make(
         tmp_path / "own", **{"models/net.py": "WIDTH = 4\n", "data/mine.py": "", "models/__init__.py": "WIDTH = 9"}

@@ -87,6 +87,7 @@ def test_the_sharded_sampler_splits_the_file(table):
     assert [sorted(half) for half in halves] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.medium
 def test_parquet_is_read(table, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")

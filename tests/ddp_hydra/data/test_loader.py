@@ -85,6 +85,7 @@ def test_batches_made_ahead_stay_within_the_memory_given():
     loaded.close()
 
 
+@pytest.mark.medium
 def test_quick_batches_are_made_by_the_loop_and_slow_ones_again_in_threads(monkeypatch):
     monkeypatch.setattr(loader_module, "QUICK_S", 0.05)  # a busy machine may hold a thread up for some milliseconds
     made_by = {}

@@ -109,6 +109,7 @@ def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
 
 
 @pytest.mark.usefixtures("credentials")
+@pytest.mark.medium
 def test_rows_from_a_store(s3, folder):
     """Only the columns that are asked for are read, by ranges."""
     bucket = s3.fill({"rows/0.parquet": (folder / "0.parquet").read_bytes()})
@@ -118,6 +119,7 @@ def test_rows_from_a_store(s3, folder):
     data.close()
 
 
+@pytest.mark.medium
 def test_a_csv_file_is_told_with_how_to_convert_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")

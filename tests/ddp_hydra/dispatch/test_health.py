@@ -210,6 +210,7 @@ beats = st.fixed_dictionaries(
 
 @settings(max_examples=40)
 @given(st.lists(beats, min_size=1, max_size=4), st.floats(0, 1e6))
+@pytest.mark.medium
 def test_malformed_beats_are_harmless(said, now):
     seen = health()
     for rank, beat in enumerate(said):

@@ -79,6 +79,7 @@ class AuthenticationException(Exception):
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("cut"), TimeoutError(), EOFError(), Exception("dropped")])
+@pytest.mark.medium
 def test_a_broken_connection_is_made_anew(faulty, monkeypatch, error):
     store = FsspecStore("faulty://a", retry_timeout_s=20)
     store.put("x", b"1")
@@ -149,6 +150,7 @@ def test_it_goes_on_in_a_forked_process(faulty):
     child.close()
 
 
+@pytest.mark.medium
 def test_urls_of_fsspec_are_data(tmp_path, monkeypatch):
     access = Access()
     access.bucket("memory://photos/train").put("a/1.png", b"1")

@@ -122,6 +122,7 @@ def test_text_of_ranks_cannot_steer_the_terminal(output, clock):
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.medium
 def test_a_terminal_has_a_bar_and_is_left_clean(output, start, metrics_record, fails):
     stdout = sys.stdout
     handler = ResultsHandler([ProgressWriter(terminal(output))])

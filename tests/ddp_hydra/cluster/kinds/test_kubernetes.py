@@ -81,6 +81,7 @@ def test_the_schema_refuses_what_it_does_not_know(monkeypatch):
         validator().validate(spec)
 
 
+@pytest.mark.medium
 def test_native_arguments_arrive(monkeypatch):
     spec = created(monkeypatch, **EVERYTHING)["custom_cluster_spec"]
     worker = spec["spec"]["worker"]["spec"]["containers"][0]

@@ -288,6 +288,7 @@ def test_no_pickle_is_read_from_a_saved_index(tmp_path):
     assert load_members(tmp_path / "a.npz", 2) is None
 
 
+@pytest.mark.medium
 def test_it_is_several_times_as_fast_as_tarfile(tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(tar_of([(f"{number:06d}.{kind}", b"x") for number in range(1000) for kind in ("jpg", "cls")]))

@@ -19,6 +19,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(messages, "GONE_S", 0.05)
 
 
+@pytest.mark.medium
 def test_a_client_that_goes_is_noticed_once():
     scheduler, gone = SimpleNamespace(clients={"other"}), threading.Event()
     client = SimpleNamespace(run_on_scheduler=lambda call, name: call(name, dask_scheduler=scheduler))
@@ -30,6 +31,7 @@ def test_a_client_that_goes_is_noticed_once():
     assert is_connected("other", SimpleNamespace(clients={"other"}))
 
 
+@pytest.mark.medium
 def test_a_scheduler_that_does_not_answer_says_nothing_of_the_client():
     asked, gone = threading.Event(), threading.Event()
 
