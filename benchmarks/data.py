@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks import report
-from benchmarks.commands import ROOT
 from benchmarks.data_sides import Result, Sides
 from benchmarks.object_store import corpus, link, server
 from benchmarks.report import Figure, Goal
@@ -211,9 +210,8 @@ def random_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]
     """Undecoded samples in random order from shards that are all there."""
     ours, at_best, default = [], [], []
     for _ in range(repeats):
-        if has_shards():
-            ours += sides.ours("shards-random", "--endpoints", endpoint, "--epochs=10")
-            shown(f"random reads, {OURS}", ours[-1])
+        ours += sides.ours("shards-random", "--endpoints", endpoint, "--epochs=10")
+        shown(f"random reads, {OURS}", ours[-1])
         at_best += sides.peer("data_wids_raw.py", "random", "--endpoint", endpoint, "--epochs=10", "--shards-open=40")
         shown("random reads, wids at its best", at_best[-1])
         default += sides.peer("data_wids_raw.py", "random", "--endpoint", endpoint)
@@ -221,11 +219,10 @@ def random_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]
     best_speed = images_per_s("random reads of shards, wids, all open", at_best)
     default_speed = images_per_s("random reads of shards, wids by default", default)
     yield from (best_speed, default_speed)
-    if ours:
-        speed = images_per_s(f"random reads of shards, {OURS}", ours)
-        yield speed
-        yield report.ratio(f"random reads, {OURS} / wids, all open", speed, best_speed, Goal(2))
-        yield report.ratio(f"random reads, {OURS} / wids by default", speed, default_speed, Goal(20))
+    speed = images_per_s(f"random reads of shards, {OURS}", ours)
+    yield speed
+    yield report.ratio(f"random reads, {OURS} / wids, all open", speed, best_speed, Goal(2))
+    yield report.ratio(f"random reads, {OURS} / wids by default", speed, default_speed, Goal(20))
 
 
 def cold_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]:
@@ -236,28 +233,18 @@ def cold_shards(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]:
         for connections, results in alone.items():
             results += sides.peer("data_download.py", "--endpoints", endpoint, f"--threads={connections}")
         wids += sides.peer("data_wids_raw.py", "cold", "--endpoint", endpoint)
-        if has_shards():
-            ours += sides.ours("shards-cold", "--endpoints", endpoint)
+        ours += sides.ours("shards-cold", "--endpoints", endpoint)
     downloads = [
         seconds(f"all shards, download alone, {connections} at a time", results)
         for connections, results in alone.items()
     ]
     yield from downloads
     yield seconds("all shards, cold epoch, wids", wids)
-    if ours:
-        cold = seconds(f"all shards, cold epoch, {OURS}", ours)
-        yield cold
-        fastest = min(downloads, key=lambda figure: figure.median)
-        yield report.ratio(f"cold epoch, {OURS} / download 1 by 1", cold, downloads[0])
-        yield report.ratio(f"cold epoch, {OURS} / faster download", cold, fastest, Goal(1.2, at_most=True))
-
-
-def has_shards() -> bool:
-    """Return whether this checkout reads shards at all."""
-    there = (ROOT / "data" / "wids_shards.py").is_file()
-    if not there:
-        report.progress("ddp_hydra/data/wids.py is not there: its lines are left out")
-    return there
+    cold = seconds(f"all shards, cold epoch, {OURS}", ours)
+    yield cold
+    fastest = min(downloads, key=lambda figure: figure.median)
+    yield report.ratio(f"cold epoch, {OURS} / download 1 by 1", cold, downloads[0])
+    yield report.ratio(f"cold epoch, {OURS} / faster download", cold, fastest, Goal(1.2, at_most=True))
 
 
 def images_per_s(name: str, results: Sequence[Result]) -> Figure:
