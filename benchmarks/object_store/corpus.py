@@ -31,7 +31,7 @@ SKEW = 2.0
 """Makes fine grain the more usual the larger it is: 65 KB in the mean."""
 SEED = 2026
 _FIELDS = 24
-_MADE = f"{IMAGES} images, seed {SEED}, quality {QUALITY}, grain {GRAIN} {SKEW}, Pillow {PIL.__version__}, layout 4"
+_MADE = f"{IMAGES} images, seed {SEED}, quality {QUALITY}, grain {GRAIN} {SKEW}, Pillow {PIL.__version__}, layout 5"
 
 
 def make(folder: Path) -> Path:

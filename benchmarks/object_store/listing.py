@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = "listing"
-"""Below the server's root: FOLDER/<prefix>/<page>.xml, and with `delimiter=/` FOLDER/<prefix>/folders.xml."""
+"""Below the server's root: FOLDER/<prefix>/<page>.xml, with `start-after` last.xml, with `delimiter=/` folders.xml."""
 PAGE = 1000
 """Keys a page: what S3 gives at most."""
 
@@ -41,6 +41,8 @@ class Entry:
 def write(folder: Path, bucket: str, prefix: str, entries: Sequence[Entry]) -> None:
     """Write all pages of a prefix. The token of page n is "page-n", in both versions of the API.
 
+    Our client asks once more at the end, for what comes after a key just before the last one: last.xml is the answer.
+
     Args:
         folder: for the pages.
         bucket: its name.
@@ -52,6 +54,7 @@ def write(folder: Path, bucket: str, prefix: str, entries: Sequence[Entry]) -> N
     for number, page in enumerate(pages):
         content = "".join(entry.xml() for entry in page)
         (folder / f"{number}.xml").write_text(_page(bucket, prefix, content, len(page), number, len(pages)))
+    (folder / "last.xml").write_text(_page(bucket, prefix, entries[-1].xml(), 1, 0, 1))
     inside = sorted({entry.key.removeprefix(f"{prefix}/").partition("/")[0] for entry in entries})
     content = "".join(
         f"<CommonPrefixes><Prefix>{escape(f'{prefix}/{name}/')}</Prefix></CommonPrefixes>" for name in inside

@@ -48,7 +48,7 @@ http {{
   scgi_temp_path {folder}/scgi;
   types {{ image/jpeg jpg; application/xml xml; application/json json; application/x-tar tar; }}
   map $arg_prefix $prefix {{ default none; {prefixes} }}
-  map $args $number {{ default 0; "~(continuation-token|marker)=page-(?<n>[0-9]+)" $n; }}
+  map $args $number {{ default 0; "~(continuation-token|marker)=page-(?<n>[0-9]+)" $n; ~start-after= last; }}
   map $arg_delimiter $page {{ "" $number; default folders; }}
   server {{
     listen 127.0.0.1:{prompt};
