@@ -3,9 +3,14 @@
 
 def main() -> None:
     """Run `python -m ddp_hydra` and the console script. Signals are handled before anything else is imported."""
+    import sys
+
     from ddp_hydra.console import signals
 
     signals.leave_at_once()
+    from ddp_hydra.cli import prestart
+
+    prestart.begin(sys.argv[1:])
     from ddp_hydra.cli.main import entry
 
     entry()

@@ -21,7 +21,7 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra.cli import completion, overrides, search_path
+from ddp_hydra.cli import completion, overrides, prestart, search_path
 from ddp_hydra.cli.composed_once import composed_once
 from ddp_hydra.cli.groups import listed_without_copies
 from ddp_hydra.config import project, redact, schema, unknown_keys
@@ -64,8 +64,10 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
         cfg: the composed config.
         hydra_cfg: Hydra's own config.
     """
+    from ddp_hydra.cluster import connect
     from ddp_hydra.job.run import run_job
 
+    prestart.end_unless(connect.is_local(cfg.cluster))
     if hydra_cfg.output_subdir:
         redact.rewrite(run_dir / hydra_cfg.output_subdir)
     loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None

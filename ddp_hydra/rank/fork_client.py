@@ -8,7 +8,6 @@ wait in its backlog instead of polling.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fork_environment
-from ddp_hydra.rank.processes import user_of
+from ddp_hydra.rank.processes import has_ended, user_of
 
 ANSWER_S = 2.0
 """Seconds that a server may take to answer a question; one that is just starting takes longer."""
@@ -48,20 +47,23 @@ def connect() -> socket.socket:
 
 
 _held: socket.socket | None = None
+_held_address: Path | None = None
 _holding = threading.Lock()
 
 
 def hold() -> None:
-    """Keep the fork server of this host alive as long as this process lives."""
-    global _held
+    """Keep the fork server of this host alive as long as this process lives.
+
+    It is another one if the environment has changed since the last call.
+    """
+    global _held, _held_address
     with _holding:
-        if _held is not None:
-            with contextlib.suppress(BlockingIOError):
-                if not _held.recv(1, socket.MSG_DONTWAIT):  # it has ended
-                    _held.close()
-                    _held = None
+        address = socket_path()
+        if _held is not None and (address != _held_address or has_ended(_held)):
+            _held.close()
+            _held = None
         if _held is None:
-            _held = connect()
+            _held, _held_address = connect(), address
 
 
 def release() -> None:

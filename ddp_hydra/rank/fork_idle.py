@@ -38,6 +38,11 @@ class Idling:
         self.keep_warm_s, self.stay_s = 0.0, FIRST_S
         self.is_retired = self.has_served = False
 
+    def begin_waiting(self) -> None:
+        """Note what has been imported, and wait for the first connection from now on."""
+        self.loaded = LoadedFiles()
+        self.since = self.looked_at = time.monotonic()
+
     def begin(self) -> None:
         """Note that a connection has ended; it may have been the last one."""
         self.since, self.stay_s, self.has_served = time.monotonic(), self.keep_warm_s, True

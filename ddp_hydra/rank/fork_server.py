@@ -11,10 +11,11 @@ When the caller's connection ends, its rank is killed; when the server ends, the
 outlives its worker, whatever state it is in. {"status": true} asks how the server is, {"stop": true} has it end after
 its last rank. A caller that sends anything else, or belongs to another user, is disconnected.
 
-After its last connection the server stays for `keep_warm_s` of the last request, 0 without that: the next command finds
-torch imported. It then belongs to no command: its folder is /, its output goes nowhere, and it has neither code of a
-project nor a GPU. It ends earlier where memory is short, where a file that it has imported was changed, after SIGTERM,
-and when its socket is removed. A command that comes before it has noticed a change has it start anew.
+If all callers go while it imports torch, it ends at once. After its last connection it stays for `keep_warm_s` of the
+last request, 0 without that: the next command finds torch imported. It then belongs to no command: its folder is /, its
+output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier where memory is short, where a file
+that it has imported was changed, after SIGTERM, and when its socket is removed. A command that comes before it has
+noticed a change has it start anew.
 
 Processes that a rank leaves behind are ended with it: its process group at once. The kernel makes the server the parent
 of processes that have left the group (a daemon with a session of its own). The server ends them, and names them to the
@@ -25,8 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
-import importlib
 import json
 import os
 import resource
@@ -42,15 +41,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra.rank import fork_environment, fork_idle
+from ddp_hydra.rank.fork_preload import preload
 from ddp_hydra.rank.left_behind import LEFT_S, LeftBehind
-from ddp_hydra.rank.processes import adopt_orphans, children, die_with_parent, kill_group, user_of
-
-PRELOAD = (
-    "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
-    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
-    "ddp_hydra.tasks.losses", "torch.utils.serialization",
-)  # fmt: skip
-"""Modules that nearly every rank imports; those that are not installed are skipped."""
+from ddp_hydra.rank.processes import adopt_orphans, children, die_with_parent, has_ended, kill_group, user_of
 
 MODULE = "ddp_hydra.rank.fork_server"
 MAX_REQUEST = 2**24
@@ -104,11 +97,20 @@ class Server:
         self.ranks: set[int] = set()
         self.left_behind = LeftBehind()
         self.wake_r, self.wake_w = socket.socketpair()
+        for end in (self.listener, self.wake_r, self.wake_w):
+            end.setblocking(False)
+
+    def leave_if_deserted(self) -> None:
+        """End this process if all callers have gone. Called while modules are imported, before any request is read."""
+        self.accept()
+        for caller in [caller for caller in self.callers.values() if has_ended(caller.connection)]:
+            self.drop(caller)
+        if self.idling.has_served and not self.callers and self.leave():
+            os._exit(0)
 
     def serve(self) -> None:
         """Serve until the time has come to leave."""
-        for end in (self.listener, self.wake_r, self.wake_w):
-            end.setblocking(False)
+        self.idling.begin_waiting()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self.retire)  # when the host is shut down, the ranks finish first
         signal.set_wakeup_fd(self.wake_w.fileno())
@@ -344,16 +346,6 @@ def close_all(fds: list[int]) -> None:
         os.close(fds.pop())
 
 
-def preload() -> None:
-    """Import modules that ranks need, so that a fork has them at once."""
-    gc.disable()  # imports leave 8 MiB of garbage, and to look for it takes a quarter of their time
-    for name in PRELOAD:
-        with contextlib.suppress(Exception):  # a rank that needs the module reports the error
-            importlib.import_module(name)
-    gc.freeze()  # keeps the garbage collector of a fork from touching, and so copying, the shared pages
-    gc.enable()
-
-
 def main(listener_fd: int, address: str) -> None:
     """Become the fork server."""
     from setproctitle import setproctitle
@@ -366,11 +358,12 @@ def main(listener_fd: int, address: str) -> None:
 
     setproctitle("ddp_hydra fork server")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    preload()
+    server = Server(socket.socket(fileno=listener_fd), Path(address), start_anew)
+    preload(server.leave_if_deserted)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)  # it may stay longer than the terminal, or the pipe, of the command that started it
     os.close(nowhere)
-    Server(socket.socket(fileno=listener_fd), Path(address), start_anew).serve()
+    server.serve()
     os._exit(0)  # without the destructors of the preloaded libraries, which have nothing to do
 
 

@@ -59,3 +59,13 @@ def user_of(connection: socket.socket) -> int | None:
     format_ = "3i"  # process, user and group id
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(format_))
     return int(struct.unpack(format_, credentials)[1])
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end of a connection is closed. What it has sent stays to be read."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -24,6 +24,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import project
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
+from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import job_status, planned_job
 from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.composing import CachingConfigLoader
@@ -107,6 +108,7 @@ class Sweep:
         if not earlier:  # start it while Hydra checks the jobs; of a resumed sweep, all jobs may be done
             self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
             self.plotter.prepare()
+        fork_client.release()  # the cluster's process has it; if there is none, it is not needed yet
         preload(planned_job.is_ours(config))
 
     def run(

@@ -189,3 +189,30 @@ def test_the_second_command_runs_what_was_edited_with_its_own_environment(cli, p
     assert len(pids) == 2
     assert pids[0] == pids[1]
     assert not (own.folder / "core").exists()
+
+
+def test_the_import_of_torch_begins_before_that_of_hydra(cli, project, runtime, tmp_path):
+    own = replace(cli, project=Path(shutil.copytree(project, tmp_path / "own")))
+    model = own.project / "models" / "tiny.py"
+    tell = "import os, psutil\nprint('server began', psutil.Process(os.getppid()).create_time())\n"
+    model.write_text(model.read_text().replace("import json\n", f"import json\n{tell}", 1))
+    words = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.max_steps=1", "cluster.n_workers=1")
+    run = tmp_path / "run"
+    own.done(*words, f"hydra.run.dir={run}", XDG_RUNTIME_DIR=str(runtime))
+    began = re.search(r"server began (\S+)", (run / "logs" / "rank-0.log").read_text())
+    assert began is not None
+    assert float(began[1]) < (run / ".hydra" / "config.yaml").stat().st_mtime
+
+
+@pytest.mark.parametrize("words", [("nonsense=1",), ("cluster=local", "experiment=here")], ids=["an error", "inline"])
+def test_a_server_that_no_rank_needs_ends_at_once(cli, project, runtime, tmp_path, wait_for, words):
+    own = replace(cli, project=Path(shutil.copytree(project, tmp_path / "own")))
+    experiment = own.project / "conf" / "experiment" / "here.yaml"
+    experiment.parent.mkdir(exist_ok=True)
+    experiment.write_text(
+        "# @package _global_\ndefaults:\n  - override /cluster: inline\n  - override /data: tiny\n"
+        "  - override /model: tiny\ntrainer:\n  max_steps: 1\n  threads: 1\n"
+    )
+    ended = own.run(*words, f"hydra.run.dir={tmp_path / 'run'}", XDG_RUNTIME_DIR=str(runtime))
+    assert (ended.returncode == 0) == (words[0] != "nonsense=1"), ended.stderr
+    wait_for(lambda: not list(runtime.rglob("*.sock")), 5, "the end of the fork server")

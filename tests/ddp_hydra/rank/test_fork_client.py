@@ -222,3 +222,31 @@ def test_a_server_needs_nothing_of_the_folder_that_it_was_started_in(tmp_path, m
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert fork_environment.identity() != before
+
+
+def test_after_a_change_of_the_environment_another_server_is_held(tmp_path, monkeypatch):
+    made: list[tuple[socket.socket, socket.socket]] = []
+
+    def connect() -> socket.socket:
+        made.append(socket.socketpair())
+        return made[-1][0]
+
+    address = tmp_path / "one.sock"
+    monkeypatch.setattr(fork_client, "connect", connect)
+    monkeypatch.setattr(fork_client, "socket_path", lambda: address)
+    try:
+        fork_client.hold()
+        fork_client.hold()
+        assert len(made) == 1
+        address = tmp_path / "another.sock"
+        fork_client.hold()
+        assert len(made) == 2
+        assert processes.has_ended(made[0][1])
+        made[1][1].close()  # the server has ended
+        fork_client.hold()
+        assert len(made) == 3
+    finally:
+        fork_client.release()
+        for pair in made:
+            for end in pair:
+                end.close()

@@ -82,6 +82,41 @@ def test_where_its_folder_was_removed_it_leaves_without_it(server):
     assert server.leave()
 
 
+class Left(BaseException):
+    """Instead of the end of this process."""
+
+
+def test_it_ends_where_all_have_gone_while_it_imports(server, monkeypatch):
+    def leave(code: int) -> None:
+        raise Left
+
+    monkeypatch.setattr(os, "_exit", leave)
+    server.leave_if_deserted()  # nobody has come yet
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        first.connect(str(server.address))
+        server.leave_if_deserted()
+        second.connect(str(server.address))
+        second.sendall(NOBODY)
+        first.close()
+        server.leave_if_deserted()
+        assert len(server.callers) == 1
+        server.leave_if_deserted()
+        caller = next(iter(server.callers.values()))
+        server.receive(caller)
+        assert caller.partial_line == b""  # what was sent meanwhile is read now
+        assert server.callers
+    with pytest.raises(Left):
+        server.leave_if_deserted()
+    assert not server.address.exists()
+
+
+def test_it_waits_for_a_first_caller_from_the_end_of_the_imports_on(server):
+    server.idling.since -= 100.0
+    assert server.idling.is_over()
+    server.idling.begin_waiting()
+    assert not server.idling.is_over()
+
+
 def test_a_line_has_a_bound(server, monkeypatch):
     monkeypatch.setattr(module, "MAX_REQUEST", 100)
     with call(server, b"x" * 101) as caller:

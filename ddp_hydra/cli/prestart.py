@@ -1,0 +1,61 @@
+"""Start the fork server before Hydra is imported, if the command seems to train on this machine.
+
+The import of torch takes longer than all else before the first step, so it should begin with the command. Whether the
+job needs the server is known once its config is composed, half a second later. A guess that was wrong costs no more:
+the server ends as soon as this process lets it go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+
+from ddp_hydra.config import project
+from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.rank import fork_client
+
+FLAGS = ("-m", "--multirun")
+"""Others may only show something, and a word alone is a command."""
+OTHERWISE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
+"""Beginnings of overrides after which the ranks run elsewhere, or in another environment."""
+RANKED = "LOCAL_RANK"
+"""Variable of a process that torchrun has started."""
+CLUSTER = re.compile(r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)", re.MULTILINE)
+"""The choice of a cluster in a list of defaults."""
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Start the server, or find it, if the command line looks as if its job needed it.
+
+    Args:
+        arguments: of the command.
+    """
+    if is_likely(arguments):
+        with contextlib.suppress(DdpHydraError, OSError):  # the job says so
+            fork_client.hold()
+
+
+def end_unless(is_needed: bool) -> None:
+    """Let the server go, unless the config says that it is needed."""
+    if not is_needed:
+        fork_client.release()
+
+
+def is_likely(arguments: Sequence[str]) -> bool:
+    """Return whether the job of a command line probably starts ranks on this machine."""
+    if RANKED in os.environ:
+        return False
+    for word in arguments:
+        if word not in FLAGS and (word.startswith("-") or "=" not in word):
+            return False
+        if word.startswith(OTHERWISE) and word != "cluster=local":
+            return False
+    if "cluster=local" in arguments:
+        return True
+    with contextlib.suppress(DdpHydraError, OSError, UnicodeError):
+        config = project.find() / "conf" / "config.yaml"
+        chosen = CLUSTER.search(config.read_text()) if config.exists() else None
+        return chosen is None or chosen[1] == "local"
+    return False

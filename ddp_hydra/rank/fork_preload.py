@@ -1,0 +1,53 @@
+"""Imports the modules that ranks need into the fork server, as long as somebody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
+    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
+    "ddp_hydra.tasks.losses", "torch.utils.serialization",
+)  # fmt: skip
+"""Modules that nearly every rank imports; those that are not installed are skipped."""
+LOOK_S = 0.05
+"""Seconds between two looks at the callers."""
+
+
+def preload(look: Callable[[], object]) -> None:
+    """Import modules that ranks need, so that a fork has them at once.
+
+    Args:
+        look: called from time to time while they are imported.
+    """
+    watcher = _Watcher(look)
+    gc.disable()  # imports leave 8 MiB of garbage, and to look for it takes a quarter of their time
+    sys.meta_path.insert(0, watcher)
+    try:
+        for name in PRELOAD:
+            with contextlib.suppress(Exception):  # a rank that needs the module reports the error
+                importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(watcher)
+    gc.freeze()  # keeps the garbage collector of a fork from touching, and so copying, the shared pages
+    gc.enable()
+
+
+class _Watcher(MetaPathFinder):
+    """Finds no module, but is asked for each one before it is imported: about 2,000 times."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self.look, self.looked_at = look, time.monotonic()
+
+    def find_spec(self, *_: Any) -> None:
+        """Look at the callers, if it is time to."""
+        if time.monotonic() - self.looked_at > LOOK_S:
+            self.look()
+            self.looked_at = time.monotonic()

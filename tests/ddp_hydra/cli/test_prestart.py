@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from ddp_hydra.cli import prestart
+from ddp_hydra.config import project
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import fork_client
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(prestart.RANKED, raising=False)
+    monkeypatch.delenv(project.VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_likely"),
+    [
+        ("", True),
+        ("model=resnet18 cluster.n_workers=4 trainer.max_steps=3", True),
+        ("-m optimizer.lr=0.1,0.2", True),
+        ("cluster=local", True),
+        ("--help", False),
+        ("--cfg job model=resnet18", False),
+        ("--config-dir=x", False),
+        ("attach outputs/x", False),
+        ("runs", False),
+        ("cluster=remote cluster.address=tcp://x:1", False),
+        ("-m cluster=local,inline", False),
+        ("dry_run=true", False),
+        ("cluster=saturn detach=true", False),
+        ("-m hydra/launcher=joblib", False),
+        ("hydra.job.env_set.OMP_NUM_THREADS=2", False),
+    ],
+)
+def test_a_server_is_started_for_jobs_that_train_here(line, is_likely):
+    assert prestart.is_likely(line.split()) is is_likely
+
+
+@pytest.mark.parametrize(
+    ("defaults", "is_likely"),
+    [
+        ("- job\n  - _self_", True),
+        ("- job\n  - override cluster: slurm  # ours\n  - _self_", False),
+        ("- cluster: local", True),
+        ("- /cluster: remote", False),
+    ],
+)
+def test_a_projects_own_choice_of_a_cluster_counts(tmp_path, defaults, is_likely):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text(f"defaults:\n  {defaults}\n")
+    assert prestart.is_likely(["model=mlp"]) is is_likely
+    assert prestart.is_likely(["cluster=local"])
+
+
+def test_none_is_started_where_the_project_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setenv(project.VARIABLE, "nowhere")
+    assert not prestart.is_likely([])
+    monkeypatch.delenv(project.VARIABLE)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_bytes(b"\xff\xfe\xfa")
+    assert not prestart.is_likely([])
+
+
+def test_none_is_started_by_a_process_of_torchrun(monkeypatch):
+    monkeypatch.setenv(prestart.RANKED, "0")
+    assert not prestart.is_likely([])
+
+
+def test_what_is_wrong_with_the_server_is_left_for_the_job_to_say(monkeypatch):
+    def refuse() -> None:
+        raise ConfigError("the folder belongs to somebody else")
+
+    monkeypatch.setattr(fork_client, "hold", refuse)
+    prestart.begin([])
+
+
+def test_a_server_that_is_not_needed_is_let_go(monkeypatch):
+    calls = []
+    monkeypatch.setattr(fork_client, "hold", lambda: calls.append("hold"))
+    monkeypatch.setattr(fork_client, "release", lambda: calls.append("release"))
+    prestart.begin(["--help"])
+    prestart.end_unless(True)
+    assert calls == []
+    prestart.begin([])
+    prestart.end_unless(False)
+    assert calls == ["hold", "release"]
