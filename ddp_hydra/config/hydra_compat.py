@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ import hydra
 from hydra import utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig
@@ -54,6 +56,19 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
         config.hydra.job.override_dirname = get_overrides_dirname(
             list(overrides), naming.exclude_keys, naming.item_sep, naming.kv_sep
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_override(word: str) -> Override:
+    """Parse an override of the command line, once. Jobs of a sweep have most of theirs in common.
+
+    Args:
+        word: as it was typed.
+
+    Raises:
+        HydraException: it is none.
+    """
+    return OverridesParser.create().parse_override(word)
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,8 @@ def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any
     Raises:
         ConfigError: with the value in the group's file.
     """
-    _warn_of_unread(cfg, [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")])
+    if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
+        _warn_of_unread(cfg, new)
     for word in typed:
         key = word.partition("=")[0]
         group, _, name = key.partition(".")

@@ -6,17 +6,18 @@ only (`optimizer.lr=0.1`), which Hydra sets after it has merged the files.
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import pickle
 import re
 from collections.abc import Container, Sequence
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat
+from ddp_hydra.config.hydra_compat import parse_override
 
 CHECKED = 64
 """So many jobs of a sweep are composed to be checked before the first one starts. Of the others, those are that have a
@@ -68,7 +69,8 @@ class CachingConfigLoader:
             return config
         config = self.loader.load_sweep_config(master_config, list(sweep_overrides))
         if template is None and len(self.templates) < TEMPLATES:
-            self.templates[shape] = Template(copy.deepcopy(config), sweep_overrides)
+            with contextlib.suppress(Exception):  # a class of another app that cannot be pickled
+                self.templates[shape] = Template(config, sweep_overrides)
         return config
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +78,7 @@ class CachingConfigLoader:
 
 
 class Template:
-    """Derive the configs of jobs from the config of one.
+    """Derive the configs of jobs from the config of one. It is kept pickled, of which a copy takes least time.
 
     Args:
         config: of that job, with Hydra's own part.
@@ -84,8 +86,7 @@ class Template:
     """
 
     def __init__(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        self.config, self.overrides = config, tuple(overrides)
-        self.parsed: dict[str, Override] = {}
+        self.pickled, self.overrides = pickle.dumps(config), tuple(overrides)
 
     def derive(self, master_config: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
         """Return the config of another job.
@@ -97,11 +98,11 @@ class Template:
         Returns:
             The config that Hydra would compose; None where only Hydra can tell.
         """
-        others = [self.parse(word) for word in overrides]
-        changed = {old: self.parse(new) for old, new in zip(self.overrides, overrides, strict=True) if old != new}
-        if not all(self.is_value(override, others) for override in changed.values()):
+        others = [parse_override(word) for word in overrides]
+        changed = {old: parse_override(new) for old, new in zip(self.overrides, overrides, strict=True) if old != new}
+        config: DictConfig = pickle.loads(self.pickled)  # noqa: S301 (by this very process)
+        if not all(is_value(config, override, others) for override in changed.values()):
             return None
-        config = copy.deepcopy(self.config)
         try:
             for override in changed.values():
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
@@ -111,32 +112,27 @@ class Template:
         for number, word in enumerate(task):
             if word in changed:
                 task[number] = changed[word].input_line
-        hydra_compat.name_overrides(config, [self.parse(word) for word in task])
+        hydra_compat.name_overrides(config, [parse_override(word) for word in task])
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
 
-    def is_value(self, override: Override, others: Sequence[Override]) -> bool:
-        """Return whether an override does nothing but set one value, and no other one touches that."""
-        groups, key = groups_of(self.config), override.key_or_group
-        if key in groups or key.partition(".")[0] == "hydra":
-            return False
-        node = OmegaConf.select(self.config, key.rpartition(".")[0]) if "." in key else self.config
-        if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
-            return False
-        if OmegaConf.is_config(node._get_node(key.rpartition(".")[2])):
-            return False
-        return not any(
-            other is not override
-            and (other.key_or_group not in groups or isinstance(other.value(), dict))
-            and is_within(*sorted((key, other.key_or_group), key=len))
-            for other in others
-        )
 
-    def parse(self, word: str) -> Override:
-        """Parse an override, once."""
-        if word not in self.parsed:
-            self.parsed[word] = OverridesParser.create().parse_override(word)
-        return self.parsed[word]
+def is_value(config: DictConfig, override: Override, others: Sequence[Override]) -> bool:
+    """Return whether an override does nothing but set one value, and no other one touches that."""
+    groups, key = groups_of(config), override.key_or_group
+    if key in groups or key.partition(".")[0] == "hydra":
+        return False
+    node = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
+    if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
+        return False
+    if OmegaConf.is_config(node._get_node(key.rpartition(".")[2])):
+        return False
+    return not any(
+        other is not override
+        and (other.key_or_group not in groups or isinstance(other.value(), dict))
+        and is_within(*sorted((key, other.key_or_group), key=len))
+        for other in others
+    )
 
 
 def groups_of(config: DictConfig) -> Container[str]:

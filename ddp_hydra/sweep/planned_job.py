@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
@@ -111,7 +111,7 @@ def without_hydras(overrides: Sequence[str]) -> list[str]:
 def hydra_config_of(config: DictConfig) -> Iterator[None]:
     """Resolve `${hydra:…}` by a job's config inside the block."""
     before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(config)
+    HydraConfig.instance().cfg = cast(Any, config)  # `set_config` would copy Hydra's part
     try:
         yield
     finally:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from tensorboard.compat.proto.event_pb2 import Event
@@ -37,6 +36,7 @@ from tensorboard.plugins.hparams.api_pb2 import (
 )
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
+from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
 from ddp_hydra.storage.files import place, write_atomic, writing
@@ -59,11 +59,10 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
     Args:
         overrides: overrides of the command line. Those that Hydra cannot parse are left out.
     """
-    parser = OverridesParser.create()
     found: dict[str, Value] = {}
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            override = parse_override(text)
         except HydraException:
             continue
         name = override.key_or_group + (f"@{override.package}" if override.package else "")
