@@ -29,6 +29,7 @@ MAY_IMPORT_DISTRIBUTED = ("cli", "compat", "sweep", "job", "dispatch", "cluster"
 MAY_IMPORT_TORCH = ("training", "data", "tasks")
 TORCH_MODULES = (
     "ddp_hydra.rank.process",
+    "ddp_hydra.rank.process_group",
     "ddp_hydra.cli.export",
     "ddp_hydra.cli.generate",
     "ddp_hydra.compat.dask_pytorch_ddp.data",

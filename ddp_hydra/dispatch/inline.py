@@ -73,6 +73,7 @@ def run(
     import cloudpickle
 
     from ddp_hydra.rank import process
+    from ddp_hydra.rank.process_group import leave_process_group, process_group
 
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
         if threads:
@@ -84,7 +85,7 @@ def run(
             with FinishOnInterrupt(notice).caught():
                 store = meet_nobody(timeout_s)
                 call = cloudpickle.dumps((fn, args, kwargs))
-                with process.process_group(store, 0, 1, backend, timeout_s):
+                with process_group(store, 0, 1, backend, timeout_s):
                     return [process.perform(call)]
         except Exception:
             heartbeat.await_saved()
@@ -92,18 +93,19 @@ def run(
         finally:
             results.connect(None)
             heartbeat.connect(None)
-            process.leave_process_group()
+            leave_process_group()
 
 
 def meet_nobody(timeout_s: float) -> Store:
     """Return the store of a rank that is alone."""
-    from ddp_hydra.rank import process, rendezvous
+    from ddp_hydra.rank import rendezvous
+    from ddp_hydra.rank.process_group import meet
 
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
     os.environ.update(names)
     listener = rendezvous.bind("127.0.0.1")
     port = listener.getsockname()[1]
-    return process.meet(0, "127.0.0.1", port, timeout_s, listener.detach())
+    return meet(0, "127.0.0.1", port, timeout_s, listener.detach())
 
 
 class FinishOnInterrupt(Interrupts):

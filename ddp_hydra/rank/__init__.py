@@ -3,7 +3,7 @@
 task            the Dask task of one rank: starts its process, reports how it ended
 launcher        has the fork server start the process
 record_relay    passes its records and its output on to the client
-process         the rank itself: joins the process group and calls the function
+process         the rank itself: joins the process group (process_group) and calls the function
 fork_server     imports torch once (fork_preload); each rank is a fork of it
 fork_client     finds the host's fork server, or starts it
 fork_environment, fork_idle, left_behind    who may share it, how long it stays, what it cleans up

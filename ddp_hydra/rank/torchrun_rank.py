@@ -61,7 +61,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
     """Join the others, do the job that comes through the control socket, and return the exit code."""
     from setproctitle import setproctitle
 
-    from ddp_hydra.rank import process  # it imports torch, while the parent gets the job ready
+    from ddp_hydra.rank import process, process_group  # it imports torch, while the parent gets the job ready
 
     setproctitle(f"ddp_hydra rank {spec.rank}/{spec.world_size} torchrun")
     heartbeat.connect(shared_status)
@@ -83,7 +83,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
             results.connect(process.PipeSender(control, Path(job["outbox"])), spec.rank, first.attempt, job["retry_s"])
         fault_injection.install(spec.rank, first.attempt, {})
         signal.signal(signal.SIGTERM, lambda *_: process.on_sigterm(shared_status))
-        with process.process_group(store, spec.rank, spec.world_size, job["backend"], job["timeout_s"]):
+        with process_group.process_group(store, spec.rank, spec.world_size, job["backend"], job["timeout_s"]):
             torchrun_meeting.check_same(mine.arguments, first.arguments, spec)
             print(f"rank {spec.rank} of {spec.world_size}: {process.describe_place('')}")  # noqa: T201
             heartbeat.at("run", 0)
