@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from importlib.metadata import entry_points
 from typing import Any
 
 PRELOAD = (
@@ -17,6 +18,7 @@ PRELOAD = (
     "ddp_hydra.tasks.losses", "torch.utils.serialization",
 )  # fmt: skip
 """Modules that nearly every rank imports; those that are not installed are skipped."""
+BACKENDS = ("gloo", "nccl")
 LOOK_S = 0.05
 """Seconds between two looks at the callers."""
 
@@ -34,10 +36,22 @@ def preload(look: Callable[[], object]) -> None:
         for name in PRELOAD:
             with contextlib.suppress(Exception):  # a rank that needs the module reports the error
                 importlib.import_module(name)
+        register_backends()
     finally:
         sys.meta_path.remove(watcher)
     gc.freeze()  # keeps the garbage collector of a fork from touching, and so copying, the shared pages
     gc.enable()
+
+
+def register_backends() -> None:
+    """Register the backends of process groups with torch, as each rank would have to do otherwise.
+
+    Since 2.14, torch finds even its own ones in the metadata of all installed packages.
+    """
+    for found in entry_points(group="torch.distributed.backends"):
+        if found.name in BACKENDS:
+            with contextlib.suppress(Exception):  # a rank that needs the backend reports the error
+                found.load()()
 
 
 class _Watcher(MetaPathFinder):

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import gc
 import sys
+from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddp_hydra.rank import fork_preload
+from ddp_hydra.rank.process_group import process_group
 
 
 @pytest.fixture
@@ -38,3 +42,25 @@ def test_it_looks_at_the_callers_while_it_imports_what_there_is(package):
 def test_it_does_not_look_all_the_time(package, monkeypatch):
     monkeypatch.setattr(fork_preload, "LOOK_S", 60.0)
     fork_preload.preload(lambda: pytest.fail("looked"))
+
+
+def test_ranks_need_not_look_for_the_backends_that_torch_has(monkeypatch):
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(dist.Backend, "_plugins", found)
+    fork_preload.register_backends()
+    names = {entry.name.upper() for entry in entry_points(group="torch.distributed.backends")}
+    assert set(found) == names & {"GLOO", "NCCL"}
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: pytest.fail("looked for it again"))
+    with process_group(dist.HashStore(), 0, 1, "gloo"):
+        assert dist.get_world_size() == 1
+
+
+def test_a_backend_that_cannot_be_registered_is_left_to_ranks(monkeypatch):
+    class Broken:
+        name = "nccl"
+
+        def load(self) -> None:
+            raise ImportError(self.name)
+
+    monkeypatch.setattr(fork_preload, "entry_points", lambda group: [Broken()])
+    fork_preload.register_backends()
