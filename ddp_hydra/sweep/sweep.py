@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from hydra.core.utils import JobReturn
@@ -105,6 +106,7 @@ class Sweep:
         self.stop_reason = ""
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
+        connect.load()  # before the cluster's process is forked, which needs it, too
         if not earlier:  # start it while Hydra checks the jobs; of a resumed sweep, all jobs may be done
             self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
             self.plotter.prepare()
@@ -305,10 +307,10 @@ def preload(is_ours: bool) -> None:
     Args:
         is_ours: whether the jobs have configs of ours.
     """
-    connect.load()
     from distributed.versions import get_versions
 
     get_versions()  # each client asks for them as it connects; distributed remembers those of packages
+    metadata.version("torch")  # each job compares it; Python remembers where packages are
     for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
     if is_ours:
