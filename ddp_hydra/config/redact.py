@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -39,6 +40,7 @@ _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
 """Matches user and password in an address. A name alone may be a token of a web server, but not elsewhere."""
 
 
+@functools.lru_cache(maxsize=4096)
 def named_secret(name: str) -> bool:
     """Tell whether the name of a key, "cluster.auth.password", looks like that of a secret."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()

@@ -57,6 +57,6 @@ def encoded(figure: Figure) -> dict[str, bytes]:
     """Return the content of the image files of a figure, by the ends of their names; call it with `STYLE`."""
     png, svg = io.BytesIO(), io.BytesIO()
     figure.savefig(png, format="png")
-    figure.set_layout_engine("none")  # all have their places by now; to find them takes a third of the drawing
+    figure.set_layout_engine(None)  # all have their places by now; to find them takes a third of the drawing
     figure.savefig(svg, format="svg", metadata={"Date": None})
     return {"png": png.getvalue(), "svg": svg.getvalue()}
