@@ -22,6 +22,7 @@ from ddp_hydra.storage.manifest import (
     find_checkpoint,
     newest_first,
     read_manifest_text,
+    why_removed,
 )
 from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.storage.retry import Backoff
@@ -83,11 +84,14 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
         RecordError: the folder cannot be written.
     """
     remote = folder_of(url)
-    entries = _entries(remote, retry_s)
+    manifest = read_stored_manifest(remote, retry_s)
+    entries = entries_of(manifest, remote.url)
     names = newest_first(entries)
     if which == "best":
         digest = entries.get("best.pt", {}).get("sha256")
         names = [name for name in names if entries[name].get("sha256") == digest][:1]
+    if not entries and (removed := why_removed(manifest)):
+        raise CheckpointError(f"the checkpoints in {remote.url} were removed: {removed}")
     if not names:
         advice = "; for the last one type which=last" if "last.pt" in entries else ""
         raise CheckpointError(
@@ -107,15 +111,30 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
     raise CheckpointError(f"checkpoint {remote.url}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 
-def _entries(remote: WritableStore, retry_s: float) -> Entries:
+def read_stored_manifest(remote: WritableStore, retry_s: float) -> bytes:
+    """Return the content of a manifest in a store.
+
+    Raises:
+        CheckpointError: there is none, or the store did not answer in time.
+    """
     try:
-        return read_manifest_text(_retry(lambda: remote.get(NAME), retry_s))
+        return bytes(retried(lambda: remote.get(NAME), retry_s))
     except FileNotFoundError:
         raise CheckpointError(
             f"{remote.url} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was given"
         ) from None
+
+
+def entries_of(manifest: bytes, url: str) -> Entries:
+    """Return the entries of a manifest from a store; `url` is for the message.
+
+    Raises:
+        CheckpointError: it is no manifest.
+    """
+    try:
+        return read_manifest_text(manifest)
     except ValueError as error:
-        raise CheckpointError(f"{remote.url}/{NAME} is not the manifest of checkpoints ({error})") from None
+        raise CheckpointError(f"{url}/{NAME} is not the manifest of checkpoints ({error})") from None
 
 
 class _Damaged(Exception):
@@ -136,7 +155,7 @@ def _download(remote: WritableStore, name: str, wanted: dict[str, Any], target: 
         return
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    found = _retry(lambda: remote.size(name), retry_s)
+    found = retried(lambda: remote.size(name), retry_s)
     if found is None:
         raise _Damaged("it is missing")
     if found != size:
@@ -154,7 +173,7 @@ def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, re
         for start in range(0, size, PIECE_BYTES):
             end = min(size, start + PIECE_BYTES)
             try:
-                piece = _retry(functools.partial(remote.get_range, name, start, end), retry_s)
+                piece = retried(functools.partial(remote.get_range, name, start, end), retry_s)
             except FileNotFoundError:
                 raise _Damaged("it is missing") from None
             digest.update(piece)
@@ -162,7 +181,7 @@ def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, re
     return digest.hexdigest()
 
 
-def _retry(ask: Callable[[], T], retry_s: float) -> T:
+def retried(ask: Callable[[], T], retry_s: float) -> T:
     """Ask a store until it answers.
 
     Raises:

@@ -6,6 +6,7 @@ metrics it was made at. Needs no torch and no writer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -71,14 +72,26 @@ def write_manifest_text(entries: Entries, removed: str = "") -> bytes:
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
-def why_removed(folder: Path) -> str:
-    """Return why all checkpoints of a folder were removed; "" if they were not, or nobody has said so."""
+def why_removed(manifest: bytes) -> str:
+    """Return why all checkpoints were removed, from the content of their manifest; "" if it does not say so."""
     try:
-        content = json.loads((folder / NAME).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = json.loads(manifest)
+    except (ValueError, RecursionError):
         return ""
     reason = content.get("removed") if isinstance(content, dict) and not content.get("files") else ""
     return reason if isinstance(reason, str) else ""
+
+
+def name_in_store(name: str, entry: dict[str, Any]) -> str:
+    """Return the name of a step file in a store, which no file with another content ever gets.
+
+    Args:
+        name: in the run directory.
+        entry: of the manifest.
+    """
+    match = STEP_FILE.fullmatch(name)
+    assert match is not None
+    return f"step-{match[1]}-{entry['sha256']:.12}.pt"
 
 
 def newest_first(entries: Entries) -> list[str]:
@@ -141,8 +154,9 @@ def _named(folder: Path, which: str) -> Path:
         steps = [name for name in steps if entries[name].get("sha256") == digest]
     if steps:  # the writer was stopped between a step file and the name, or the folder comes from a bucket
         return folder / steps[0]
-    if reason := why_removed(folder):
-        raise CheckpointError(f"the checkpoints in {folder} were removed: {reason}")
+    with contextlib.suppress(OSError):
+        if reason := why_removed((folder / NAME).read_bytes()):
+            raise CheckpointError(f"the checkpoints in {folder} were removed: {reason}")
     advice = f"; for the last one type which=last, or give {folder / 'last.pt'}" if "last.pt" in entries else ""
     raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}{advice}")
 

@@ -87,7 +87,7 @@ class GangLauncher(Launcher):
         ours = is_ours(self.config)
         settings = Settings(**self.settings)
         if ours:
-            settings.check_ours(self.config)
+            settings.check_ours()
         else:
             settings.check_others()
         dry = ours and self.config.get("dry_run")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, read_manifest, write_manifest_text
 from ddp_hydra.sweep.rows import Objective, Row, State, data_of
+from ddp_hydra.sweep.store_pruning import FINISH_S, StorePruning, place_of
 from ddp_hydra.writers.run_dir import locked
 
 log = logging.getLogger(__name__)
@@ -86,18 +88,25 @@ def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 class Pruning:
     """Remove the checkpoints of losers while a sweep runs.
 
+    Those in a store go first: until then, the run directory says which of them are the job's.
+
     Args:
         folder: of the sweep.
         keep: see `number_kept`.
         objective: the metric that jobs are compared by.
+        mirror: `results.mirror` of the sweep, in which each job has a folder; "" for none.
+        fds_to_close: file descriptors of this process that are not for one that removes checkpoints from a store.
 
     Raises:
         ConfigError: it is not known which jobs are better, or `keep` has no such value.
     """
 
-    def __init__(self, folder: Path, keep: str | None, objective: Objective) -> None:
-        self.folder, self.objective, self.most = folder, objective, number_kept(keep)
+    def __init__(
+        self, folder: Path, keep: str | None, objective: Objective, mirror: str = "", fds_to_close: Sequence[int] = ()
+    ) -> None:
+        self.folder, self.objective, self.most, self.mirror = folder, objective, number_kept(keep), mirror
         self.reason = f"hydra.launcher.keep={keep}"
+        self.stores, self.tried = StorePruning(self.reason, fds_to_close), set[int]()
         self.note = f"its checkpoints were removed: {self.reason}"
         if self.most and objective.maximize is None:
             raise ConfigError(
@@ -109,9 +118,51 @@ class Pruning:
         """Remove the checkpoints of the jobs that are losers by now; their rows say so."""
         if self.most is None:
             return
+        self._take_results(rows)
+        places = []
         for row in losers(rows, self.objective, self.most):
-            if "its checkpoints were removed" not in row.message and remove(self.folder / row.folder, self.reason):
-                row.message = "; ".join(filter(None, [row.message, self.note]))
+            if "its checkpoints were removed" in row.message or row.number in self.tried:
+                continue
+            try:
+                place = place_of(row, self.folder / row.folder, self.mirror)
+            except CheckpointError as error:
+                log.warning("the checkpoints of job %d stay: %s", row.number, error)
+                self.tried.add(row.number)
+                continue
+            if place is not None:
+                places.append(place)
+            elif remove(self.folder / row.folder, self.reason):
+                self._note(row)
+        self.stores.begin(places)
+
+    def finish(self, rows: Sequence[Row], timeout_s: float = FINISH_S) -> None:
+        """Wait until the checkpoints of all losers are removed.
+
+        Args:
+            rows: of the sweep.
+            timeout_s: how long to wait for a store.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.update(rows)
+        while self.stores.process is not None:
+            self._take_results(rows, max(0.1, deadline - time.monotonic()))
+            if time.monotonic() < deadline:
+                self.update(rows)
+
+    def _take_results(self, rows: Sequence[Row], timeout_s: float = 0.0) -> None:
+        """Take over what was removed from stores, and remove it from run directories, too."""
+        results = self.stores.results(timeout_s)
+        self.tried |= results.keys()
+        for row in rows:
+            if why := results.get(row.number):
+                log.warning("the checkpoints of job %d stay: %s", row.number, why)
+            elif row.number in results:
+                run_dir = self.folder / row.folder
+                if not (run_dir / FOLDER).is_dir() or remove(run_dir, self.reason):
+                    self._note(row)
+
+    def _note(self, row: Row) -> None:
+        row.message = "; ".join(filter(None, [row.message, self.note]))
 
 
 def remove(run_dir: Path, reason: str) -> bool:

@@ -67,23 +67,12 @@ class Settings:
         if number_kept(self.keep) is not None:
             raise ConfigError(f"hydra.launcher.keep={self.keep}: only jobs of ddp_hydra's configs have checkpoints")
 
-    def check_ours(self, config: DictConfig) -> None:
-        """Refuse the options that are only for other apps, and those that the config does not allow.
-
-        Args:
-            config: of the sweep.
+    def check_ours(self) -> None:
+        """Refuse the options that are only for other apps.
 
         Raises:
             ConfigError: the message says what to give instead.
         """
-        results = config.get("results") or {}
-        if number_kept(self.keep) is not None and (
-            results.get("mirror") or "client" not in str(results.get("handler"))
-        ):
-            raise ConfigError(
-                f"hydra.launcher.keep={self.keep} removes checkpoints from run directories, not from a bucket: leave "
-                "out results.mirror and results.handler, or give hydra.launcher.keep=all"
-            )
         if self.ranks is not None or self.cluster is not None:
             raise ConfigError(
                 "hydra.launcher.ranks and hydra.launcher.cluster are for apps whose config is not one of ours: give "

@@ -41,6 +41,7 @@ from ddp_hydra.sweep.rows import State, describe_counts
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
 from ddp_hydra.sweep.settings import Settings, objective_of
 from ddp_hydra.sweep.stopping import settings as stopping
+from ddp_hydra.sweep.store_pruning import FINISH_S
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ class Sweep:
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, self.start_cluster)
         self.objective = objective_of(config, settings.direction)
-        self.pruning = Pruning(folder, settings.keep, self.objective)
+        mirror = str((config.get("results") or {}).get("mirror") or "")
+        self.pruning = Pruning(folder, settings.keep, self.objective, mirror, [self.lock])
         self.stopping = stopping.start(
             settings.stop, self.objective, self.queue, self.scheduler.running, config, settings.ranks
         )
@@ -146,6 +148,7 @@ class Sweep:
                     self.run_queue()
         finally:
             self.end_all()
+            self.pruning.finish(self.rows, 0.0 if self.interrupts.wanted else FINISH_S)
             self.write_summary()
         if self.interrupts.wanted:
             message = f"{describe_counts(self.rows)}: go on with the same command and hydra.sweep.dir={self.shown_dir}"

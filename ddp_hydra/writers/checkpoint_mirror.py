@@ -26,6 +26,7 @@ from ddp_hydra.storage.manifest import (
     STEP_FILE,
     Entries,
     damage,
+    name_in_store,
     newest_first,
     read_manifest,
     read_manifest_text,
@@ -82,7 +83,7 @@ class MirrorWriter:
         self._asked = self._done = 0  # counts of checkpoints
         self._closed_at: float | None = None
         self._thread: threading.Thread | None = None
-        self._own: set[str] = {_key(name, entry) for name, entry in _steps(self._local).items()}
+        self._own: set[str] = {name_in_store(name, entry) for name, entry in _steps(self._local).items()}
         self._sent: set[str] = set()  # those of `_own` that are known to be in the bucket
         self._newest_sent = ""
         self._reason = ""  # why the last try failed
@@ -168,7 +169,7 @@ class MirrorWriter:
         self._before()
         before = _entries(self._remote)
         self._sent &= before.keys()
-        keys = {name: _key(name, local[name]) for name in newest_first(local)}
+        keys = {name: name_in_store(name, local[name]) for name in newest_first(local)}
         newest = next(iter(keys), None)
         if newest is None:
             return
@@ -248,10 +249,3 @@ def _steps(folder: Path) -> Entries:
     except CheckpointError:
         return {}
     return {name: entries[name] for name in newest_first(entries)}
-
-
-def _key(name: str, entry: dict[str, Any]) -> str:
-    """Return the name in the bucket, which no file with another content ever gets."""
-    match = STEP_FILE.fullmatch(name)
-    assert match is not None
-    return f"step-{match[1]}-{entry['sha256']:.12}.pt"

@@ -230,6 +230,22 @@ def test_only_the_best_keep_their_checkpoints_also_when_the_sweep_goes_on(cli):
     assert "were removed: hydra.launcher.keep=best:1" in refused.stderr
 
 
+@pytest.mark.parametrize("place", ["mirror", pytest.param("root", marks=pytest.mark.slow)])
+def test_only_the_best_keep_their_checkpoints_in_a_store(cli, place):
+    store = cli.folder / "store"
+    where = (f"results.mirror={store}", "cluster=inline")
+    if place == "root":
+        where = ("results.handler=cluster", f"results.root={store}", *TINY[3:])
+    cli.done("-m", *TINY[:2], "trainer.epochs=1", *where, "optimizer.lr=0.1,0.00001", "hydra.launcher.keep=best:1",
+             "hydra.sweep.dir=sweep")  # fmt: skip
+    assert rows(cli.folder / "sweep")[1]["message"] == "its checkpoints were removed: hydra.launcher.keep=best:1"
+    steps = {path.parents[1].name for path in store.rglob("step-*.pt")}
+    assert steps == {"0"}
+    assert list((cli.folder / "sweep").glob("1/checkpoints/*.pt")) == []
+    refused = cli.run("evaluate", f"run={next(store.rglob('1/checkpoints')).parent}")
+    assert "were removed: hydra.launcher.keep=best:1" in refused.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_population_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_left, wait_for):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from pathlib import Path
 
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, write_manifest_text
+from ddp_hydra.storage import remove_checkpoints
+from ddp_hydra.storage.fetch_checkpoint import fetch_checkpoint
+from ddp_hydra.storage.manifest import find_checkpoint, name_in_store, read_manifest, write_manifest_text
+from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
 from ddp_hydra.sweep.rows import Objective, Row, State
 from ddp_hydra.writers.run_dir import locked
@@ -22,17 +26,20 @@ def row(number: int, objective: float | None, state: State = State.done, *overri
     return Row(number, list(overrides), str(number), state, objective)
 
 
-def with_checkpoints(run_dir: Path) -> Path:
-    folder = run_dir / "checkpoints"
-    folder.mkdir(parents=True)
+def with_checkpoints(run_dir: Path, mirror: Path | None = None) -> Path:
+    """Make a run's checkpoints, and those of its mirror."""
     content = run_dir.name.encode()
-    for name in ("step-000010.pt", "last.pt", "best.pt"):
-        (folder / name).write_bytes(content)
     entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "step": 10}
-    names = ("step-000010.pt", "last.pt", "best.pt")
-    (folder / "manifest.json").write_bytes(write_manifest_text(dict.fromkeys(names, entry)))
-    (folder / "notes.txt").write_text("the user's own")
-    return folder
+    for place in filter(None, (run_dir, mirror)):
+        step = "step-000010.pt" if place == run_dir else name_in_store("step-000010.pt", entry)
+        folder = place / "checkpoints"
+        folder.mkdir(parents=True)
+        for name in (step, "last.pt", "best.pt") if place == run_dir else (step,):
+            (folder / name).write_bytes(content)
+        names = (step, "last.pt", "best.pt")
+        (folder / "manifest.json").write_bytes(write_manifest_text(dict.fromkeys(names, entry)))
+        (folder / "notes.txt").write_text("the user's own")
+    return run_dir / "checkpoints"
 
 
 @pytest.mark.parametrize(
@@ -150,3 +157,63 @@ def test_the_best_of_an_unknown_direction_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"keep=best:5: it is not known whether a higher value is better: give"):
         Pruning(tmp_path, "best:5", unknown)
     Pruning(tmp_path, "none", unknown)
+
+
+@pytest.mark.integration
+def test_checkpoints_go_from_the_mirror_and_then_from_the_run_directory(tmp_path):
+    rows, mirror = [row(n, n / 10) for n in range(3)], tmp_path / "mirror"
+    folders = [with_checkpoints(tmp_path / str(n), mirror / str(n)) for n in range(3)]
+    pruning = Pruning(tmp_path, "best:1", ACCURACY, f"{mirror}/")
+    pruning.update(rows)
+    assert (folders[0] / "last.pt").exists(), "the store is first"
+    pruning.finish(rows)
+    assert [one.message for one in rows] == [pruning.note, pruning.note, ""]
+    for number in range(2):
+        for folder in (folders[number], mirror / str(number) / "checkpoints"):
+            assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "notes.txt"]
+        with pytest.raises(CheckpointError, match=r"were removed: hydra\.launcher\.keep=best:1"):
+            fetch_checkpoint(str(mirror / str(number)), tmp_path / "back")
+    assert fetch_checkpoint(str(mirror / "2"), tmp_path / "back").read_bytes() == b"2"
+    assert find_checkpoint(tmp_path / "2").name == "last.pt"
+
+
+@pytest.mark.integration
+def test_checkpoints_that_are_in_a_store_only_go_from_there(tmp_path):
+    rows, root = [row(n, n / 10) for n in range(2)], tmp_path / "root"
+    for number in range(2):
+        with_checkpoints(tmp_path / "made" / str(number), root / str(number))
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / POINTER).write_text(f"{root / str(number)}\n")
+    pruning = Pruning(tmp_path, "best:1", ACCURACY)
+    pruning.finish(rows)
+    assert [one.message for one in rows] == [pruning.note, ""]
+    assert [len(list((root / str(n) / "checkpoints").glob("step-*"))) for n in range(2)] == [0, 1]
+
+
+@pytest.mark.integration
+def test_what_a_store_refuses_to_remove_stays_everywhere_and_is_said_once(tmp_path, caplog):
+    rows, mirror = [row(n, n / 10) for n in range(4)], tmp_path / "mirror"
+    folders = [with_checkpoints(tmp_path / str(n), mirror / str(n)) for n in range(4)]
+    (mirror / "0" / "checkpoints" / "manifest.json").write_text("garbage")
+    rows[1].overrides = ["results.mirror=s3://bucket/a?x"]
+    (folders[2] / "manifest.json").write_text("garbage")
+    pruning = Pruning(tmp_path, "best:1", ACCURACY, str(mirror))
+    pruning.finish(rows)
+    pruning.finish(rows)
+    assert [one.message for one in rows] == [""] * 4
+    assert all((folder / "last.pt").exists() for folder in folders)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert [text.partition(": ")[0] for text in said] == [f"the checkpoints of job {n} stay" for n in range(3)]
+    assert "is not the manifest of checkpoints" in said[0]
+    assert "a bucket is given as s3://bucket/folder" in said[1]
+
+
+@pytest.mark.integration
+def test_the_end_of_a_sweep_does_not_wait_for_ever_for_a_store(tmp_path, monkeypatch, caplog):
+    rows, mirror = [row(n, n / 10) for n in range(2)], tmp_path / "mirror"
+    folders = [with_checkpoints(tmp_path / str(n), mirror / str(n)) for n in range(2)]
+    monkeypatch.setattr(remove_checkpoints, "remove_checkpoints", lambda *_: time.sleep(60))
+    pruning = Pruning(tmp_path, "best:1", ACCURACY, str(mirror))
+    pruning.finish(rows, timeout_s=0.0)
+    assert (folders[0] / "last.pt").exists()
+    assert "the checkpoints of job 0 stay: the process that removes them " in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import Objective
 from ddp_hydra.sweep.settings import Settings, objective_of
@@ -33,10 +32,10 @@ def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
     with pytest.raises(ConfigError, match=r"give hydra\.launcher\.ranks=2"):
         Settings(cluster={"n_workers": 2})
     with pytest.raises(ConfigError, match=r"give dispatch\.ranks and cluster instead"):
-        Settings(ranks=2).check_ours(OmegaConf.create({}))
+        Settings(ranks=2).check_ours()
     with pytest.raises(ConfigError, match=r"give objective\.direction instead"):
-        Settings(direction="maximize").check_ours(OmegaConf.create({}))
-    Settings(max_jobs=2).check_ours(OmegaConf.create({}))
+        Settings(direction="maximize").check_ours()
+    Settings(max_jobs=2).check_ours()
 
 
 @pytest.mark.parametrize("keep", ["best", "best:0", "best:-1", "best:x", "some", 5, True])
@@ -45,16 +44,11 @@ def test_what_to_keep_is_checked(keep):
         Settings(keep=keep)
 
 
-@pytest.mark.parametrize("results", [{"mirror": "s3://b/p"}, {"handler": "cluster"}, {"handler": Handler.cluster}])
-def test_checkpoints_in_buckets_are_not_pruned(results):
-    config = OmegaConf.create({"results": {"handler": "client", "mirror": None} | results})
-    with pytest.raises(ConfigError, match=r"hydra\.launcher\.keep=best:5 removes .* not from a bucket"):
-        Settings(keep="best:5").check_ours(config)
-    Settings().check_ours(config)
-    Settings(keep="none").check_ours(OmegaConf.create({"results": {"handler": Handler.client, "mirror": None}}))
+def test_other_apps_have_no_checkpoints_to_keep():
     with pytest.raises(ConfigError, match="only jobs of ddp_hydra's configs have checkpoints"):
         Settings(keep="none").check_others()
     Settings(keep=None).check_others()
+    Settings(keep="none").check_ours()
 
 
 @pytest.mark.parametrize(

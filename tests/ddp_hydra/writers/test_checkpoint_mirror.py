@@ -22,8 +22,9 @@ import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.fetch_checkpoint import fetch_checkpoint
-from ddp_hydra.storage.manifest import find_checkpoint, read_manifest_text
+from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, read_manifest_text
 from ddp_hydra.storage.remote import PIECE_BYTES
+from ddp_hydra.storage.remove_checkpoints import remove_checkpoints
 from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.default import default_writers
@@ -432,6 +433,40 @@ def test_one_failure_takes_no_name_away(front, tmp_path, checkpoint_record):
     assert [name[:11] for name in front.manifest()][:3] == ["step-000002", "step-000003", "step-000004"]
     front.check()
     run.mirror.close()
+
+
+def test_what_a_sweep_does_not_keep_goes_from_the_bucket_the_manifest_first(front, tmp_path, checkpoint_record):
+    for name in ("first", "second"):
+        run = Run(tmp_path / name, checkpoint_record)
+        for step in (1, 2):
+            run.write(step, content=f"{name} {step}".encode(), best=True)
+        run.settle()
+        run.mirror.close()
+    own = read_manifest(tmp_path / "second" / "checkpoints")
+    front.answer = failing(2, "503", "PUT", "manifest")
+    remove_checkpoints("s3://runs/a", "hydra.launcher.keep=best:1", own)
+    front.check()
+    assert fetch_checkpoint("s3://runs/a", tmp_path / "back").read_bytes() == b"first 2", "that of another run stays"
+    changes = [(method, key.rpartition("/")[2][:11]) for method, key, done in front.seen if done == "passed"]
+    changes = [change for change in changes if change[0] in ("PUT", "DELETE")]
+    assert changes[-3:] == [("PUT", "manifest.js"), ("DELETE", "step-000001"), ("DELETE", "step-000002")]
+    remove_checkpoints("s3://runs/a", "hydra.launcher.keep=best:1")
+    assert list(front.objects()) == ["a/checkpoints/manifest.json"]
+    with pytest.raises(CheckpointError, match=r"a/checkpoints were removed: hydra\.launcher\.keep=best:1"):
+        fetch_checkpoint("s3://runs/a", tmp_path / "back", "best")
+
+
+def test_checkpoints_of_a_store_that_does_not_answer_stay(front, tmp_path, checkpoint_record):
+    run = Run(tmp_path / "run", checkpoint_record)
+    run.write(1)
+    run.settle()
+    run.mirror.close()
+    before = front.objects()
+    front.answer = failing(99, "503")
+    with pytest.raises(CheckpointError, match="try again later"):
+        remove_checkpoints("s3://runs/a", "a reason", retry_s=0.3)
+    front.answer = lambda method, key: None
+    assert front.objects() == before
 
 
 def spoil(front: Front, step: int, content: bytes | None) -> None:
