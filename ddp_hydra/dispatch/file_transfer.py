@@ -56,7 +56,10 @@ class RemoteOutbox:
                 if not piece:
                     break
                 out.write(piece)
-        self._call(outbox.remove, source.name)
+        if file.get("checkpoint") is not None:  # a rank may resume from it there
+            self._call(outbox.keep, source.name, file["sha256"])
+        else:
+            self._call(outbox.remove, source.name)
 
     def drop(self, file: Mapping[str, Any]) -> None:
         """Remove a file from the outbox."""
@@ -105,7 +108,9 @@ def call(
 
 
 def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str:
-    """Send a file of the client to a rank's host, unless that sees it under the same path; return the path there.
+    """Send a file of the client to a rank's host, unless that has it already; return the path there.
+
+    It has it if it sees it under the same path, or wrote it and has kept it.
 
     Args:
         client: of the cluster.
@@ -117,7 +122,11 @@ def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str
     found = source.stat()
     if call(client, worker, outbox.is_same_file, str(source), found.st_size, found.st_mtime_ns):
         return str(source)
-    path = ""
+    with source.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    path: str = call(client, worker, outbox.find, gang, rank, source.name, sha256, found.st_size)
+    if path:
+        return path
     with source.open("rb") as file:
         while not path or file.tell() < os.fstat(file.fileno()).st_size:
             piece = file.read(outbox.CHUNK_BYTES)

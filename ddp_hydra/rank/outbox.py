@@ -6,6 +6,7 @@ verifies it and removes it. The removal is the acknowledgement: a rank with too 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import kept_checkpoints
 
 CHUNK_BYTES = 8 * 2**20
 
@@ -76,7 +78,9 @@ def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) 
 def write(gang: str, rank: int, name: str, data: bytes, first: bool, dask_worker: Any = None) -> str:
     """Append a piece to a file for a rank; return its path. Runs on the worker, called by the client."""
     target = folder(dask_worker, gang, rank, "in") / Path(name).name
-    with target.open("wb" if first else "ab") as file:
+    if first:
+        target.unlink(missing_ok=True)  # it may be another name of a kept file
+    with target.open("ab") as file:
         file.write(data)
     return str(target)
 
@@ -93,6 +97,27 @@ def is_same_file(path: str, size: int, mtime_ns: int) -> bool:
 def remove(gang: str, rank: int, name: str, dask_worker: Any = None) -> None:
     """Remove a file that the client has fetched. Runs on the worker."""
     (folder(dask_worker, gang, rank) / Path(name).name).unlink(missing_ok=True)
+
+
+def keep(gang: str, rank: int, name: str, sha256: str, dask_worker: Any = None) -> None:
+    """Take a checkpoint that the client has fetched out of the outbox, but keep it here. Runs on the worker."""
+    file = folder(dask_worker, gang, rank) / Path(name).name
+    with contextlib.suppress(FileNotFoundError):
+        kept_checkpoints.keep(dask_worker.local_directory, file, sha256)
+
+
+def find(gang: str, rank: int, name: str, sha256: str, size: int, dask_worker: Any = None) -> str:
+    """Return the path of a file for a rank, if this host has kept it; "" if not. Runs on the worker.
+
+    Args:
+        gang: the gang's name.
+        rank: of the gang.
+        name: of the file.
+        sha256: of its content.
+        size: in bytes.
+    """
+    target = folder(dask_worker, gang, rank, "in") / Path(name).name
+    return str(target) if kept_checkpoints.link(dask_worker.local_directory, sha256, size, target) else ""
 
 
 def has_files(worker: Any) -> bool:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -21,11 +22,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import Client
 from hydra import compose, initialize_config_dir
 
 from ddp_hydra import dispatch, results
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.job.run import run_job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
@@ -282,6 +285,29 @@ def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]
     assert len(lines) == len(expected)
     for line, other in zip(lines, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("is_kept", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["kept", "gone"])
+def test_a_paused_job_continues_with_the_checkpoint_that_its_host_has_kept(
+    train, uninterrupted, new_run, client, monkeypatch, is_kept
+):
+    called, run, call = [], new_run("run"), file_transfer.call
+
+    def noted(client: Client, worker: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        called.append(function.__name__)
+        return call(client, worker, function, *args, **options)
+
+    monkeypatch.setattr(file_transfer, "call", noted)
+    train(run, "trainer.pause_after_validations=1")
+    assert run.summary()["status"] == "paused"
+    assert "keep" in called
+    if not is_kept:
+        client.run(lambda dask_worker: shutil.rmtree(Path(dask_worker.local_directory, "ddp_hydra-checkpoints"), True))
+    called.clear()
+    train(run, f"resume={run.folder}")
+    assert called[:2] == ["is_same_file", "find"]
+    assert ("write" in called) is not is_kept
+    assert_same_weights(run, uninterrupted())
 
 
 @pytest.mark.slow
