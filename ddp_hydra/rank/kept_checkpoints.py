@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-MAX_BYTES = 4 * 2**30
+MAX_BYTES = 2 * 2**30
 """Bytes of all kept checkpoints of a worker; the oldest go first."""
 FREE_SHARE = 0.1
 """Share of the disk that is left free; a checkpoint that would take some of it is not kept."""
