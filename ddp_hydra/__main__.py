@@ -8,6 +8,9 @@ def main() -> None:
     from ddp_hydra.console import signals
 
     signals.leave_at_once()
+    from ddp_hydra.rank import garbage
+
+    garbage.pause()  # until the config is composed
     from ddp_hydra.cli import prestart
 
     prestart.begin(sys.argv[1:])

@@ -30,6 +30,7 @@ from ddp_hydra.console import output, signals
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.explain import explain
+from ddp_hydra.rank import garbage
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
@@ -40,6 +41,7 @@ COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs
 def main(cfg: DictConfig) -> float | None:
     """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
     signals.leave_tidily()
+    garbage.resume()
     from ddp_hydra.job.run_dir import remove_unused
     from ddp_hydra.job.torchrun import run_other_rank
 
@@ -94,7 +96,9 @@ def entry() -> None:
 
 def run_command() -> None:
     """Run the command that the first word names. Only that one is imported, because some import torch."""
-    importlib.import_module(f"ddp_hydra.cli.{sys.argv[1]}").main(sys.argv[2:])
+    command = importlib.import_module(f"ddp_hydra.cli.{sys.argv[1]}")
+    garbage.resume()
+    command.main(sys.argv[2:])
 
 
 def compose_and_run() -> None:

@@ -14,5 +14,6 @@ preemption      lets ranks finish when their worker is shut down
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose
 environment network rendezvous gpus processes    of this host
+garbage         Python's search for garbage, while modules are imported
 launch_spec spec failure return_values           data that goes to the rank and comes back
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.metadata import entry_points
 from typing import Any
+
+from ddp_hydra.rank import garbage
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
@@ -30,7 +31,7 @@ def preload(look: Callable[[], object]) -> None:
         look: called from time to time while they are imported.
     """
     watcher = _Watcher(look)
-    gc.disable()  # imports leave 8 MiB of garbage, and to look for it takes a quarter of their time
+    garbage.pause()
     sys.meta_path.insert(0, watcher)
     try:
         for name in PRELOAD:
@@ -39,8 +40,7 @@ def preload(look: Callable[[], object]) -> None:
         register_backends()
     finally:
         sys.meta_path.remove(watcher)
-    gc.freeze()  # keeps the garbage collector of a fork from touching, and so copying, the shared pages
-    gc.enable()
+    garbage.resume()
 
 
 def register_backends() -> None:

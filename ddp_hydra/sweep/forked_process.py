@@ -61,9 +61,10 @@ class ForkedProcess:
         theirs.close()
 
     def _main(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
-        # A garbage collection would touch, and so copy, all memory that is shared with the parent.
-        # The parent does not freeze: what it unfreezes counts as old, so garbage in it is hardly ever collected.
+        # A garbage collection would touch, and so copy, all memory that is shared with the parent. The parent freezes
+        # only what it has imported: what it made since would never be collected there.
         gc.freeze()
+        gc.enable()
         os.setpgid(0, 0)  # Ctrl-C is handled by the parent
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)

@@ -25,7 +25,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import project
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
-from ddp_hydra.rank import fork_client
+from ddp_hydra.rank import fork_client, garbage
 from ddp_hydra.sweep import job_status, planned_job
 from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.composing import CachingConfigLoader
@@ -54,9 +54,13 @@ PRELOAD = (
     "ddp_hydra.writers.checkpoints",
     "ddp_hydra.writers.handler",
     "ddp_hydra.writers.hparams",
+    "ddp_hydra.writers.jsonl",
+    "ddp_hydra.writers.logs",
     "ddp_hydra.writers.progress",
     "ddp_hydra.writers.status",
+    "ddp_hydra.writers.submitted_files",
     "ddp_hydra.writers.tensorboard",
+    "tornado.platform.asyncio",
 )
 """Modules that every job needs; imported once, before the processes of the jobs are forked."""
 
@@ -131,6 +135,7 @@ class Sweep:
         Raises:
             Interrupted: the user ended the sweep.
         """
+        garbage.resume()
         known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
         for job, own in zip(jobs, labels, strict=False):

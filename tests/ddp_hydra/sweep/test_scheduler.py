@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -205,9 +204,13 @@ def test_a_job_that_takes_too_long_is_interrupted_and_then_killed():
 def test_what_is_preloaded_exists(monkeypatch):
     for name in sweep.PRELOAD:
         assert importlib.util.find_spec(name), name
-    imported = []
-    monkeypatch.setattr(sweep, "connect", SimpleNamespace(load=lambda: None))
-    monkeypatch.setattr(sweep.importlib, "import_module", imported.append)
+    imported, real = [], importlib.import_module
+
+    def note(name: str, package: str | None = None) -> object:
+        imported.extend({name} & set(sweep.PRELOAD))
+        return real(name, package)
+
+    monkeypatch.setattr(sweep.importlib, "import_module", note)
     sweep.preload(is_ours=False)
     assert imported == []
     sweep.preload(is_ours=True)
