@@ -58,7 +58,7 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def parse_override(word: str) -> Override:
     """Parse an override of the command line, once. Jobs of a sweep have most of theirs in common.
 

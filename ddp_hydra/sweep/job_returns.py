@@ -14,6 +14,9 @@ from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import DdpHydraError, SweepFailed
 from ddp_hydra.sweep.rows import Row, State
 
+DICTIONARY_BYTES = 2**15
+"""What zlib looks back for; the end of a config is most like that of others."""
+
 
 class Job(Protocol):
     """The parts of a job that its result contains."""
@@ -56,8 +59,25 @@ class CompactReturn(JobReturn):
         for name in ("cfg", "hydra_cfg"):
             setattr(self, name, self.__dict__.pop(name, None))
 
+    def shrink(self, other: CompactReturn) -> None:
+        """Compress the configs again, by what they have in common with those of another result: nearly all.
+
+        Args:
+            other: it is kept as long as this one.
+        """
+        for name in ("_cfg", "_hydra_cfg"):
+            content = self._decompressed(name)
+            packer = zlib.compressobj(1, zdict=other._decompressed(name)[-DICTIONARY_BYTES:])
+            self.__dict__[name] = packer.compress(content) + packer.flush()
+        self._other = other
+
+    def _decompressed(self, name: str) -> bytes:
+        other: CompactReturn | None = self.__dict__.get("_other")
+        shared = b"" if other is None else other._decompressed(name)[-DICTIONARY_BYTES:]
+        return zlib.decompressobj(zdict=shared).decompress(self.__dict__[name])
+
     def _unpacked(self, name: str) -> Any:
-        return pickle.loads(zlib.decompress(self.__dict__[name]))  # noqa: S301, pickled by this class
+        return pickle.loads(self._decompressed(name))  # noqa: S301, pickled by this class
 
     def _pack(self, name: str, value: Any) -> None:
         self.__dict__[name] = zlib.compress(pickle.dumps(value), 1)

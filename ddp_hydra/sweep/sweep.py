@@ -31,7 +31,7 @@ from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.composing import CachingConfigLoader
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 from ddp_hydra.sweep.job_process import run_planned_job
-from ddp_hydra.sweep.job_returns import failed_return, with_trace
+from ddp_hydra.sweep.job_returns import CompactReturn, failed_return, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.plotter import Plotter
@@ -110,6 +110,7 @@ class Sweep:
                 row.state = self.stopping.state_at_end if row.state == State.done else row.state
         self.plotter = Plotter(folder, self.objective, [self.lock])
         self.stop_reason = ""
+        self.first_result: CompactReturn | None = None
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
         connect.load()  # before the cluster's process is forked, which needs it, too
@@ -135,7 +136,7 @@ class Sweep:
         Raises:
             Interrupted: the user ended the sweep.
         """
-        garbage.resume()
+        garbage.resume(searches=True)
         known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
         for job, own in zip(jobs, labels, strict=False):
@@ -221,7 +222,7 @@ class Sweep:
         if job.planned.is_ours:
             job_status.read_summary(row, folder, self.objective)
         if outcome.result is not None:
-            job.planned.result = with_trace(outcome.result, outcome.trace)
+            job.planned.result = with_trace(self.shrunk(outcome.result), outcome.trace)
             if outcome.state == State.done:
                 job_status.take_value(row, outcome.result.return_value, self.objective)
                 if job.planned.is_ours and job_status.is_paused(folder):
@@ -233,6 +234,14 @@ class Sweep:
         if row.state in (State.done, State.stopped, State.failed):
             job.planned.config = DictConfig({})  # hundreds of them would fill the memory
         self.pruning.update(self.rows)
+
+    def shrunk(self, result: JobReturn) -> JobReturn:
+        """Return a job's result, whose configs take less memory beside those of the first one."""
+        if isinstance(result, CompactReturn):
+            self.first_result = self.first_result or result
+            if result is not self.first_result:
+                result.shrink(self.first_result)
+        return result
 
     # -- watching and stopping jobs ------------------------------------------------------------------------
 
