@@ -11,11 +11,11 @@ from importlib.abc import MetaPathFinder
 from importlib.metadata import entry_points
 from typing import Any
 
-from ddp_hydra.rank import garbage
+from ddp_hydra.rank import garbage, lazy_dynamo
 
 PRELOAD = (
-    "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo", "torchvision",
-    "numpy", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
+    "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torchvision", "numpy.random",
+    "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
     "ddp_hydra.tasks.losses", "torch.utils.serialization",
 )  # fmt: skip
 """Modules that nearly every rank imports; those that are not installed are skipped."""
@@ -37,6 +37,8 @@ def preload(look: Callable[[], object]) -> None:
         for name in PRELOAD:
             with contextlib.suppress(Exception):  # a rank that needs the module reports the error
                 importlib.import_module(name)
+                if name == "torch":
+                    lazy_dynamo.put_off()
         register_backends()
     finally:
         sys.meta_path.remove(watcher)

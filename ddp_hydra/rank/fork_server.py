@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_hydra.rank import fork_environment, fork_idle
+from ddp_hydra.rank import fork_environment, fork_idle, lazy_dynamo
 from ddp_hydra.rank.fork_preload import preload
 from ddp_hydra.rank.left_behind import LEFT_S, LeftBehind
 from ddp_hydra.rank.processes import adopt_orphans, children, die_with_parent, has_ended, kill_group, user_of
@@ -214,6 +214,7 @@ class Server:
         """Fork one rank."""
         caller.has_requested = True
         self.idling.keep_warm_s = 0.0 if fork_environment.batch_job() else float(request.get("keep_warm_s", 0.0))
+        lazy_dynamo.import_if_wanted()
         try:
             pid = os.fork()
         except OSError as error:  # the host allows no other process; those that run go on

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import cloudpickle
 import dask
@@ -127,6 +128,7 @@ def functions_travel_by_value(request) -> Iterator[None]:
 @contextlib.contextmanager
 def local_client(n_workers: int) -> Iterator[Client]:
     with (
+        patch.dict(os.environ),  # Dask leaves there what it sets for its workers
         dask.config.set(QUIET),
         LocalCluster(
             n_workers=n_workers, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 TRAINING = 3
 """A training step costs about three forward passes: the backward pass costs two."""
@@ -52,6 +51,8 @@ def count(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cos
         forward: computes the forward pass of the model.
         samples: in that forward pass.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
+
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
