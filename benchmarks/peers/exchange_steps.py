@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import parallel
+from ddp_hydra.training.train_step import TrainStep
 from models.resnet import resnet18
 
 BATCH = 32
@@ -25,6 +27,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Classify(Task):
+    """A task that only computes the loss."""
+
+    def step(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the loss of a batch."""
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+
 def main(model: str, steps: int, result: str) -> None:
     """Do so many steps each way; rank 0 writes their seconds to the file `result`, as {comm_hook: [s, ...]}."""
     dist.init_process_group("gloo")
@@ -32,14 +43,14 @@ def main(model: str, steps: int, result: str) -> None:
     sides = {}
     for hook in ("none", "shared"):
         torch.manual_seed(0)
-        wrapped = parallel.ddp(MODELS[model](), comm_hook=hook)
-        sides[hook] = wrapped, torch.optim.SGD(wrapped.model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        wrapped = parallel.ddp(TrainStep(Classify(), MODELS[model]()), comm_hook=hook)
+        sides[hook] = wrapped, torch.optim.SGD(wrapped.part.parameters(), lr=0.01, momentum=0.9, fused=True)
     took: dict[str, list[float]] = {hook: [] for hook in sides}
     for _ in range(steps):
         x, y = torch.randn(BATCH, 3, 32, 32).to(memory_format=torch.channels_last), torch.randint(10, (BATCH,))
         for hook, (wrapped, optimizer) in sides.items():
             begin = time.perf_counter()
-            F.cross_entropy(wrapped(x), y).backward()
+            wrapped((x, y)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             took[hook].append(time.perf_counter() - begin)

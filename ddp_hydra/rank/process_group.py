@@ -135,6 +135,11 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
         vars(distributed_c10d).update(before)
 
 
+def current_timeout() -> timedelta:
+    """Return the timeout of process groups that are made here without one."""
+    return distributed_c10d.default_pg_timeout
+
+
 def leave_process_group() -> None:
     """Leave the process group without waiting for other ranks."""
     if dist.is_initialized():

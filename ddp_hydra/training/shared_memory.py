@@ -23,6 +23,9 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_hydra.training.consensus import has_gloo
+from ddp_hydra.training.host_barrier import HostBarrier
+
 ALIGN = 64
 """Buckets begin at multiples of so many bytes."""
 NUMBERS = 8
@@ -37,16 +40,15 @@ class SharedGradients:
     Args:
         memory: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's numbers and
             gradients.
-        group: the ranks, with gloo.
+        barrier: of these ranks.
     """
 
-    def __init__(self, memory: torch.Tensor, group: Any) -> None:
+    def __init__(self, memory: torch.Tensor, barrier: HostBarrier) -> None:
         self.numbers, self.arena = memory[..., : 8 * NUMBERS].view(torch.int64), memory[..., 8 * NUMBERS :]
-        self.group = group
+        self.barrier = barrier
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
         self.half_of_numbers = 0
-        self.tick = torch.zeros(1)
         self.held_s = 0.0  # how long the backward pass has waited in the hook
         self.begun: queue.SimpleQueue[torch.futures.Future[None] | None] = queue.SimpleQueue()
 
@@ -55,14 +57,17 @@ class SharedGradients:
         """Register the hook; return None if not all ranks can map the same memory. A collective."""
         sizes = (part.numel() * part.element_size() for part in ddp.module.parameters() if part.requires_grad)
         n_bytes = 8 * NUMBERS + sum(-(-size // ALIGN) * ALIGN for size in sizes)
-        group = dist.new_group(backend="gloo")
+        group = None if has_gloo() else dist.new_group(backend="gloo")
         memory = seen_by_all(2 * dist.get_world_size() * n_bytes, group)
-        if memory is None:
+        barrier = HostBarrier.between_all(group) if memory is not None else None
+        if group is not None:
             dist.destroy_process_group(group)
+        if memory is None or barrier is None:
             return None
-        shared = cls(memory.view(2, dist.get_world_size(), n_bytes), group)
+        shared = cls(memory.view(2, dist.get_world_size(), n_bytes), barrier)
         threading.Thread(target=serve, args=(shared.begun,), name="gradients", daemon=True).start()
         weakref.finalize(ddp, shared.begun.put, None)
+        weakref.finalize(ddp, barrier.close)
         ddp.register_comm_hook(shared, hook)
         return shared
 
@@ -106,7 +111,7 @@ class SharedGradients:
 
     def meet(self) -> None:
         """Wait until all ranks are here; then what they wrote before can be read. A collective."""
-        dist.all_reduce(self.tick, group=self.group)
+        self.barrier.wait()
 
 
 class NumbersUnderWay:

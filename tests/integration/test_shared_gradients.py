@@ -128,15 +128,15 @@ def test_it_is_the_default_and_a_profile_knows_it(client2, train):
     assert float(spent.split()[1]) > 0
 
 
-def told_without_memory(comm_hook: str) -> str:
-    """On each rank: what becomes of a hook where one rank does not see the memory of the others."""
+def told_without(part: str, comm_hook: str) -> str:
+    """On each rank: what becomes of a hook where one rank does not see the memory or the pipes of the others."""
     import torch.distributed as dist
 
     from ddp_hydra.errors import ConfigError
-    from ddp_hydra.training import shared_memory
+    from ddp_hydra.training import host_barrier, shared_memory
 
     if dist.get_rank() == 1:
-        shared_memory.mapped = lambda *_: None
+        setattr(*{"memory": (shared_memory, "mapped"), "pipes": (host_barrier, "opened")}[part], lambda *_: None)
     try:
         model = wrapped(torch.nn.Linear(2, 2), comm_hook=comm_hook)
     except ConfigError as error:
@@ -145,9 +145,10 @@ def told_without_memory(comm_hook: str) -> str:
     return str(model.part.weight.grad.tolist())
 
 
-def test_ranks_that_do_not_see_the_same_memory_use_sockets_or_say_so(client2, gang):
-    assert gang(client2).run(told_without_memory, "auto") == ["[[0.5, 0.5], [0.5, 0.5]]"] * 2
-    said = gang(client2).run(told_without_memory, "shared")
+@pytest.mark.parametrize("part", ["memory", "pipes"])
+def test_ranks_that_do_not_see_each_others_use_sockets_or_say_so(client2, gang, part):
+    assert gang(client2).run(told_without, part, "auto") == ["[[0.5, 0.5], [0.5, 0.5]]"] * 2
+    said = gang(client2).run(told_without, part, "shared")
     assert all("parallel.comm_hook=shared is for dense gradients of ranks" in words for words in said)
 
 
@@ -163,13 +164,17 @@ def test_sparse_gradients_travel_as_they_are(client2, gang):
 
 
 def left_over() -> dict[str, Any]:
-    """On each rank: threads, mappings and open files that are left when the model is gone."""
+    """On each rank: threads, mappings, pipes and open files that are left when the model is gone."""
     import gc
     import threading
     import time
 
+    def pipes() -> list[str]:
+        return [name for fd in Path("/proc/self/fd").iterdir() if (name := link(fd)).startswith("pipe:")]
+
     def found() -> list[str]:
-        names = [thread.name for thread in threading.enumerate() if thread.name == "gradients"]
+        names = [f"pipe {name}" for name in pipes() if name not in before]
+        names += [thread.name for thread in threading.enumerate() if thread.name == "gradients"]
         names += [line for line in Path("/proc/self/maps").read_text().splitlines() if "ddp_hydra-gradients" in line]
         return names + [
             name for fd in Path("/proc/self/fd").iterdir() if "memfd:ddp_hydra-gradients" in (name := link(fd))
@@ -178,6 +183,7 @@ def left_over() -> dict[str, Any]:
     def link(fd: Path) -> str:
         return str(fd.readlink()) if fd.is_symlink() else ""
 
+    before = pipes()
     model = wrapped(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).loss.sum().backward()
     during = found()
@@ -191,7 +197,7 @@ def left_over() -> dict[str, Any]:
 
 def test_nothing_is_left_of_it(client2, gang):
     for rank in gang(client2).run(left_over):
-        assert len(rank["during"]) == 3  # a thread, a mapping, and the file that belongs to it
+        assert len(rank["during"]) == 5  # a thread, a mapping, the file that belongs to it, a pipe in and one out
         assert rank["after"] == []
 
 

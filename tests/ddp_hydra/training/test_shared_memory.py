@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddp_hydra.training import shared_memory
+from ddp_hydra.training.host_barrier import HostBarrier
 from ddp_hydra.training.shared_memory import SharedGradients, mapped, mean, new_memory
 
 
@@ -16,7 +17,7 @@ from ddp_hydra.training.shared_memory import SharedGradients, mapped, mean, new_
 def shared(monkeypatch) -> SharedGradients:
     monkeypatch.setattr(shared_memory.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(shared_memory.dist, "get_world_size", lambda: 3)
-    return SharedGradients(torch.zeros(2, 3, 1024, dtype=torch.uint8), None)
+    return SharedGradients(torch.zeros(2, 3, 1024, dtype=torch.uint8), HostBarrier({}, {}, 1.0))
 
 
 def lies(shared: SharedGradients, place: torch.Tensor) -> tuple[int, int, int]:
