@@ -326,10 +326,11 @@ def preload(is_ours: bool) -> None:
     """
     from distributed.versions import get_versions
 
-    get_versions()  # each client asks for them as it connects; distributed remembers those of packages
-    metadata.version("torch")  # each job compares it; Python remembers where packages are
     for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
+    # Afterwards, as some of these modules bring another finder of packages.
+    get_versions()  # each client asks for them as it connects; distributed remembers those of packages
+    metadata.version("torch")  # each job compares it; Python remembers where packages are
     if is_ours:
         with contextlib.suppress(ConfigError, OSError):  # then each job says so
             project.pack(*project.layers())
