@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import ddp_hydra
@@ -81,14 +80,14 @@ def check(found: Probes) -> None:
     if len(torch) > 1 or any(version["torch"] is None for version in versions.values()):
         from ddp_hydra.cluster.scheduler_plugin import natural
 
-        newest = max(torch, key=natural, default=_installed("torch"))
+        newest = max(torch, key=natural, default=worker_probe.version("torch"))
         wrong.append(f"torch, the same everywhere: pip install torch{f'=={_public(newest)}' if newest else ''}")
     if wrong:
         groups = _grouped({address: _versions_text(version) for address, version in versions.items()})
         raise ClusterError("\n".join(["the workers do not fit together with this job:", *groups, "it needs", *(
             f"  {need}" for need in wrong
         )]))  # fmt: skip
-    mine = _installed("torch")
+    mine = worker_probe.version("torch")
     if torch and mine and _public(mine) not in torch:
         log.warning("torch is %s on the workers, which train, and %s here", torch.pop(), _public(mine))
 
@@ -159,13 +158,6 @@ def _grouped(texts: Mapping[str, str]) -> list[str]:
         more = f" and {len(addresses) - MAX_NAMED} more" if len(addresses) > MAX_NAMED else ""
         lines.append(f"  {', '.join(addresses[:MAX_NAMED])}{more}: {text}")
     return lines
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _minor(version: str) -> str:

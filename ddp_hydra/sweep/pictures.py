@@ -56,7 +56,9 @@ def undisturbed(what: str) -> Iterator[Drawing]:
 def encoded(figure: Figure) -> dict[str, bytes]:
     """Return the content of the image files of a figure, by the ends of their names; call it with `STYLE`."""
     png, svg = io.BytesIO(), io.BytesIO()
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
+        figure.set_layout_engine(None)  # else each file would be drawn twice, the first time to find all places
     figure.savefig(png, format="png")
-    figure.set_layout_engine(None)  # all have their places by now; to find them takes a third of the drawing
     figure.savefig(svg, format="svg", metadata={"Date": None})
     return {"png": png.getvalue(), "svg": svg.getvalue()}

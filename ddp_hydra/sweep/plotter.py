@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from ddp_hydra.rank import garbage
 from ddp_hydra.sweep.forked_process import ForkedProcess
 from ddp_hydra.sweep.plot import draw
 from ddp_hydra.sweep.rows import Objective, Row
@@ -74,6 +75,7 @@ class Plotter:
     def _draw(self, pipe: Connection) -> bool:
         """Wait for the rows, and draw them. Runs in the forked process."""
         os.nice(NICE)
+        garbage.pause()  # it would take a fifth of the time, and the process ends soon
         with contextlib.suppress(Exception):  # `draw` says what is wrong
             for name in ("figure", "backends.backend_agg", "backends.backend_svg"):
                 importlib.import_module(f"matplotlib.{name}")

@@ -14,14 +14,13 @@ import socket
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster import connect
+from ddp_hydra.cluster import connect, worker_probe
 from ddp_hydra.config import project
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
@@ -328,9 +327,9 @@ def preload(is_ours: bool) -> None:
 
     for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
-    # Afterwards, as some of these modules bring another finder of packages.
-    get_versions()  # each client asks for them as it connects; distributed remembers those of packages
-    metadata.version("torch")  # each job compares it; Python remembers where packages are
+    # Each job asks for these, which are remembered.
+    get_versions()
+    worker_probe.version("torch")
     if is_ours:
         with contextlib.suppress(ConfigError, OSError):  # then each job says so
             project.pack(*project.layers())
