@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 import time
@@ -107,6 +108,7 @@ def warm(ranks: int, n: int, stamp: Path, *more: str) -> Iterator[float]:
         cfg = compose("config", [commands.CONF, *more, *overrides(ranks, stamp)])
     plain: dict[str, Any] = schema.resolved(cfg)
     packed = project.pack(commands.ROOT)
+    logging.getLogger(Gang.__module__).setLevel(logging.ERROR)  # it warns that the checkpoint is not fetched
     with connect.connect(cfg.cluster) as client:
         for turn in range(n + 1):
             begin = time.time()
