@@ -276,10 +276,11 @@ class Server:
                 return
             if pid == 0:
                 return
-            if pid in self.ranks:
+            is_rank = pid in self.ranks
+            if is_rank:
                 self.ranks.discard(pid)
                 kill_group(pid)  # processes that the rank started, such as data loaders
-            left = self.left_behind.end(pid, self.ranks)
+            left = self.left_behind.end(pid, is_rank, self.ranks)
             for caller in self.callers.values():
                 if caller.pid == pid:
                     caller.pid = None

@@ -75,7 +75,7 @@ class Plotter:
     def _draw(self, pipe: Connection) -> bool:
         """Wait for the rows, and draw them. Runs in the forked process."""
         os.nice(NICE)
-        garbage.pause()  # it would take a fifth of the time, and the process ends soon
+        garbage.pause()  # the process ends soon
         with contextlib.suppress(Exception):  # `draw` says what is wrong
             for name in ("figure", "backends.backend_agg", "backends.backend_svg"):
                 importlib.import_module(f"matplotlib.{name}")
