@@ -18,12 +18,14 @@ from typing import Any, Self
 from distributed import Client
 
 from ddp_hydra.cluster.by_source import BySource
-from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, release, reserve
+from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, FRONT, release, reserve_or_wait
 from ddp_hydra.errors import ClusterError
 
 log = logging.getLogger(__name__)
+WAIT_S = 0.25
+"""Seconds that a request of the first in the queue waits for workers."""
 POLL_S = 0.05
-"""Seconds between two requests of the first in the queue; twice as many for the second, and so on."""
+"""Seconds between two requests of one further behind, for each gang ahead of it."""
 RENEW_POLL_S = 0.05
 GROW_S = 10.0
 """Seconds that a cluster that is too small may take to grow."""
@@ -80,7 +82,7 @@ class Reservation:
             ClusterError: not enough workers became free in time.
         """
         begin, is_logged = time.monotonic(), False
-        while "workers" not in (answer := self._request(topic, self.ranks, self.ranks)):
+        while "workers" not in (answer := self._request(topic, self.ranks, self.ranks, wait_s=WAIT_S)):
             self.check()
             waited_s = time.monotonic() - begin
             ahead = answer.pop("ahead")
@@ -90,7 +92,8 @@ class Reservation:
             if waited_s > 1 and not is_logged:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
                 is_logged = True
-            time.sleep(min(POLL_S * (1 + ahead), ABSENT_S / 4))
+            if ahead >= FRONT:
+                time.sleep(min(POLL_S * ahead, ABSENT_S / 4))
         self.ranks = len(answer["workers"])
         return answer["workers"]
 
@@ -128,10 +131,11 @@ class Reservation:
             time.sleep(RENEW_POLL_S)
 
     def _request(
-        self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = ()
+        self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = (), wait_s: float = 0.0
     ) -> dict[str, Any]:
+        place = self.name, self.client.id, self.sweep, topic
         return self._on_scheduler(
-            reserve, self.name, self.client.id, self.sweep, topic, wanted=wanted, least=least, avoid=list(silent)
+            reserve_or_wait, *place, wanted=wanted, least=least, avoid=list(silent), wait_s=wait_s
         )
 
     def _on_scheduler(self, function: Callable[..., Any], *args: Any, answer_s: float = ANSWER_S, **kwargs: Any) -> Any:

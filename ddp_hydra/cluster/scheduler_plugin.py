@@ -6,6 +6,7 @@ The scheduler's event loop runs one function at a time, so no lock is needed. Th
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ SUSPENDED_S = 600.0
 """A client without a heartbeat for this many seconds counts as suspended, and loses its workers to gangs that wait."""
 CONFIRM_S = 15.0
 """Seconds that it is watched before: a scheduler that was suspended itself has unread heartbeats of its clients."""
+FRONT = 2
+"""How many gangs of the queue are woken when workers become free; those behind them ask now and then."""
 
 
 def reserve(
@@ -85,6 +88,35 @@ def reserve(
     return {"workers": chosen}
 
 
+async def reserve_or_wait(
+    gang: str, *args: Any, wait_s: float, dask_scheduler: Any = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Reserve workers as `reserve` does; if too few are free, wait for more, and try once again. Runs on the scheduler.
+
+    Args:
+        gang: name of the gang.
+        args: of `reserve`.
+        wait_s: how long to wait.
+        dask_scheduler: passed by Dask.
+        kwargs: of `reserve`.
+    """
+    kwargs["dask_scheduler"] = dask_scheduler
+    answer = reserve(gang, *args, **kwargs)
+    if "workers" not in answer and answer["ahead"] < FRONT:
+        woken = asyncio.ensure_future(dask_scheduler._ddp_hydra_change.wait())
+        await asyncio.wait([woken], timeout=wait_s)
+        woken.cancel()
+        if gang in dask_scheduler._ddp_hydra_queue:  # else it has given up, and would never release them
+            answer = reserve(gang, *args, **kwargs)
+    return answer
+
+
+def _wake_up(scheduler: Any) -> None:
+    """Let the gangs that wait look again."""
+    scheduler._ddp_hydra_change.set()
+    scheduler._ddp_hydra_change = asyncio.Event()
+
+
 def _free(running: Mapping[str, str], gang: str, reservations: Mapping[str, Any]) -> dict[str, str]:
     """Return the running workers that no other gang holds."""
     held = {address for other, entry in reservations.items() if other != gang for address in entry["workers"]}
@@ -141,6 +173,7 @@ def release(gang: str, dask_scheduler: Any = None) -> None:
     """Release a gang's workers, and the records of it that the scheduler still keeps."""
     entry = _reservations(dask_scheduler).pop(gang, None)
     dask_scheduler._ddp_hydra_queue.pop(gang, None)
+    _wake_up(dask_scheduler)
     if entry is not None:
         _forget_topic(entry["topic"], dask_scheduler)
 
@@ -168,6 +201,10 @@ class ReservationPlugin(SchedulerPlugin):
         if any(entry["topic"] == topic for entry in _reservations(self.scheduler).values()):
             self.scheduler._broker.truncate(topic)
 
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        """Let the gangs that wait for workers look again; called by Dask."""
+        _wake_up(scheduler)
+
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         """Report a worker that left the cluster; called by Dask."""
         for entry in _reservations(scheduler).values():
@@ -184,6 +221,7 @@ class ReservationPlugin(SchedulerPlugin):
 def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_reservations"):
         scheduler._ddp_hydra_reservations, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
+        scheduler._ddp_hydra_change = asyncio.Event()
         scheduler.add_plugin(ReservationPlugin(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import inspect
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.cluster import reservation, scheduler_plugin
 from ddp_hydra.cluster.reservation import Reservation
-from ddp_hydra.cluster.scheduler_plugin import LATE_S, ReservationPlugin, release, reserve
+from ddp_hydra.cluster.scheduler_plugin import FRONT, LATE_S, ReservationPlugin, release, reserve, reserve_or_wait
 from ddp_hydra.errors import ClusterError
 
 
@@ -35,6 +37,8 @@ class Scheduler:
 
     def add(self, worker: str, status: Status = Status.running) -> None:
         self.workers[worker] = SimpleNamespace(host=worker.partition(":")[0], status=status)
+        for plugin in list(self.plugins.values()):
+            plugin.add_worker(self, worker)
 
     def remove(self, worker: str) -> None:
         del self.workers[worker]
@@ -326,6 +330,87 @@ def test_a_scheduler_without_topics_is_fine():
     assert scheduler.reserved == {}
 
 
+# -- waiting on the scheduler --------------------------------------------------------------------------------
+
+NEVER_S = 60.0
+
+
+def while_they_wait(scheduler: Scheduler, gangs: dict[str, int], then: Callable[[], None], wait_s=NEVER_S) -> list[Any]:
+    """Return the answers of gangs that ask for so many workers each, and are waiting when `then` is called."""
+
+    async def ask() -> list[Any]:
+        asked = [
+            asyncio.ensure_future(
+                reserve_or_wait(gang, "me", gang, f"topic of {gang}", n, n, wait_s=wait_s, dask_scheduler=scheduler)
+            )
+            for gang, n in gangs.items()
+        ]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        then()
+        return await asyncio.wait_for(asyncio.gather(*asked), NEVER_S / 2)
+
+    return asyncio.run(ask())
+
+
+def test_a_gang_that_waits_gets_workers_when_they_are_released():
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.reserve("one", 2)
+    (answer,) = while_they_wait(scheduler, {"two": 1}, lambda: release("one", scheduler))
+    assert answer == {"workers": {"a:1": "a"}}
+    assert scheduler.reserved == {"two": ["a:1"]}
+
+
+def test_a_gang_that_waits_gets_workers_when_they_come():
+    scheduler = Scheduler()
+    (answer,) = while_they_wait(scheduler, {"one": 1}, lambda: scheduler.add("a:1"))
+    assert answer == {"workers": {"a:1": "a"}}
+
+
+def test_a_gang_that_waits_gets_the_workers_of_a_client_that_is_gone():
+    scheduler = Scheduler("a:1")
+    scheduler.reserve("one", 1, holder="you")
+    (answer,) = while_they_wait(scheduler, {"two": 1}, lambda: scheduler.remove_client("you"))
+    assert answer == {"workers": {"a:1": "a"}}
+
+
+def test_of_the_gangs_that_wait_the_first_gets_the_workers():
+    scheduler = Scheduler("a:1")
+    scheduler.reserve("one", 1)
+    first, second = while_they_wait(scheduler, {"two": 1, "three": 1}, lambda: release("one", scheduler))
+    assert first == {"workers": {"a:1": "a"}}
+    assert second == {"wanted": 1, "free": 0, "total": 1, "ahead": 0}
+
+
+def test_a_gang_that_has_given_up_while_it_waited_gets_nothing():
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.reserve("one", 2)
+
+    def give_up() -> None:
+        release("two", scheduler)
+        release("one", scheduler)
+
+    (answer,) = while_they_wait(scheduler, {"two": 1}, give_up)
+    assert "workers" not in answer
+    assert scheduler.reserved == {}
+
+
+def test_a_gang_that_has_waited_for_nothing_is_told_how_many_are_free():
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.reserve("one", 1)
+    (answer,) = while_they_wait(scheduler, {"two": 2}, lambda: None, wait_s=0.01)
+    assert answer == {"wanted": 2, "free": 1, "total": 2, "ahead": 0}
+
+
+def test_a_gang_far_behind_is_answered_at_once():
+    scheduler = Scheduler("a:1")
+    scheduler.reserve("one", 1)
+    for number in range(FRONT):
+        scheduler.reserve(f"earlier {number}", 1)
+    (answer,) = while_they_wait(scheduler, {"late": 1}, lambda: None)
+    assert answer["ahead"] == FRONT
+
+
 # -- the client's side -------------------------------------------------------------------------------------
 
 
@@ -345,11 +430,16 @@ class Client:
         assert callback_timeout is not None, "the scheduler may be gone"
         return function(*args, **kwargs)
 
-    def _run_on_scheduler(self, function, *args, **kwargs) -> Any:
+    def _run_on_scheduler(self, function, *args, wait_s=0.0, **kwargs) -> Any:
         if self.lost:
             raise OSError("connection refused")
         function = pickle.loads(pickle.dumps(function))
-        return function(*args, dask_scheduler=self.scheduler, **kwargs)
+        if not inspect.iscoroutinefunction(function):
+            return function(*args, dask_scheduler=self.scheduler, **kwargs)
+        answer = asyncio.run(function(*args, wait_s=0.0, dask_scheduler=self.scheduler, **kwargs))
+        if wait_s and "workers" not in answer:
+            reservation.time.sleep(wait_s)
+        return answer
 
     def _run(self, function, workers, on_error) -> dict[str, Any]:
         assert on_error == "ignore"
