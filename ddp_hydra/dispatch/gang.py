@@ -164,7 +164,8 @@ class Gang(Settings):
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
         reserved = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
-        with self.reporting_dropped(), self.interrupts.caught(self.grace_s > 0), reserved as reservation:
+        interrupts = self.interrupts.caught(self.grace_s > 0)
+        with self.reporting_dropped(), interrupts, self.cleaned_up(), reserved as reservation:
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
             self.check_workers(workers)
@@ -178,6 +179,7 @@ class Gang(Settings):
                 except RankFailed as error:
                     silent = self.attempt.watchdog.silent
                     self.decide_restart(error)
+                    self.attempt.clean_up()
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
                         workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
@@ -210,6 +212,16 @@ class Gang(Settings):
             if sentence := self.unread.sentence():
                 log.warning("%s", sentence)
 
+    @contextmanager
+    def cleaned_up(self) -> Iterator[None]:
+        """Empty the outboxes of the last attempt after the block: other gangs wait for its workers, not for this."""
+        self.attempt = None
+        try:
+            yield
+        finally:
+            if self.attempt is not None:
+                self.attempt.clean_up()
+
     def check_workers(self, workers: Iterable[str]) -> None:
         """Check that new workers have what the ranks need.
 
@@ -236,13 +248,10 @@ class Gang(Settings):
         self.world_size = len(attempt.specs)
         self.grouped = self.group and not isinstance(call.fn, Script)
         kwargs = dict(call.kwargs)
-        try:
-            if call.files:
-                kwargs["files"] = attempt.send_files(call.files)
-            with self.interrupts.deferred():
-                return attempt.run(pickled.dumps((call.fn, call.args, kwargs)))
-        finally:
-            attempt.clean_up()
+        if call.files:
+            kwargs["files"] = attempt.send_files(call.files)
+        with self.interrupts.deferred():
+            return attempt.run(pickled.dumps((call.fn, call.args, kwargs)))
 
     def decide_restart(self, error: RankFailed) -> None:
         """Raise the error again unless there is another attempt."""

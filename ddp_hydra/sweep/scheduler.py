@@ -158,16 +158,15 @@ class JobScheduler:
     def fits(self, job: PlannedJob) -> bool:
         """Return whether a job can start now.
 
-        Some more jobs of ours start than there are workers for: they wait for the next workers that become free.
+        Jobs of ours start for twice as many workers as there are: one that waits begins as soon as another one ends.
         """
         if self.max_jobs is not None and len(self.running) >= self.max_jobs:
             return False
         if self.cluster is None:
             most = os.cpu_count() or 1
             return len(self.running) < (most if not job.is_ours or job.is_dry else 1)
+        if self.cluster.scheduler is None:
+            return False
         total = self.cluster.workers
-        ranks = job.need.ranks or total
         used = sum(other.planned.need.ranks or total for other in self.running)
-        waiting = sum(not other.row.workers for other in self.running)
-        may_wait = job.is_ours and waiting < max(1, total // max(1, ranks))
-        return self.cluster.scheduler is not None and (used + ranks <= total or may_wait)
+        return not self.running or used + (job.need.ranks or total) <= (2 * total if job.is_ours else total)
