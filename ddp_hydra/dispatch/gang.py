@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any
 
 from distributed import Client
 
-from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch import pickled, placement, run_dir
@@ -34,6 +33,7 @@ from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.dispatch.user_script import Script, script
+from ddp_hydra.dispatch.worker_checks import WorkerChecks
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.launch_spec import LaunchSpec
@@ -164,11 +164,12 @@ class Gang(Settings):
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
         reserved = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
+        checks = WorkerChecks(self.client, self.pip, self.interface)
         interrupts = self.interrupts.caught(self.grace_s > 0)
         with self.reporting_dropped(), interrupts, self.cleaned_up(), reserved as reservation:
             number, topic = self.first_attempt, name
-            workers = reservation.reserve(topic, self.queue_timeout_s)
-            self.check_workers(workers)
+            workers = reservation.reserve(topic, self.queue_timeout_s, checks.probe_ahead)
+            checks.check(workers)
             while True:
                 self.workers_on_host = self.count_workers() if self.sweep else Counter()
                 self.attempt = Attempt(
@@ -183,7 +184,7 @@ class Gang(Settings):
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
                         workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
-                        self.check_workers(workers)
+                        checks.check(workers)
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
@@ -221,27 +222,6 @@ class Gang(Settings):
         finally:
             if self.attempt is not None:
                 self.attempt.clean_up()
-
-    def check_workers(self, workers: Iterable[str]) -> None:
-        """Check that new workers have what the ranks need.
-
-        Raises:
-            ClusterError: some do not.
-        """
-        workers, known = list(workers), self.probes
-        found = dict(preflight.probe(self.client, [address for address in workers if address not in known], self.pip))
-        if found:  # they have to fit together with those that were looked at before
-            all_found = {address: there for address, there in (known | found).items() if address in workers}
-            preflight.check(all_found)
-            preflight.check_packages(all_found)
-            preflight.check_network(all_found, self.interface)
-            known.update(found)
-
-    @property
-    def probes(self) -> dict[str, Any]:
-        """Return what is known of workers that have what this gang needs, also from earlier gangs of this client."""
-        of_client: dict[Any, dict[str, Any]] = vars(self.client).setdefault("_ddp_hydra_probes", {})
-        return of_client.setdefault((tuple(self.pip), self.interface), {})
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""

@@ -1,0 +1,88 @@
+"""Workers are checked once for all gangs of a client that need the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddp_hydra.cluster import preflight
+from ddp_hydra.dispatch.worker_checks import MOST_AHEAD, WorkerChecks
+from ddp_hydra.errors import ClusterError
+
+
+@pytest.fixture
+def probed(monkeypatch) -> list[list[str]]:
+    """The workers that were looked at, call by call."""
+    calls: list[list[str]] = []
+
+    def probe(client: Any, workers: list[str], *_: Any) -> dict[str, Any]:
+        calls.append(workers)
+        return dict.fromkeys(workers)
+
+    monkeypatch.setattr(preflight, "probe", probe)
+    for name in ("check", "check_packages", "check_network"):
+        monkeypatch.setattr(preflight, name, lambda *_: None)
+    return calls
+
+
+def test_a_worker_is_looked_at_once_for_each_need(probed):
+    client: Any = SimpleNamespace()
+    WorkerChecks(client).check(["a", "b"])
+    WorkerChecks(client).check(["b", "c"])
+    WorkerChecks(client, ["timm"]).check(["a"])
+    WorkerChecks(client, interface="eth1").check(["a"])
+    other: Any = SimpleNamespace()
+    WorkerChecks(other).check(["a"])
+    assert probed == [["a", "b"], ["c"], ["a"], ["a"], ["a"]]
+
+
+def test_a_worker_that_lacks_something_is_looked_at_again(probed, monkeypatch):
+    def refuse(found: Any) -> None:
+        raise ClusterError("no torch")
+
+    client: Any = SimpleNamespace()
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "check", refuse)
+        with pytest.raises(ClusterError):
+            WorkerChecks(client).check(["a"])
+    WorkerChecks(client).check(["a"])
+    assert probed == [["a"], ["a"]]
+
+
+def test_a_new_worker_has_to_fit_together_with_those_looked_at_before(probed, monkeypatch):
+    client: Any = SimpleNamespace()
+    WorkerChecks(client).check(["a", "b", "gone"])
+    together: list[list[str]] = []
+    monkeypatch.setattr(preflight, "check", lambda found: together.append(sorted(found)))
+    WorkerChecks(client).check(["a", "b", "c"])
+    WorkerChecks(client).check(["a", "c"])
+    assert together == [["a", "b", "c"]]
+
+
+def cluster(*workers: str) -> Any:
+    return SimpleNamespace(scheduler_info=lambda n_workers: {"workers": dict.fromkeys(workers)})
+
+
+def test_a_gang_that_waited_asks_only_the_workers_that_have_come_meanwhile(probed):
+    checks = WorkerChecks(cluster("a", "b"))
+    checks.probe_ahead()
+    checks.check(["b", "c"])
+    assert probed == [["a", "b"], ["c"]]
+
+
+def test_what_was_probed_ahead_is_checked_for_the_own_workers_alone(probed, monkeypatch):
+    together: list[list[str]] = []
+    monkeypatch.setattr(preflight, "check", lambda found: together.append(sorted(found)))
+    checks = WorkerChecks(cluster("a", "b"))
+    checks.probe_ahead()
+    checks.check(["b"])
+    assert together == [["b"]]
+    WorkerChecks(checks.client).check(["a"])
+    assert probed == [["a", "b"], ["a"]]
+
+
+def test_in_a_large_cluster_none_is_probed_ahead(probed):
+    WorkerChecks(cluster(*map(str, range(MOST_AHEAD + 1)))).probe_ahead()
+    assert probed == []
