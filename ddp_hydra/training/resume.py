@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.by_name import each
-from ddp_hydra.training.state import State
+from ddp_hydra.training.state import State, each
 
 SHOWN = 8
 

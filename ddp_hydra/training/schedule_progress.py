@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddp_hydra.training.by_name import each
 from ddp_hydra.training.lr_schedules import FactorLR
-from ddp_hydra.training.state import Position
+from ddp_hydra.training.state import Position, each
 
 
 class ScheduleProgress:

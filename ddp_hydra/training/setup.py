@@ -20,7 +20,6 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates, Part
-from ddp_hydra.training.by_name import together
 from ddp_hydra.training.cadence import Cadence
 from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.caller import Callbacks
@@ -41,7 +40,7 @@ from ddp_hydra.training.monitoring.throughput import Throughput
 from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
-from ddp_hydra.training.state import Position, State
+from ddp_hydra.training.state import Position, State, together
 from ddp_hydra.training.update import Update
 
 

@@ -6,7 +6,7 @@ of random generators: the order of samples, their augmentation and the seed of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.training.by_name import each
 
 FORMAT = 2
 
@@ -58,7 +57,7 @@ class State:
 
     Args:
         model: the model, not wrapped in DDP.
-        optimizer: its optimizer, or several by name; see `update.together`.
+        optimizer: its optimizer, or several by name; see `together`.
         scheduler: its learning-rate schedule, or several by name.
         position: the place that the run has reached.
         config: the part of the config that is saved, see `checkpoint_config.of`.
@@ -154,6 +153,33 @@ class State:
             return False
         self.best = value
         return True
+
+
+class ByName(dict[str, Any]):
+    """The optimizers or schedules of several updates, which are saved together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each by its name."""
+        return {name: part.state_dict() for name, part in self.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of each.
+
+        Raises:
+            KeyError: there is none for one of them.
+        """
+        for name, part in self.items():
+            part.load_state_dict(state[name])
+
+
+def together(parts: dict[str, Any]) -> Any:
+    """Return the only part itself, or several by name."""
+    return parts[""] if list(parts) == [""] else ByName(parts)
+
+
+def each(part: Any) -> Iterable[tuple[str, Any]]:
+    """Yield the name and the object of each part that `together` has put together."""
+    return part.items() if isinstance(part, ByName) else [("", part)]
 
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:

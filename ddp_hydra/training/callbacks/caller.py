@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.by_name import each
 from ddp_hydra.training.callbacks.base import Callback
 from ddp_hydra.training.callbacks.view import View
-from ddp_hydra.training.state import State
+from ddp_hydra.training.state import State, each
 
 
 class Callbacks:
