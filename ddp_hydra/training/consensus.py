@@ -29,50 +29,6 @@ class Decision:
     log: bool = False
 
 
-class Vote:
-    """A vote under way.
-
-    Args:
-        votes: (5,) int64: the reason to stop; world_size - rank if the step is bad, else 0; whether to log; two counts,
-            negated. It is being reduced to the maximum over all ranks.
-        work: has `wait`, which waits for the reduction; None for a single rank.
-        world_size: number of ranks.
-        take: called with the least counts of all ranks.
-    """
-
-    def __init__(
-        self,
-        votes: torch.Tensor,
-        work: Any,
-        world_size: int,
-        take: Callable[[list[int]], None] = lambda counts: None,
-    ) -> None:
-        self.votes, self.work, self.world_size, self.take = votes, work, world_size, take
-
-    def result(self) -> Decision:
-        """Wait for the other ranks, and return the decision."""
-        if self.work is not None:
-            self.work.wait()
-        stop, bad, log, *counts = self.votes.tolist()
-        self.take([-count for count in counts])
-        return Decision(stop, self.world_size - bad if bad else None, bool(log))
-
-
-class DeferredVote:
-    """A vote that is cast when its result is asked for.
-
-    Args:
-        cast: casts the vote.
-    """
-
-    def __init__(self, cast: Callable[[], Vote]) -> None:
-        self.cast = functools.cache(cast)
-
-    def result(self) -> Decision:
-        """Cast the vote, and wait for the other ranks. A collective."""
-        return self.cast().result()
-
-
 class StepConsensus:
     """Reduces votes over all ranks: 40 bytes that travel together with the gradients, so they cost no time.
 
@@ -80,7 +36,7 @@ class StepConsensus:
 
     Attributes:
         counts: two counts of this rank that travel with each vote.
-        take: called with the least counts of all ranks when a vote's result is known.
+        take: called with the least counts of all ranks when a decision is known.
     """
 
     def __init__(self) -> None:
@@ -95,31 +51,49 @@ class StepConsensus:
         good: bool | Callable[[], bool] = True,
         stop: int = 0,
         log: bool = False,
-        send_along: Callable[[torch.Tensor], Any] | None = None,
-    ) -> Vote | DeferredVote:
-        """Cast this rank's vote. A collective.
+        send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None,
+    ) -> Callable[[], Decision]:
+        """Cast this rank's vote; return a function that waits for the decision of all ranks. A collective.
 
         Args:
-            good: whether this rank's step may count. If the answer takes time, a function that returns it: it is
-                called when the result is asked for, and other work is done until then.
+            good: whether this rank's step may count. If the answer takes time, a function that returns it: then the
+                vote is cast when the decision is asked for, and other work is done until then.
             stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 for none.
             log: it is time to log.
             send_along: sends the vote with the gradients of the backward pass that follows, see `SharedGradients`;
                 otherwise it travels by itself.
         """
         if callable(good):
-            return DeferredVote(lambda: self._cast(good(), stop, log))
+            return functools.cache(lambda: self._cast(good(), stop, log)())
         return self._cast(good, stop, log, send_along)
 
-    def _cast(self, good: bool, stop: int, log: bool, send_along: Callable[[torch.Tensor], Any] | None = None) -> Vote:
+    def decide(self, good: bool = True, stop: int = 0) -> Decision:
+        """Cast this rank's vote, see `vote`, and wait for the decision. A collective."""
+        return self.vote(good, stop)()
+
+    def _cast(
+        self,
+        good: bool,
+        stop: int,
+        log: bool,
+        send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None,
+    ) -> Callable[[], Decision]:
         counts = (-count for count in self.counts())
+        # All are reduced to their maximum over the ranks.
         votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts])
-        if self.alone:
-            return Vote(votes, None, 1, self.take)
-        if send_along is not None:
-            return Vote(votes, send_along(votes), self.world_size, self.take)
-        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return Vote(votes, work, self.world_size, self.take)
+        wait: Callable[[], Any] = lambda: None  # noqa: E731
+        if send_along is not None and not self.alone:
+            wait = send_along(votes)
+        elif not self.alone:
+            wait = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group, async_op=True).wait
+
+        def decision() -> Decision:
+            wait()
+            stop, bad, log, *counts = votes.tolist()
+            self.take([-count for count in counts])
+            return Decision(stop, self.world_size - bad if bad else None, bool(log))
+
+        return decision
 
     def gather(self, *parts: list[float]) -> list[list[list[float]]]:
         """Gather lists of numbers from all ranks, in one exchange. A collective.

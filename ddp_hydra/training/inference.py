@@ -113,7 +113,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
         metrics = evaluation.run(trained.model, stop=stop.reason)
-        stopped = StepConsensus().vote(stop=stop.reason()).result().stop
+        stopped = StepConsensus().decide(stop=stop.reason()).stop
         return {
             "metrics": metrics,
             "samples": len(run.data) if hasattr(run.data, "__len__") else None,

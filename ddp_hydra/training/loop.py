@@ -114,11 +114,11 @@ def forward_backward(
             losses.append(loss.detach())
             if batch.last:
                 # The vote travels while the gradients do; from a GPU, after them.
-                vote = update.check.vote(losses, stop=run.stop_signal.reason(), log=run.log_clock.is_due())
+                decision = update.check.vote(losses, stop=run.stop_signal.reason(), log=run.log_clock.is_due())
             heartbeat.at("backward", run.step)
             update.optimizer_step.backward(loss)
         counts.append(count(result, batch.size, update.name))
-    return vote.result(), losses, counts
+    return decision(), losses, counts
 
 
 def end_epoch(run: Run) -> None:
@@ -144,7 +144,7 @@ def end_epoch(run: Run) -> None:
         run.save_after_epoch(may_be_best)
     if is_unknown:
         run.checkpoints.wait()
-        run.consensus.vote().result()  # no rank ends before the run is saved
+        run.consensus.decide()  # no rank ends before the run is saved
         raise objective.unknown(run.metric, run.metrics)
 
 
@@ -154,7 +154,7 @@ def validate(run: Run) -> bool:
     heartbeat.at("validate", run.position.step)
     with run.monitor.paused():
         metrics = run.validation.run(run.ema.model if run.ema else run.model, stop=run.stop_signal.reason)
-    run.stop = run.consensus.vote(stop=run.stop_signal.reason()).result().stop
+    run.stop = run.consensus.decide(stop=run.stop_signal.reason()).stop
     if run.stop:
         return False
     run.log(metrics)

@@ -39,7 +39,7 @@ class Parallel:
     """
 
     same_gradients = True
-    send_along: Callable[[torch.Tensor], Any] | None = None
+    send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None
 
     def __init__(self, step: TrainStep, wrapped: nn.Module) -> None:
         self.step, self.wrapped = step, wrapped

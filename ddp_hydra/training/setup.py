@@ -158,7 +158,7 @@ def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> 
     sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size())
     if isinstance(sampler, StreamSampler):
         consensus.counts, consensus.take = sampler.counts, sampler.heard
-        sampler.agree = lambda: consensus.vote().result()
+        sampler.agree = consensus.decide
     elif cfg.trainer.overfit_batches:
         return Repeated(sampler, cfg.trainer.overfit_batches)
     return sampler

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -71,19 +71,22 @@ class SharedGradients:
         ddp.register_comm_hook(shared, hook)
         return shared
 
-    def send_along(self, numbers: torch.Tensor) -> NumbersUnderWay:
+    def send_along(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Let numbers travel with the gradients of the next backward pass. A collective.
 
         The ranks meet in each backward pass. When this rank writes to a half again, they have met since all have read
         it.
 
         Args:
-            numbers: (n,) int64, at most `NUMBERS`. After `wait` of what is returned, the maximum over all ranks.
+            numbers: (n,) int64, at most `NUMBERS`.
+
+        Returns:
+            A function that replaces the numbers by their maximum over all ranks, to call after the backward pass.
         """
         self.half_of_numbers ^= 1
         rows = self.numbers[self.half_of_numbers, :, : len(numbers)]
         rows[self.rank] = numbers
-        return NumbersUnderWay(rows, numbers)
+        return lambda: torch.amax(rows, 0, out=numbers)
 
     def place(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return the place of a bucket in the arena, (ranks, n), which is free to be written.
@@ -112,22 +115,6 @@ class SharedGradients:
     def meet(self) -> None:
         """Wait until all ranks are here; then what they wrote before can be read. A collective."""
         self.barrier.wait()
-
-
-class NumbersUnderWay:
-    """Numbers that travel with gradients.
-
-    Args:
-        rows: (ranks, n) int64, of all ranks.
-        result: (n,) int64, where their maximum goes.
-    """
-
-    def __init__(self, rows: torch.Tensor, result: torch.Tensor) -> None:
-        self.rows, self.result = rows, result
-
-    def wait(self) -> None:
-        """Take the maximum over all ranks, after the backward pass."""
-        torch.amax(self.rows, 0, out=self.result)
 
 
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text

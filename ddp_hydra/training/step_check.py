@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ddp_hydra.training.consensus import Decision, DeferredVote, StepConsensus, Vote
+from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
 from ddp_hydra.training.optimizer_step import OptimizerStep
@@ -26,8 +26,8 @@ class StepCheck:
         self.optimizer_step, self.consensus, self.late = optimizer_step, consensus, late
         self.unchecked: GradientNorms | None = None
 
-    def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Vote | DeferredVote:
-        """Send the other ranks a vote on this step. A collective.
+    def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
+        """Send the other ranks a vote on this step; return a function that waits for theirs. A collective.
 
         Args:
             losses: of the step's micro-batches, on this rank.
@@ -63,5 +63,5 @@ class StepCheck:
         names = gradients.nonfinite_names()
         bad_rank = 0 if names else None
         if not self.optimizer_step.parallel.same_gradients:
-            bad_rank = self.consensus.vote(good=not names).result().bad_rank
+            bad_rank = self.consensus.decide(good=not names).bad_rank
         return None if bad_rank is None else NonFiniteStep(bad_rank, gradients.loss, names)

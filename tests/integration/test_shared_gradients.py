@@ -60,7 +60,7 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     for step in range(steps):
         loss = model(float(step * (rank + 1))).loss
         numbers = torch.tensor([step * 10 + rank, -rank])
-        under_way = model.send_along(numbers)
+        wait = model.send_along(numbers)
         loss.backward()
         expected = step * sum(range(1, ranks + 1)) / ranks
         for index, weight in enumerate(model.part.all):
@@ -68,7 +68,7 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
             if (weight.grad != expected).any():
                 wrong.append(f"step {step}, weight {index}: {weight.grad.unique().tolist()} for {expected}")
             weight.grad.zero_()
-        under_way.wait()
+        wait()
         if numbers.tolist() != [step * 10 + ranks - 1, 0]:
             wrong.append(f"step {step}: the numbers are {numbers.tolist()}")
     return wrong

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.training import consensus
-from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal, Vote
+from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +31,20 @@ def board() -> Iterator[heartbeat.SharedStatus]:
 @pytest.mark.parametrize("stop", range(len(REASONS)))
 @pytest.mark.parametrize("good", [True, False])
 def test_alone_a_rank_agrees_with_itself(good, stop):
-    agreed = StepConsensus().vote(good=good, stop=stop).result()
+    agreed = StepConsensus().decide(good=good, stop=stop)
     assert agreed == Decision(stop, None if good else 0)
 
 
 def test_a_vote_may_be_asked_twice():
-    vote = StepConsensus().vote(good=False, stop=2)
-    assert vote.result() == vote.result() == Decision(2, 0)
+    decision = StepConsensus().vote(good=False, stop=2)
+    assert decision() == decision() == Decision(2, 0)
 
 
 def test_what_has_to_be_waited_for_is_looked_at_with_the_result_and_once():
     looked = []
-    vote = StepConsensus().vote(good=lambda: bool(looked.append("now")), stop=1)
+    decision = StepConsensus().vote(good=lambda: bool(looked.append("now")), stop=1)
     assert not looked
-    assert vote.result() == vote.result() == Decision(1, 0)
+    assert decision() == decision() == Decision(1, 0)
     assert looked == ["now"]
 
 
@@ -54,14 +54,20 @@ def test_what_has_to_be_waited_for_is_looked_at_with_the_result_and_once():
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8))
 def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
     """gloo reduces the votes of all ranks to their maximum."""
-    cast = []
+    cast: list[torch.Tensor] = []
+
+    def send_along(vote: torch.Tensor) -> Callable[[], torch.Tensor]:
+        cast.append(vote)
+        return lambda: vote.copy_(torch.stack(cast).amax(0))
+
+    decisions = []
     for rank, (good, stop) in enumerate(votes):
         voter = StepConsensus()
-        voter.rank, voter.world_size = rank, len(votes)
-        cast.append(voter.vote(good=good, stop=stop).votes)
-    agreed = Vote(torch.stack(cast).amax(0), None, len(votes)).result()
+        voter.alone, voter.rank, voter.world_size = False, rank, len(votes)
+        decisions.append(voter.vote(good=good, stop=stop, send_along=send_along))
     bad = [rank for rank, (good, _) in enumerate(votes) if not good]
-    assert agreed == Decision(max(stop for _, stop in votes), bad[0] if bad else None)
+    agreed = Decision(max(stop for _, stop in votes), bad[0] if bad else None)
+    assert [decision() for decision in decisions] == [agreed] * len(votes)
 
 
 def test_alone_a_rank_tells_itself():
@@ -88,7 +94,7 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
         voter.alone, voter.rank, voter.world_size = False, rank, 2
         first = voter.vote(good=rank == 0, stop=rank)
         second = voter.vote()
-        verdicts[rank] = [first.result(), second.result(), voter.vote(good=False, stop=2 * (1 - rank)).result()]
+        verdicts[rank] = [first(), second(), voter.decide(good=False, stop=2 * (1 - rank))]
 
     monkeypatch.setattr(consensus.dist, "all_reduce", all_reduce)
     ranks = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(2)]
@@ -111,7 +117,7 @@ def test_a_group_of_one_needs_no_collective_and_has_gloo(group_of_one):
     voter = StepConsensus()
     assert (voter.alone, voter.group) == (True, None)
     assert consensus.has_gloo()
-    assert voter.vote(good=False, stop=1).result() == Decision(1, 0)
+    assert voter.decide(good=False, stop=1) == Decision(1, 0)
 
 
 # -- whether to stop ---------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def step_check(late=False, precision=None, same_gradients=True):
 
 
 def vote(made, loss):
-    return made.vote([torch.tensor(loss)], 0).result()
+    return made.vote([torch.tensor(loss)], 0)()
 
 
 @pytest.mark.parametrize("same_gradients", [True, False])
