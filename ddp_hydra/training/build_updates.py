@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.optim import Optimizer
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import builders, parameter_groups, precision, unfreeze
+from ddp_hydra.training import builders, parameter_groups, precision
 from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.schedule_progress import ScheduleProgress
-from ddp_hydra.training.step_check import StepCheck
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import Update
 
 UPDATES_REPEAT = 1000
 """The updates of so many first steps hold every name that a task updates."""
 
-
-@dataclass
-class Part:
-    """Hold what one update trains.
-
-    Args:
-        step: its optimizer, on the training step among the ranks.
-        scheduler: of the learning rate.
-    """
-
-    step: OptimizerStep
-    scheduler: Any
+Stage = dict[str, Any]
+"""Patterns and learning rate of parameters that are unfrozen together."""
 
 
 class BuildUpdates:
@@ -44,17 +34,26 @@ class BuildUpdates:
         cfg: the resolved config.
         model: the model.
         task: the task.
+        consensus: votes of the ranks.
         global_batch: samples of all ranks in a step.
         device: of the model.
     """
 
-    def __init__(self, cfg: DictConfig, model: nn.Module, task: Task, global_batch: int, device: torch.device) -> None:
-        self.cfg, self.model, self.task = cfg, model, task
+    def __init__(
+        self,
+        cfg: DictConfig,
+        model: nn.Module,
+        task: Task,
+        consensus: StepConsensus,
+        global_batch: int,
+        device: torch.device,
+    ) -> None:
+        self.cfg, self.model, self.task, self.consensus = cfg, model, task, consensus
         self.global_batch, self.device = global_batch, device
         self.names = updates_of(task)
 
-    def first(self, progress: ScheduleProgress, unfrozen: Sequence[unfreeze.Stage]) -> dict[str, Part]:
-        """Build the parts of a run that begins, or goes on. A collective.
+    def first(self, progress: ScheduleProgress, unfrozen: Sequence[Stage]) -> dict[str, Update]:
+        """Build the updates of a run that begins, or goes on, by their names. A collective.
 
         Args:
             progress: how long the schedules are.
@@ -64,31 +63,27 @@ class BuildUpdates:
         parts = {name: self.task.part(self.model, name) if name else self.model for name in self.names}
         optimizers = {name: builders.optimizer(cfg, part, self.global_batch, name) for name, part in parts.items()}
         for stage in unfrozen:
-            unfreeze.unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
-        return {
-            name: Part(
-                self._step(name, optimizer, precision.scaler(cfg.trainer.precision, self.device)),
-                builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name),
-            )
-            for name, optimizer in optimizers.items()
-        }
+            unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
+        updates = {}
+        for name, optimizer in optimizers.items():
+            step = self._step(name, optimizer, precision.scaler(cfg.trainer.precision, self.device))
+            scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
+            updates[name] = Update(name, step, scheduler, self.consensus)
+        self._relate(updates)
+        return updates
 
-    def _step(self, name: str, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
+    def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
         parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name))
         return OptimizerStep(parallel, optimizer, scaler, self.cfg.trainer.clip_norm, name)
 
-    def updates(self, parts: Mapping[str, Part], consensus: StepConsensus) -> dict[str, Update]:
-        """Put together what the loop needs of each update, by its name."""
-        updates = {}
-        all_trained = [parameter for part in parts.values() for _, parameter in part.step.trained]
-        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(parts) == 1
-        for name, part in parts.items():
-            own = {parameter for _, parameter in part.step.trained}
-            others = [parameter for parameter in all_trained if parameter not in own]
-            late = may_be_late and part.step.parallel.same_gradients
-            check = StepCheck(part.step, consensus, late)
-            updates[name] = Update(name, part.step.parallel, part.step, check, others)
-        return updates
+    def _relate(self, updates: Mapping[str, Update]) -> None:
+        """Tell each update what the others train, and whether its gradients may be checked late."""
+        all_trained = [parameter for update in updates.values() for _, parameter in update.optimizer_step.trained]
+        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(updates) == 1
+        for update in updates.values():
+            own = {parameter for _, parameter in update.optimizer_step.trained}
+            update.others = [parameter for parameter in all_trained if parameter not in own]
+            update.late = may_be_late and update.parallel.same_gradients
 
     def unfreeze(self, run: Any, patterns: Sequence[str], lr: float | None) -> None:
         """Train frozen parameters from now on; see `View.unfreeze`. A collective.
@@ -98,19 +93,21 @@ class BuildUpdates:
             patterns: of parameter names.
             lr: the optimizer's own rate for them; None: that of the others.
         """
-        stage: unfreeze.Stage = {"patterns": list(patterns), "lr": lr}
+        stage: Stage = {"patterns": list(patterns), "lr": lr}
         for update in run.updates.values():  # several updates freeze each other's parameters
             for parameter in update.others:
                 parameter.requires_grad_()
         owners = [(update.parallel.part, update.optimizer_step.optimizer) for update in run.updates.values()]
-        unfreeze.unfreeze(self.cfg, self.model, owners, stage)
-        parts = {}
-        for (name, update), (_, scheduler) in zip(run.updates.items(), run.state.schedulers, strict=True):
+        unfreeze(self.cfg, self.model, owners, stage)
+        updates = {}
+        for name, update in run.updates.items():
             old = update.optimizer_step
-            unfreeze.extend(scheduler, old.optimizer)
-            parts[name] = Part(self._step(name, old.optimizer, old.scaler), scheduler)
-        run.updates = self.updates(parts, run.consensus)
-        for update in run.updates.values():
+            extend(update.scheduler, old.optimizer)
+            step = self._step(name, old.optimizer, old.scaler)
+            updates[name] = Update(name, step, update.scheduler, self.consensus)
+        self._relate(updates)
+        run.updates = updates
+        for update in updates.values():
             run.monitor.stragglers.watch(update.parallel.step)
         run.frozen_norms = parameter_groups.frozen_norms(self.model)
         run.state.unfrozen.append(stage)
@@ -129,3 +126,48 @@ def updates_of(task: Task) -> list[str]:
             "('',) for the whole model"
         )
     return names
+
+
+def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
+    """Let the optimizers train parameters that are frozen.
+
+    Args:
+        cfg: the config.
+        model: the model.
+        parts: each part of the model that has an optimizer, and that.
+        stage: which parameters, and their learning rate.
+
+    Raises:
+        ConfigError: a pattern fits no frozen parameter.
+    """
+    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    chosen = {name for name in names if parameter_groups.is_chosen(name, stage["patterns"])}
+    if not chosen:
+        frozen = f"frozen are {', '.join(names[:6])}{', …' if names[6:] else ''}" if names else "nothing is frozen"
+        raise ConfigError(f"unfreeze({stage['patterns']}) fits no frozen parameter; {frozen}")
+    fresh = {parameter for name, parameter in model.named_parameters() if name in chosen}
+    for parameter in fresh:
+        parameter.requires_grad_()
+    for part, optimizer in parts:
+        own = [parameter for parameter in part.parameters() if parameter in fresh]
+        first = optimizer.param_groups[0]
+        rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
+        for group in parameter_groups.grouped(own, decay_all=cfg.trainer.decay_all):
+            optimizer.add_param_group({"lr": rate, **group})
+
+
+def extend(scheduler: Any, optimizer: Optimizer) -> None:
+    """Let a schedule set the rates of an optimizer's new groups, too.
+
+    Raises:
+        ConfigError: it is one of torch's, whose groups are fixed.
+    """
+    if not isinstance(scheduler, FactorLR):
+        raise ConfigError(
+            f"parameters can't be unfrozen with {type(scheduler).__name__}, whose parameter groups are fixed: take "
+            "one of ddp_hydra's schedules, scheduler=cosine, linear, step or none"
+        )
+    for group in optimizer.param_groups[len(scheduler.base_lrs) :]:
+        group.setdefault("initial_lr", group["lr"])
+        scheduler.base_lrs.append(group["initial_lr"])
+    scheduler.go_to(scheduler.last_epoch)

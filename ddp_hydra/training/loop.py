@@ -69,7 +69,7 @@ def fit(run: Run) -> None:
                 heartbeat.at("update", run.step)
                 # What is logged or saved can't be taken back, so there the gradients are checked at once.
                 at_once = due.log or run.step in run.nonfinite.steps
-                nonfinite = update.check.find_nonfinite(decision, losses, at_once)
+                nonfinite = update.find_nonfinite(decision, losses, at_once)
                 if nonfinite is not None:
                     break
                 update.optimizer_step.apply()
@@ -114,7 +114,7 @@ def forward_backward(
             losses.append(loss.detach())
             if batch.last:
                 # The vote travels while the gradients do; from a GPU, after them.
-                decision = update.check.vote(losses, stop=run.stop_signal.reason(), log=run.log_clock.is_due())
+                decision = update.vote(losses, stop=run.stop_signal.reason(), log=run.log_clock.is_due())
             heartbeat.at("backward", run.step)
             update.optimizer_step.backward(loss)
         counts.append(count(result, batch.size, update.name))

@@ -19,7 +19,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
-from ddp_hydra.training.build_updates import BuildUpdates, Part
+from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence
 from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.caller import Callbacks
@@ -80,16 +80,15 @@ def build(
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
     saved = read_on_all_ranks(files["resume"]) if "resume" in files else {}
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
-    build_updates = BuildUpdates(cfg, bare, task, sampler.global_batch, device)
-    parts = build_updates.first(progress, saved.get("unfrozen") or [])
+    build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
+    updates = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
-    state, changed = build_state(cfg, bare, parts, progress, builders.callbacks(cfg), kept, saved)
+    state, changed = build_state(cfg, bare, updates, progress, builders.callbacks(cfg), kept, saved)
     state.classes = build_data.Classes.of(train_set).as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
     nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
-    updates = build_updates.updates(parts, consensus)
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
@@ -218,7 +217,7 @@ def build_model(
 def build_state(
     cfg: DictConfig,
     model: nn.Module,
-    parts: Mapping[str, Part],
+    updates: Mapping[str, Update],
     progress: ScheduleProgress,
     callbacks: Mapping[str, Callback],
     kept: Mapping[str, Any] | None,
@@ -229,7 +228,7 @@ def build_state(
     Args:
         cfg: the resolved config.
         model: the model.
-        parts: what each update trains, by its name.
+        updates: of a step, by name.
         progress: of the schedules.
         callbacks: of the user, by their names.
         kept: the part of the config that checkpoints keep; None: all but the cluster.
@@ -239,7 +238,7 @@ def build_state(
         The state; the settings that differ from the checkpoint's, "" for none.
     """
     extras = {
-        "scaler": together({name: part.step.scaler for name, part in parts.items()}),
+        "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
         "ema": Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
         "progress": progress,
@@ -247,8 +246,8 @@ def build_state(
     }
     state = State(
         model,
-        together({name: part.step.optimizer for name, part in parts.items()}),
-        together({name: part.scheduler for name, part in parts.items()}),
+        together({name: update.optimizer_step.optimizer for name, update in updates.items()}),
+        together({name: update.scheduler for name, update in updates.items()}),
         progress.position,
         dict(kept or checkpoint_config.of(cfg)),
         extras,

@@ -66,7 +66,7 @@ class State:
         best: the objective's best value so far.
         validations: those of the run so far; without a validation set, those that were due.
         validation_due: an epoch has ended, but its validation is still to come.
-        unfrozen: parameters that are trained though they were frozen when the run began; see `unfreeze.Stage`.
+        unfrozen: parameters that are trained though they were frozen when the run began; see `build_updates.Stage`.
     """
 
     model: nn.Module
@@ -80,11 +80,6 @@ class State:
     validations: int = 0
     validation_due: bool = False
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def schedulers(self) -> list[tuple[str, Any]]:
-        """Each learning-rate schedule with the name of its update."""
-        return list(each(self.scheduler))
 
     def capture(self) -> dict[str, Any]:
         """Return a copy of the state on the CPU, which later steps don't change."""

@@ -14,8 +14,8 @@ from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
 from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.state import Position, State
-from ddp_hydra.training.step_check import StepCheck
 from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.update import Update
 
 NAN, INF = math.nan, math.inf
 PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
@@ -74,14 +74,16 @@ def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
 # -- whether a step may count ----------------------------------------------------------------------------------
 
 
-def step_check(late=False, precision=None, same_gradients=True):
+def update(late=False, precision=None, same_gradients=True):
     """Of a model with a weight and a bias."""
     model = nn.Linear(1, 1)
     step = TrainStep(Task(), model)
     wrapped = Parallel(step, step)
     wrapped.same_gradients = same_gradients
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    made = StepCheck(OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler), StepConsensus(), late)
+    optimizer_step = OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler)
+    made = Update("", optimizer_step, scheduler=None, consensus=StepConsensus())
+    made.late = late
     model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
     return made, model
 
@@ -92,7 +94,7 @@ def vote(made, loss):
 
 @pytest.mark.parametrize("same_gradients", [True, False])
 def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(same_gradients):
-    made, model = step_check(same_gradients=same_gradients)
+    made, model = update(same_gradients=same_gradients)
     losses = [torch.tensor(0.25), torch.tensor(0.5)]
     assert made.find_nonfinite(Decision(), losses) is None
     model.weight.grad = torch.full((1, 1), NAN)
@@ -103,13 +105,13 @@ def test_a_step_whose_gradient_is_not_finite_is_found_though_its_loss_is(same_gr
 
 
 def test_what_overflows_in_fp16_is_the_scalers():
-    made, model = step_check(precision="fp16")
+    made, model = update(precision="fp16")
     model.weight.grad = torch.full((1, 1), INF)
     assert made.find_nonfinite(Decision(), [torch.tensor(0.5)]) is None
 
 
 def test_on_a_gpu_a_gradient_is_looked_at_with_the_next_loss_unless_it_is_wanted_now():
-    made, model = step_check(late=True)
+    made, model = update(late=True)
     model.weight.grad = torch.full((1, 1), NAN)
     assert made.find_nonfinite(Decision(), [torch.tensor(0.5)]) is None
     decision = vote(made, NAN)  # as it is with weights that took it up

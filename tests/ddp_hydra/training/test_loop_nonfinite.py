@@ -8,7 +8,7 @@ import torch
 from ddp_hydra import heartbeat
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.training.step_check import StepCheck
+from ddp_hydra.training.build_updates import BuildUpdates
 from tests.ddp_hydra.training.loop_runs import same, weights
 
 
@@ -72,8 +72,15 @@ SPOILT = {"model": {"_target_": f"{__name__}.Spoilt"}}
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
 def as_on_a_gpu(request, monkeypatch) -> None:
     """Look at gradients at once, and when the next loss is looked at."""
-    late = request.param
-    monkeypatch.setattr("ddp_hydra.training.build_updates.StepCheck", lambda *parts: StepCheck(*parts[:2], late=late))
+    first = BuildUpdates.first
+
+    def forced(*arguments):
+        updates = first(*arguments)
+        for update in updates.values():
+            update.late = request.param
+        return updates
+
+    monkeypatch.setattr(BuildUpdates, "first", forced)
 
 
 def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):
