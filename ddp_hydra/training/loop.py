@@ -73,7 +73,7 @@ def fit(run: Run) -> None:
                 if nonfinite is not None:
                     break
                 update.optimizer_step.apply()
-                run.monitor.count(counts)
+                run.monitor.meter.add(*counts)
             if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches
             run.advance(updated=nonfinite is None)
@@ -104,7 +104,7 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.before_forward(batch, update.parallel.step)
+        run.monitor.profiler.count_batch(batch, update.parallel.step)
         with update.parallel.sync_gradients(batch.last):
             with run.autocast:
                 result = update.parallel(batch.batch)
@@ -152,7 +152,7 @@ def validate(run: Run) -> bool:
     """Evaluate the model, or its moving average; return whether the run was not asked to stop meanwhile."""
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
-    with run.monitor.paused():
+    with run.monitor.throughput.paused():
         metrics = run.validation.run(run.ema.model if run.ema else run.model, stop=run.stop_signal.reason)
     run.stop = run.consensus.decide(stop=run.stop_signal.reason()).stop
     if run.stop:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from ddp_hydra.data.loader import MicroBatch
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.metrics import Count, Meter, SumsOfRanks, named, shapes_of
+from ddp_hydra.training.metrics import Meter, SumsOfRanks, named, shapes_of
 from ddp_hydra.training.monitoring.data_stats import DataStats
 from ddp_hydra.training.monitoring.exchange import ExchangeTime
 from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.monitoring.stragglers import Stragglers
-from ddp_hydra.training.monitoring.throughput import Throughput
+from ddp_hydra.training.update import Update
 
 
 class Monitor:
@@ -23,41 +24,35 @@ class Monitor:
     Args:
         consensus: gathers what each rank measured.
         task: makes metrics of what was counted.
+        loader: of the training data.
+        updates: the updates of a step.
+        profiler: traces a few steps.
+        samples: that all ranks had seen before this run began.
+
+    Attributes:
         meter: adds up what the task counts.
         throughput: measures the speed.
         data_stats: adds up what reading the data costs.
         stragglers: compares the ranks' own work.
         exchange: measures how long steps wait for gradients.
-        profiler: traces a few steps.
     """
 
     def __init__(
         self,
         consensus: StepConsensus,
         task: Task,
-        meter: Meter,
-        throughput: Throughput,
-        data_stats: DataStats,
-        stragglers: Stragglers,
-        exchange: ExchangeTime,
+        loader: Loader,
+        updates: Collection[Update],
         profiler: Profiler,
+        samples: int,
     ) -> None:
-        self.consensus, self.task, self.meter, self.throughput = consensus, task, meter, throughput
-        self.sums_of_ranks = SumsOfRanks()
-        self.data_stats, self.stragglers, self.exchange, self.profiler = data_stats, stragglers, exchange, profiler
-
-    def before_forward(self, batch: MicroBatch, forward: Callable[[Any], Any]) -> None:
-        """Show the profiler a micro-batch.
-
-        Args:
-            batch: the micro-batch.
-            forward: computes the loss of its `batch`.
-        """
-        self.profiler.count_batch(batch.size, lambda: forward(batch.batch))
-
-    def count(self, counts: Iterable[Count]) -> None:
-        """Count the micro-batches of a step whose update was applied."""
-        self.meter.add(*counts)
+        self.consensus, self.task, self.profiler = consensus, task, profiler
+        self.meter, self.sums_of_ranks = Meter(loader.device), SumsOfRanks()
+        self.throughput, self.data_stats = Throughput(samples), DataStats(loader)
+        self.exchange = ExchangeTime([update.parallel for update in updates])
+        self.stragglers = Stragglers(loader, loader.device)
+        for update in updates:
+            self.stragglers.watch(update.parallel.step)
 
     def after_step(self) -> None:
         """Count the step, and begin or end the profile when it is time."""
@@ -96,10 +91,6 @@ class Monitor:
         self.meter.clear()
         self.throughput.interval(samples)
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Leave the time of a `with` block out of the speed."""
-        return self.throughput.paused()
-
     def totals(self, samples: int) -> dict[str, Any]:
         """Return the time, the speed, the cost of data and exchange, and the slowest rank of the whole run."""
         return {
@@ -108,3 +99,45 @@ class Monitor:
             "exchange_s": self.exchange.total_s(),
             "slowest": self.stragglers.totals(),
         }
+
+
+class Throughput:
+    """Measures training speed, without the time of validation.
+
+    Args:
+        samples: samples that all ranks had seen before this run began.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.run_began = self.interval_began = time.perf_counter()
+        self.samples_at_start = self.samples_at_interval = samples
+
+    def interval(self, samples: int) -> tuple[float, float]:
+        """End an interval; return its seconds and its samples per second.
+
+        Args:
+            samples: samples that all ranks have seen so far.
+        """
+        now = time.perf_counter()
+        seconds = max(now - self.interval_began, 1e-9)
+        speed = (samples - self.samples_at_interval) / seconds
+        self.interval_began, self.samples_at_interval = now, samples
+        return seconds, speed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of the block out of the interval and the totals."""
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self.run_began += seconds
+        self.interval_began += seconds
+
+    def totals(self, samples: int) -> dict[str, float]:
+        """Return the time and the mean speed since the run began.
+
+        Args:
+            samples: samples that all ranks have seen so far.
+        """
+        seconds = max(time.perf_counter() - self.run_began, 1e-9)
+        return {"train_s": seconds, "samples_per_s": (samples - self.samples_at_start) / seconds}

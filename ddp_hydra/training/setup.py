@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import checkpoint_config
-from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence
@@ -29,14 +27,9 @@ from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.header import describe
 from ddp_hydra.training.log_clock import LogClock
-from ddp_hydra.training.metrics import Meter
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.monitoring import memory
-from ddp_hydra.training.monitoring.data_stats import DataStats
-from ddp_hydra.training.monitoring.exchange import ExchangeTime
 from ddp_hydra.training.monitoring.profiler import Profiler
-from ddp_hydra.training.monitoring.stragglers import Stragglers
-from ddp_hydra.training.monitoring.throughput import Throughput
 from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
@@ -92,7 +85,9 @@ def build(
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
-        header["lines"] += more_lines(changed, untouched if "weights" in files else None)
+        header["lines"] += [f"changed   {changed}"] if changed else []
+        if "weights" in files:
+            header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
         results.emit("start", header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision)
@@ -122,7 +117,7 @@ def build(
         nonfinite=nonfinite,
         epochs=cfg.trainer.epochs,
         checkpoints=CheckpointWriter(),
-        monitor=build_monitor(consensus, task, loader, updates, profiler, position.samples),
+        monitor=Monitor(consensus, task, loader, updates.values(), profiler, position.samples),
         fault=fault,
         stop_signal=stop_signal,
         log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
@@ -131,19 +126,6 @@ def build(
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
-
-
-def more_lines(changed: str, untouched: Sequence[str] | None) -> list[str]:
-    """Return the lines of the header about what a run begins with.
-
-    Args:
-        changed: the settings that differ from those of the checkpoint; "" for none.
-        untouched: tensors that the file of weights has not filled; None without such a file.
-    """
-    lines = [f"changed   {changed}"] if changed else []
-    if untouched is not None:
-        lines.append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
-    return lines
 
 
 def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:
@@ -161,32 +143,6 @@ def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> 
     elif cfg.trainer.overfit_batches:
         return Repeated(sampler, cfg.trainer.overfit_batches)
     return sampler
-
-
-def build_monitor(
-    consensus: StepConsensus,
-    task: Task,
-    loader: Loader,
-    updates: Mapping[str, Update],
-    profiler: Profiler,
-    samples: int,
-) -> Monitor:
-    """Build what measures a run.
-
-    Args:
-        consensus: gathers what each rank measured.
-        task: makes metrics of what was counted.
-        loader: of the training data.
-        updates: the updates of a step, by name.
-        profiler: traces a few steps.
-        samples: that all ranks have seen so far.
-    """
-    stragglers = Stragglers(loader, loader.device)
-    for update in updates.values():
-        stragglers.watch(update.parallel.step)
-    meter, throughput = Meter(loader.device), Throughput(samples)
-    exchange = ExchangeTime([update.parallel for update in updates.values()])
-    return Monitor(consensus, task, meter, throughput, DataStats(loader), stragglers, exchange, profiler)
 
 
 def build_model(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.monitoring import flops, memory
 from ddp_hydra.training.monitoring.phases import Phases
@@ -67,16 +68,16 @@ class Profiler:
                 f"has {steps}: give trainer.max_steps={needed} or more, or a smaller trainer.profile_steps"
             )
 
-    def count_batch(self, samples: int, forward: Callable[[], Any]) -> None:
+    def count_batch(self, batch: MicroBatch, forward: Callable[[Any], Any]) -> None:
         """Count the samples of a micro-batch; with the first one, count the operations of a sample.
 
         Args:
-            samples: in the micro-batch.
-            forward: computes its forward pass.
+            batch: the micro-batch.
+            forward: computes the loss of its `batch`.
         """
         if self.steps and self.cost is None:
-            self.cost = flops.count(self.model, forward, samples)
-        self.samples += samples if self.trace is not None else 0
+            self.cost = flops.count(self.model, lambda: forward(batch.batch), batch.size)
+        self.samples += batch.size if self.trace is not None else 0
 
     def after_step(self) -> None:
         """Begin or end the trace when it is time; called after each step."""
