@@ -6,6 +6,8 @@ import contextlib
 import gzip
 import shutil
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.monitoring import flops, memory
-from ddp_hydra.training.monitoring.phases import Phases
 
 WARM_UP = 3
 """Steps before the first traced one: work that is done once per run is not typical."""
@@ -51,6 +52,7 @@ class Profiler:
         self.cost: flops.Cost | None = None
         self.trace: Any = None
         self.span: Any = None
+        self.spent_s: defaultdict[str, float] = defaultdict(float)  # by phase; on a GPU, the time to launch its work
 
     def check_length(self, steps: int) -> None:
         """Raise an error if the run is too short for the profile.
@@ -93,10 +95,14 @@ class Profiler:
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.trace = torch.profiler.profile(activities=[ProfilerActivity.CPU, *on_gpu])
         self.trace.start()
-        self.phases = Phases()
+        self.phase, self.phase_began = "", time.perf_counter()
         heartbeat.on_phase(self._enter)
 
     def _enter(self, phase: str, step: int) -> None:
+        now = time.perf_counter()
+        if self.phase:
+            self.spent_s[self.phase] += now - self.phase_began
+        self.phase, self.phase_began = phase, now
         if self.span is not None:
             self.span.__exit__(None, None, None)
         self.span = None
@@ -107,7 +113,6 @@ class Profiler:
     def _end(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.phases.close()
         profiler, self.trace = self.trace, None
         self._enter("", 0)
         profiler.stop()
@@ -119,7 +124,7 @@ class Profiler:
             print(table)  # noqa: T201
 
     def _table(self, profiler: Any) -> str:
-        spent = {phase: self.phases.spent_s[phase] for phase in NAMES if self.phases.spent_s[phase]}
+        spent = {phase: self.spent_s[phase] for phase in NAMES if self.spent_s[phase]}
         total = sum(spent.values())
         rows = [(NAMES[phase], seconds) for phase, seconds in spent.items()]
         exchange_s = (
