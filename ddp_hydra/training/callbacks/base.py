@@ -1,11 +1,18 @@
-"""Define the base class of callbacks."""
+"""Define the base class of callbacks, and the run as they see it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-if TYPE_CHECKING:
-    from ddp_hydra.training.callbacks.view import View
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_hydra import heartbeat, results
+
+BINS = 64
 
 
 class Callback:
@@ -39,3 +46,121 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
+
+
+class View:
+    """A run, as callbacks see it.
+
+    Args:
+        run: the `training.run.Run`, which calls the callbacks.
+        unfreeze: trains parameters that were frozen; see `unfreeze`.
+    """
+
+    def __init__(self, run: Any, unfreeze: Callable[[Sequence[str], float | None], None]) -> None:
+        self._run, self._unfreeze = run, unfreeze
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, not wrapped in DDP."""
+        model: nn.Module = self._run.model
+        return model
+
+    @property
+    def average(self) -> nn.Module | None:
+        """The moving average of the model, which is validated; None without trainer.ema_decay."""
+        return self._run.ema.model if self._run.ema is not None else None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._run.position.step
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self._run.cadence.total_steps
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._run.position.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples that all ranks together have seen."""
+        return self._run.position.samples
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._run.rank
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last value of each metric."""
+        return dict(self._run.metrics)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self._run.loader.device
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Log numbers: metrics.jsonl, TensorBoard, and the loggers. Those of rank 0 count."""
+        if self.rank == 0:
+            results.log(metrics, step=self.step, epoch=self._run.epoch_shown, samples=self.samples)
+
+    def text(self, name: str, text: str) -> None:
+        """Show a text (Markdown). That of rank 0 counts."""
+        if self.rank == 0:
+            results.text(name, text, self.step)
+
+    def image(self, name: str, pixels: Any) -> None:
+        """Show an image. That of rank 0 counts.
+
+        Args:
+            name: of the image.
+            pixels: uint8 (height, width) or (height, width, 3), an array or a tensor.
+        """
+        if self.rank == 0:
+            from PIL import Image
+
+            content = io.BytesIO()
+            Image.fromarray(np.asarray(torch.as_tensor(pixels).cpu(), dtype=np.uint8)).save(content, "PNG")
+            results.image(name, content.getvalue(), self.step)
+
+    def histogram(self, name: str, values: torch.Tensor) -> None:
+        """Show how values are distributed. Those of rank 0 count.
+
+        Args:
+            name: of the histogram.
+            values: of any shape; values that are not finite are left out.
+        """
+        if self.rank == 0:
+            flat = values.detach().float().flatten()
+            counts, edges = np.histogram(flat[flat.isfinite()].cpu().numpy(), BINS)
+            results.histogram(name, edges.tolist(), counts.tolist(), self.step)
+
+    def stop(self, reason: str) -> None:
+        """Ask all ranks to save a checkpoint and to stop, at the next step. One rank that asks is enough.
+
+        Args:
+            reason: shown to the user.
+        """
+        if not self._run.stop_signal.asked:
+            results.warn(f"a callback asked to stop after step {self.step}: {reason}")
+        self._run.stop_signal.ask(heartbeat.REASONS.index("callback"))
+
+    def unfreeze(self, patterns: Sequence[str], lr: float | None = None) -> None:
+        """Train parameters that `trainer.freeze` has frozen, from now on, on all ranks. A collective.
+
+        Checkpoints remember it, so a resumed run does the same.
+
+        Args:
+            patterns: of parameter names, as of `trainer.freeze`.
+            lr: the optimizer's own rate for them, to which the schedule applies; None: that of the others.
+
+        Raises:
+            ConfigError: the patterns fit no frozen parameter, or the schedule can't take more parameters.
+        """
+        self._unfreeze(patterns, lr)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.callbacks.base import Callback
-from ddp_hydra.training.callbacks.view import View
+from ddp_hydra.training.callbacks.base import Callback, View
 from ddp_hydra.training.state import State, each
 
 

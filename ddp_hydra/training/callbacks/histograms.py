@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_hydra.training.callbacks.base import Callback
-from ddp_hydra.training.callbacks.view import View
+from ddp_hydra.training.callbacks.base import Callback, View
 from ddp_hydra.training.parameter_groups import is_chosen
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.callbacks.base import Callback
-from ddp_hydra.training.callbacks.view import View
+from ddp_hydra.training.callbacks.base import Callback, View
 
 
 class WallClock(Callback):
