@@ -1,7 +1,8 @@
-"""Decides when to log, validate and save. It has no side effects: equal counts give equal answers on all ranks."""
+"""Decides when to log, validate and save: by counts, equal on all ranks, and when to log by the clock of rank 0."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -38,6 +39,8 @@ class EpochActions:
 @dataclass(frozen=True, slots=True)
 class Cadence:
     """Decides what is due after a step and after an epoch. An interval of 0 means never.
+
+    It has no side effects: equal counts give equal answers on all ranks.
 
     Args:
         total_steps: the run's last step.
@@ -102,3 +105,26 @@ class Cadence:
 def is_due(count: int, every: int) -> bool:
     """Return whether something that happens at every so many counts happens at this one."""
     return every > 0 and count % every == 0
+
+
+class LogClock:
+    """Tells when some seconds have passed since the last log.
+
+    Args:
+        every_s: those seconds; None: never.
+        growth: each interval is so many times as long as the one before.
+    """
+
+    def __init__(self, every_s: float | None, growth: float = 1.0) -> None:
+        self.interval_s, self.growth = every_s, growth
+        self.began = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to log."""
+        return self.interval_s is not None and time.monotonic() - self.began >= self.interval_s
+
+    def restart(self) -> None:
+        """Begin the next interval: something was logged."""
+        if self.interval_s is not None and self.is_due():
+            self.interval_s *= self.growth
+        self.began = time.monotonic()

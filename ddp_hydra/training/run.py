@@ -14,14 +14,13 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
-from ddp_hydra.training.cadence import Cadence
+from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks.caller import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.evaluation import Evaluation
-from ddp_hydra.training.log_clock import LogClock
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
 from ddp_hydra.training.schedule_progress import ScheduleProgress

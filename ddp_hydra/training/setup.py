@@ -18,7 +18,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates
-from ddp_hydra.training.cadence import Cadence
+from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.caller import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter, read_on_all_ranks
@@ -26,7 +26,6 @@ from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.header import describe
-from ddp_hydra.training.log_clock import LogClock
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.monitoring import memory
 from ddp_hydra.training.monitoring.profiler import Profiler

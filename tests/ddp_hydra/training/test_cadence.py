@@ -1,4 +1,4 @@
-"""What is due after a step and after an epoch, as a table: 12 steps, 4 in an epoch."""
+"""What is due after a step and after an epoch, as a table: 12 steps, 4 in an epoch; and by the clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.schema import TrainerConfig
-from ddp_hydra.training.cadence import Cadence, EpochActions, StepActions, is_due
+from ddp_hydra.training.cadence import Cadence, EpochActions, LogClock, StepActions, is_due
 
 TOTAL, EPOCH = 12, 4
 NOTHING = StepActions(log=False, save=False, leave=False)
@@ -72,3 +72,31 @@ def test_the_config_gives_the_intervals():
         TrainerConfig(log_every_steps=2, checkpoint_every_steps=3, checkpoint_every_epochs=4, validate_every_epochs=5)
     )
     assert Cadence.from_config(trainer, 100) == Cadence(100, 2, 3, 4, 5)
+
+
+# -- by the clock ----------------------------------------------------------------------------------------------
+
+
+def test_a_clock_tells_when_to_log_at_growing_intervals(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock, due = LogClock(10.0, growth=2.0), []
+    for second in range(100):
+        now = float(second)
+        if clock.is_due():
+            due.append(second)
+            clock.restart()
+    assert due == [10, 30, 70]
+    assert not LogClock(None).is_due()
+
+
+def test_what_was_logged_for_another_reason_begins_the_interval_anew(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = LogClock(10.0, growth=2.0)
+    now = 9.0
+    clock.restart()
+    now = 18.0
+    assert not clock.is_due()
+    now = 19.0
+    assert clock.is_due()

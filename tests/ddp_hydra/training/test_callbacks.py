@@ -12,7 +12,6 @@ from torch import nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.callbacks import Callback, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.log_clock import LogClock
 from tests.ddp_hydra.training.loop_runs import flat, same
 
 HERE = "tests.ddp_hydra.training.test_callbacks"
@@ -213,31 +212,6 @@ def test_a_wall_clock_stops_at_its_time():
 
 
 # -- by the clock ----------------------------------------------------------------------------------------------
-
-
-def test_a_clock_tells_when_to_log_at_growing_intervals(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    clock, due = LogClock(10.0, growth=2.0), []
-    for second in range(100):
-        now = float(second)
-        if clock.is_due():
-            due.append(second)
-            clock.restart()
-    assert due == [10, 30, 70]
-    assert not LogClock(None).is_due()
-
-
-def test_what_was_logged_for_another_reason_begins_the_interval_anew(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    clock = LogClock(10.0, growth=2.0)
-    now = 9.0
-    clock.restart()
-    now = 18.0
-    assert not clock.is_due()
-    now = 19.0
-    assert clock.is_due()
 
 
 @pytest.mark.medium
