@@ -17,8 +17,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups, precision
 from ddp_hydra.training.build_data import Classes, fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
-from ddp_hydra.training.eval_metrics import EvalMetrics
-from ddp_hydra.training.evaluation import Evaluation
+from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
 from ddp_hydra.training.instantiate import init_parameters, make, parameters
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
@@ -93,21 +92,19 @@ def mix(cfg: DictConfig, data: Any) -> Any:
     return make(fill_num_classes(cfg.mix, data, "mix"))
 
 
-def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics | None:
-    """Build the additional metrics of the validation; None if the config has none."""
-    if not cfg.metrics:
-        return None
-    of_torchmetrics = [name for name, node in cfg.metrics.items() if node["_target_"].startswith("torchmetrics.")]
+def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics:
+    """Build the additional metrics of the validation."""
+    nodes = cfg.metrics or {}
+    of_torchmetrics = [name for name, node in nodes.items() if node["_target_"].startswith("torchmetrics.")]
     if of_torchmetrics and importlib.util.find_spec("torchmetrics") is None:
         raise ConfigError(
             f"the metrics {', '.join(map(str, of_torchmetrics))} need torchmetrics, which is not on this worker: type "
             "`pip install 'ddp-hydra[metrics]'` there, or metrics=none"
         )
     metrics = {
-        str(name): make(fill_num_classes(node, data, f"metrics.{name}")).to(device)
-        for name, node in cfg.metrics.items()
+        str(name): make(fill_num_classes(node, data, f"metrics.{name}")).to(device) for name, node in nodes.items()
     }
-    return EvalMetrics(metrics, getattr(data, "classes", ()))
+    return EvalMetrics(metrics, Classes.of(data).classes)
 
 
 def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool) -> Evaluation:

@@ -1,21 +1,25 @@
-"""Evaluates a model: every sample counts exactly once, whatever the number of ranks."""
+"""Evaluates a model: every sample counts exactly once, whatever the number of ranks. The config may choose metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ddp_hydra import heartbeat
+from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training import step_errors
-from ddp_hydra.training.eval_metrics import EvalMetrics
 from ddp_hydra.training.metrics import Meter, count, named
+
+MAX_LABELS = 20
+"""A picture shows names and numbers of up to so many classes."""
 
 
 @dataclass
@@ -27,19 +31,17 @@ class Evaluation:
         batch_size: per rank.
         autocast: the context of the forward pass.
         task: computes the loss and counts.
-        metrics: additional metrics; None for none.
-        prefix: of the metrics' names.
+        metrics: additional metrics.
     """
 
     loader: Loader
     batch_size: int
     autocast: Any
     task: Task
-    metrics: EvalMetrics | None = None
-    prefix: str = "val"
+    metrics: EvalMetrics
 
     @torch.no_grad()
-    def run(self, model: nn.Module, stop: Callable[[], Any] = lambda: False) -> dict[str, float]:
+    def run(self, model: nn.Module, stop: Callable[[], Any]) -> dict[str, float]:
         """Return the metrics of the task, and the additional ones. A collective.
 
         The ranks' shares of the samples may differ in size.
@@ -60,16 +62,81 @@ class Evaluation:
                 step = self.task.validation_step(model, batch)
             step = step if isinstance(step, Step) else Step(step)
             meter.add(count(step, len(indices)))
-            if self.metrics is not None:
-                self.metrics.add(self.task, step)
+            self.metrics.add(self.task, step)
             heartbeat.progress()
             if stop():
                 break
         sums = meter.result()
-        own = named(self.prefix, self.task.metrics(sums)) if sums else {}
-        return own | (self.metrics.result(self.prefix) if self.metrics is not None else {})
+        own = named("val", self.task.metrics(sums)) if sums else {}
+        return own | self.metrics.result()
+
+
+class EvalMetrics:
+    """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
+
+    Args:
+        metrics: name -> a `torchmetrics.Metric` of what the task predicts.
+        classes: names of the classes, for the pictures.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = ()) -> None:
+        self.metrics, self.classes = dict(metrics), list(classes)
+        self.matrices: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, task: Task, step: Step) -> None:
+        """Count one batch."""
+        for metric in self.metrics.values():
+            task.update_metric(metric, step)
+
+    def result(self) -> dict[str, float]:
+        """Return the metrics that are numbers, over all ranks since the last call. A collective."""
+        numbers: dict[str, float] = {}
+        self.matrices.clear()
+        for name, metric in self.metrics.items():
+            value = metric.compute()
+            metric.reset()
+            if value.ndim == 0:
+                numbers[f"val/{name}"] = float(value)
+            elif value.ndim == 1:
+                labels = self._labels(value)
+                numbers |= {f"val/{name}/{label}": float(one) for label, one in zip(labels, value, strict=True)}
+            else:
+                self.matrices[f"val/{name}"] = value.cpu()
+        return numbers
 
     def show(self, step: int) -> None:
-        """Send pictures of the matrices among the last metrics; called on rank 0."""
-        if self.metrics is not None:
-            self.metrics.show(step)
+        """Send pictures of the last result's matrices; called on rank 0."""
+        for name, matrix in self.matrices.items():
+            results.image(name, picture(matrix, self._labels(matrix)), step)
+
+    def _labels(self, value: Tensor) -> list[str]:
+        return self.classes if len(self.classes) == len(value) else [str(number) for number in range(len(value))]
+
+
+def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
+    """Return a confusion matrix as a PNG.
+
+    Args:
+        matrix: (classes, classes): true class -> predicted class.
+        labels: names of the classes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    shares = (matrix.double() / matrix.double().sum(1, keepdim=True).clamp(min=1)).numpy()
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
+    axes.set(xlabel="predicted class", ylabel="true class")
+    if len(matrix) <= MAX_LABELS:
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
+        axes.set_yticks(range(len(labels)), labels)
+        for (true, guess), n in np.ndenumerate(matrix.numpy()):
+            dark = shares[true, guess] > 0.4
+            axes.text(guess, true, f"{n:g}", ha="center", va="center", color="white" if dark else "black")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=75)
+    return buffer.getvalue()

@@ -159,7 +159,7 @@ def validate(run: Run) -> bool:
         return False
     run.log(metrics)
     if run.rank == 0:
-        run.validation.show(run.position.step)
+        run.validation.metrics.show(run.position.step)
     return True
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddp_hydra.tasks import LanguageModel, Step
-from ddp_hydra.training.eval_metrics import EvalMetrics
+from ddp_hydra.training.evaluation import EvalMetrics
 
 
 @pytest.mark.medium
@@ -16,6 +16,6 @@ def test_perplexity_is_that_of_all_places_whatever_the_batches():
     for part, goal in zip(logits.split(3), target.split(3), strict=True):
         scores.add(LanguageModel(), Step(torch.zeros(()), prediction=part, target=goal))
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-    assert scores.result("val") == {"val/perplexity": pytest.approx(loss.exp().item())}
+    assert scores.result() == {"val/perplexity": pytest.approx(loss.exp().item())}
     scores.add(LanguageModel(), Step(torch.zeros(()), prediction=torch.zeros(1, 2, 4), target=target[:1, :2]))  # anew
-    assert scores.result("val") == {"val/perplexity": pytest.approx(4)}
+    assert scores.result() == {"val/perplexity": pytest.approx(4)}
