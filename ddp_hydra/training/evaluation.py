@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training import step_errors
 from ddp_hydra.training.metrics import Meter, count, named
+from ddp_hydra.training.train_step import as_step, explained
 
 MAX_LABELS = 20
 """A picture shows names and numbers of up to so many classes."""
@@ -58,9 +58,8 @@ class Evaluation:
         model.eval()
         meter = Meter(self.loader.device)
         for batch, indices in self.loader.each_once(self.batch_size, rank, world_size):
-            with self.autocast, step_errors.explained(batch):
-                step = self.task.validation_step(model, batch)
-            step = step if isinstance(step, Step) else Step(step)
+            with self.autocast, explained(batch):
+                step = as_step(self.task.validation_step(model, batch))
             meter.add(count(step, len(indices)))
             self.metrics.add(self.task, step)
             heartbeat.progress()

@@ -30,7 +30,7 @@ class Count(NamedTuple):
 
 
 @torch.no_grad()
-def count(step: Step | Tensor, size: int, update: str = "") -> Count:
+def count(step: Step, size: int, update: str = "") -> Count:
     """Return the sums of one batch.
 
     Args:
@@ -38,8 +38,6 @@ def count(step: Step | Tensor, size: int, update: str = "") -> Count:
         size: samples in the batch.
         update: name of the update; the names of its sums begin with it.
     """
-    if not isinstance(step, Step):
-        step = Step(step)
     prefix = f"{update}/" if update else ""
     n = size if step.n is None else step.n
     sums = {"loss": step.loss.double() * n, **step.sums, "n": n}

@@ -1,14 +1,23 @@
-"""Makes a task's training step the forward pass of a module."""
+"""Makes a task's training step the forward pass of a module, whose errors show the shapes of input, output, target."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ddp_hydra.console.tracebacks import user_path
+from ddp_hydra.data.batch import described
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training import step_errors
+
+_OUTPUTS = ("prediction", "logits", "output")
+"""Variables of the tasks that hold a model's output."""
+_SHOWN = 8
 
 
 class TrainStep(nn.Module):
@@ -49,6 +58,49 @@ class TrainStep(nn.Module):
     def forward(self, batch: Any) -> Step:
         """Compute the loss of a micro-batch."""
         task, model = self._others
-        with step_errors.explained(batch):
+        with explained(batch):
             step = task.step(model, batch, **({"update": self.update} if self.update else {}))
-        return step if isinstance(step, Step) else Step(step)
+        return as_step(step)
+
+
+def as_step(result: Step | Tensor) -> Step:
+    """Return what a task returned, which may be a loss alone."""
+    return result if isinstance(result, Step) else Step(result)
+
+
+@contextmanager
+def explained(batch: Any) -> Iterator[None]:
+    """Add a note with shapes to an error of the block.
+
+    Args:
+        batch: that the block computes.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        for line in _lines(error, batch):
+            error.add_note(line)
+        raise
+
+
+def _lines(error: BaseException, batch: Any) -> Iterator[str]:
+    """Yield lines about the batch, the tensors where the user's code failed, and the model's output if it had one."""
+    yield f"the batch: {described(batch)}"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    numbers = [number for _, number in traceback.walk_tb(error.__traceback__)]
+    for frame, number in reversed(list(zip(frames, numbers, strict=True))):
+        path = user_path(frame.f_code.co_filename)
+        if path is not None and (found := _tensors(frame)):
+            yield f"{path}, line {number}, in {frame.f_code.co_name}: {', '.join(found)}"
+            return
+    for frame in reversed(frames):
+        for name in _OUTPUTS:
+            if isinstance(output := frame.f_locals.get(name), Tensor):
+                yield f"the model's output: {described(output)}"
+                return
+
+
+def _tensors(frame: FrameType) -> list[str]:
+    """Describe the tensors among the variables of a function."""
+    found = [f"{name} {described(value)}" for name, value in frame.f_locals.items() if isinstance(value, Tensor)]
+    return found[:_SHOWN]

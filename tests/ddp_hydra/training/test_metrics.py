@@ -7,13 +7,14 @@ import torch
 
 from ddp_hydra.tasks import Step
 from ddp_hydra.training.metrics import Meter, SumsOfRanks, count, shapes_of
+from ddp_hydra.training.train_step import as_step
 
 CPU = torch.device("cpu")
 
 
 def counted(*steps, size=2, update=""):
     meter = Meter(CPU)
-    meter.add(*[count(step, size, update) for step in steps])
+    meter.add(*[count(as_step(step), size, update) for step in steps])
     return meter
 
 

@@ -35,7 +35,7 @@ def test_in_the_model_the_line_and_its_tensors_are_named():
     text, batch, place = noted(Classification(CrossEntropy()), Narrow(), (IMAGES, LABELS))
     assert "4x64 and 32x10" in text
     assert batch == "the batch: x (4, 1, 8, 8) float32, y (4,) int64"
-    assert place.startswith("tests/ddp_hydra/training/test_step_errors.py, line 25")
+    assert place.startswith("tests/ddp_hydra/training/test_train_step.py, line 25")
     assert place.endswith("in forward: x (4, 1, 8, 8) float32, flat (4, 64) float32")
 
 
