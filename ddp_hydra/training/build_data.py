@@ -56,8 +56,10 @@ from ddp_hydra import heartbeat
 from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import stream_sampler
 from ddp_hydra.training.instantiate import make, parameters
+
+ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
+"""Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
 
 def dataset(node: DictConfig | None) -> Any:
@@ -96,11 +98,63 @@ def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     if streams.is_stream(data):
-        return stream_sampler.build(cfg, data, batch_size, rank, world_size)
+        return stream_sampler(cfg, data, batch_size, rank, world_size)
     taken = parameters(cfg.sampler["_target_"])
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     return make(cfg.sampler, **arguments, **of_data)
+
+
+def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world_size: int) -> streams.StreamSampler:
+    """Build the sampler of an iterable data set.
+
+    Args:
+        cfg: the resolved config.
+        data: the data set.
+        batch_size: samples per rank and step.
+        rank: this rank.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the config wants an order that only a map-style data set can have, or the run has no end.
+    """
+    target = cfg.sampler["_target_"]
+    if target not in ORDER_OF_DATA or not cfg.sampler.get("drop_last", True):
+        what = target.rpartition(".")[2] if target not in ORDER_OF_DATA else "sampler.drop_last=false"
+        raise ConfigError(
+            f"{what} needs a data set with a length and __getitem__, and {type(data).__name__} is iterable: it has an "
+            "order of its own, and ends with its last full global batch. Leave sampler=… and sampler.drop_last=… out"
+        )
+    n_samples = cfg.data.get("n_samples")
+    if n_samples is None and hasattr(data, "__len__"):
+        n_samples = len(data)
+    if n_samples is None:
+        _refuse_without_length(cfg, data)
+    part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress)
+    if steps := cfg.trainer.overfit_batches:
+        part = streams.RepeatedPart(part.dataset, rank, world_size, how=part.how, part=part, steps=steps)
+    return streams.StreamSampler(part, batch_size, n_samples)
+
+
+def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
+    """Refuse what needs the length of an epoch, where nobody knows it.
+
+    Raises:
+        ConfigError: it says what to give.
+    """
+    needs = []
+    if cfg.trainer.max_steps is None:
+        needs.append(f"trainer.epochs={cfg.trainer.epochs} without trainer.max_steps")
+    if cfg.scheduler.get("warmup_epochs"):
+        needs.append(f"scheduler.warmup_epochs={cfg.scheduler.warmup_epochs}")
+    if cfg.scheduler.get("by") == "epoch":
+        needs.append("scheduler.by=epoch")
+    if needs:
+        raise ConfigError(
+            f"{type(data).__name__} does not know how many samples it has, and the learning-rate schedule needs that "
+            f"for {', '.join(needs)}: give trainer.max_steps=<optimizer steps> (and scheduler.warmup_steps=…), or "
+            "data.n_samples=<samples in an epoch>"
+        )
 
 
 def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
