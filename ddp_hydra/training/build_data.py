@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
@@ -56,6 +55,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.consensus import from_rank_0, world_size
 from ddp_hydra.training.instantiate import make, parameters
 
 ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
@@ -66,11 +66,9 @@ def dataset(node: DictConfig | None) -> Any:
     """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective."""
     if node is None:
         return None
-    if not dist.is_initialized() or dist.get_world_size() == 1 or not built_once(node):
-        return make(node)
-    box = [make(node) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    if world_size() > 1 and built_once(node):
+        return from_rank_0(lambda: make(node))
+    return make(node)
 
 
 @contextmanager

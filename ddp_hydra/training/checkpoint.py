@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-import torch.distributed as dist
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
@@ -52,21 +51,6 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of ddp_hydra: it has no format={FORMAT}")
     return content
-
-
-def read_on_all_ranks(path: Path) -> dict[str, Any]:
-    """Read a checkpoint on rank 0, and send its content to the other ranks. A collective.
-
-    Args:
-        path: the file, on rank 0's host.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return read(path)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        box[0] = read(path)
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> None:

@@ -40,8 +40,9 @@ class StepConsensus:
     """
 
     def __init__(self) -> None:
-        self.alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.rank, self.world_size = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        self.world_size = world_size()
+        self.alone = self.world_size == 1
+        self.rank = 0 if self.alone else dist.get_rank()
         self.counts: Callable[[], list[int]] = lambda: [0, 0]
         self.take: Callable[[list[int]], None] = lambda counts: None
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
@@ -114,11 +115,29 @@ class StepConsensus:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a value that can be pickled from all ranks. A collective."""
-        values = [value]
-        if not self.alone:
-            values = [None] * self.world_size
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, self.group)
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks, which can be pickled, in their order. A collective."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_rank_0(make: Callable[[], Any]) -> Any:
+    """Return on all ranks what rank 0 makes, which can be pickled. A collective."""
+    if world_size() == 1:
+        return make()
+    box = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def has_gloo() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.train_step import as_step, explained
 
@@ -50,14 +51,14 @@ class Evaluation:
             model: not wrapped in DDP.
             stop: returns whether to end early; then the numbers mean nothing.
         """
-        distributed = dist.is_initialized() and dist.get_world_size() > 1
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        if distributed:
+        rank, ranks = 0, world_size()
+        if ranks > 1:
+            rank = dist.get_rank()
             for buffer in model.buffers():  # BatchNorm's statistics may differ; rank 0's are saved
                 dist.broadcast(buffer, src=0)
         model.eval()
         meter = Meter(self.loader.device)
-        for batch, indices in self.loader.each_once(self.batch_size, rank, world_size):
+        for batch, indices in self.loader.each_once(self.batch_size, rank, ranks):
             with self.autocast, explained(batch):
                 step = as_step(self.task.validation_step(model, batch))
             meter.add(count(step, len(indices)))

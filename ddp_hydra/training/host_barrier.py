@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hydra.rank.process_group import current_timeout
+from ddp_hydra.training.consensus import gather_objects
 
 MS = 1000
 
@@ -43,8 +44,7 @@ class HostBarrier:
         """
         own = {rank: os.pipe() for rank in range(dist.get_world_size()) if rank != dist.get_rank()}
         offer = os.getpid(), {rank: (end, os.fstat(end).st_ino) for rank, (_, end) in own.items()}
-        offers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(offers, offer, group=group)
+        offers = gather_objects(offer, group)
         to = {rank: opened(pid, *ends[dist.get_rank()]) for rank, (pid, ends) in enumerate(offers) if rank in own}
         are_open = torch.tensor(None not in to.values())
         dist.all_reduce(are_open, dist.ReduceOp.MIN, group=group)

@@ -23,7 +23,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, precision, predictions
 from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.load_run import Trained
 from ddp_hydra.training.run import seed_numpy_and_python
 
@@ -68,7 +68,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    content = broadcast(load_run.needed(read(Path(checkpoint))) if rank == 0 else None)
+    content = from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
     split, other = job["split"], {"train": "data.val", "val": "data.train"}[job["split"]]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], without=[other])
     if cfg.data.get(split) is None:
@@ -85,14 +85,6 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     finally:
         if hasattr(data, "close"):
             data.close()
-
-
-def broadcast(value: Any) -> Any:
-    """Return rank 0's value. A collective."""
-    box = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hydra.tasks import Step
+from ddp_hydra.training.consensus import gather_objects, world_size
 
 Shapes = tuple[tuple[str, torch.Size], ...]
 """Names and shapes of sums that lie one after the other."""
@@ -86,11 +87,9 @@ class Meter:
     def result(self) -> dict[str, Tensor]:
         """Return the sums over all ranks since the last call, on the CPU. A collective."""
         sums = self.take()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if world_size() == 1:
             return sums
-        of_ranks: list[Shapes] = [()] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, shapes_of(sums))
-        shapes = union(of_ranks)
+        shapes = union(gather_objects(shapes_of(sums)))
         flat = packed(sums, shapes).to(self.device)
         dist.all_reduce(flat)
         return split(flat.cpu(), shapes)

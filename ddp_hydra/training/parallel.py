@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.consensus import gather_objects
 from ddp_hydra.training.gradient_buckets import has_sparse, prebuild_buckets
 from ddp_hydra.training.shared_memory import SharedGradients
 from ddp_hydra.training.train_step import TrainStep
@@ -253,12 +254,11 @@ def _ranks_per_host() -> int:
         ConfigError: some hosts have more than others.
     """
     local = _ranks_on_host()
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, local)
-    if len(set(every)) > 1:
+    every = set(gather_objects(local))
+    if len(every) > 1:
         raise ConfigError(
             f"parallel.comm_hook=post_local_sgd needs equally many ranks on each host, but hosts have "
-            f"{sorted(set(every))}: give dispatch.ranks that divide evenly, or another hook"
+            f"{sorted(every)}: give dispatch.ranks that divide evenly, or another hook"
         )
     return local
 

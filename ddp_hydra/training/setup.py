@@ -21,8 +21,8 @@ from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.caller import Callbacks
-from ddp_hydra.training.checkpoint import CheckpointWriter, read_on_all_ranks
-from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.checkpoint import CheckpointWriter, read
+from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.header import describe
@@ -70,7 +70,7 @@ def build(
 
     position = Position()
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
-    saved = read_on_all_ranks(files["resume"]) if "resume" in files else {}
+    saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
     build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
     updates = build_updates.first(progress, saved.get("unfrozen") or [])

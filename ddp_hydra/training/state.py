@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp_hydra.errors import CheckpointError
+from ddp_hydra.training.consensus import world_size
 
 FORMAT = 2
 
@@ -101,7 +101,7 @@ class State:
                 **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
                 "config": self.config,
                 "classes": dict(self.classes),
-                "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+                "world_size": world_size(),
                 "torch": str(torch.__version__),
             }
         )

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
+from ddp_hydra.training.consensus import gather_objects
 
 COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses", "bad_samples")
 
@@ -116,11 +115,7 @@ def bad_of_all_ranks(*datasets: Any) -> dict[str, Bad]:
         for data in datasets
         for name, reason in getattr(data, "bad", {}).items()
     }
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return local
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    return {name: bad for rank in gathered for name, bad in rank.items()}
+    return {name: bad for rank in gather_objects(local) for name, bad in rank.items()}
 
 
 def count_bad(bad: Mapping[str, Bad]) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import OutOfMemory
+from ddp_hydra.training.consensus import world_size
 
 GIB = 2**30
 
@@ -37,7 +38,7 @@ def begin(device: torch.device) -> None:
 def peak_of_all_ranks(device: torch.device) -> int:
     """Return the most memory that any rank has taken, in bytes. A collective."""
     peak = torch.tensor([peak_bytes(device)], device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
 

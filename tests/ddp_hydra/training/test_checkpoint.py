@@ -14,7 +14,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import lr_schedules
-from ddp_hydra.training.checkpoint import CheckpointWriter, ReportingFile, read, read_on_all_ranks, write
+from ddp_hydra.training.checkpoint import CheckpointWriter, ReportingFile, read, write
 from ddp_hydra.training.state import FORMAT, Position, State, load_weights
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
@@ -219,11 +219,6 @@ def test_what_is_no_checkpoint_is_refused_and_never_run(write, words, tmp_path, 
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_alone_a_rank_reads_for_itself(tmp_path):
-    torch.save(state().capture(), tmp_path / "a.pt")
-    assert flat(read_on_all_ranks(tmp_path / "a.pt")) == flat(read(tmp_path / "a.pt"))
 
 
 def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.training import consensus
-from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal
+from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal, from_rank_0
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,10 @@ def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
     bad = [rank for rank, (good, _) in enumerate(votes) if not good]
     agreed = Decision(max(stop for _, stop in votes), bad[0] if bad else None)
     assert [decision() for decision in decisions] == [agreed] * len(votes)
+
+
+def test_alone_a_rank_makes_things_itself():
+    assert from_rank_0(lambda: "made") == "made"
 
 
 def test_alone_a_rank_tells_itself():
