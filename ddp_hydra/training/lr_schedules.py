@@ -1,8 +1,8 @@
 """Learning-rate schedules with warm-up, as factors of the optimizer's own rate.
 
-Each takes `total_steps`, the steps of the run, and `epoch_steps`, those of an epoch. The warm-up is a linear rise at
-the beginning; it lasts `warmup_steps` and `warmup_epochs` together. With `by="epoch"` the rate stays the same within
-an epoch.
+Each takes the optimizer whose rate it sets, `total_steps`, the steps of the run, and `epoch_steps`, those of an epoch.
+All but `one_cycle` have as options `warmup_steps` and `warmup_epochs`, which together are the length of the warm-up, a
+linear rise at the beginning; and `by`: with "epoch", the rate stays the same within an epoch.
 
 A step is one of the global batch that the run began with, see `training/schedule_progress.py`. After a resume with
 another global batch, the steps done need not be a whole number, and the rate follows the same curve.
@@ -70,14 +70,7 @@ class FactorLR:
 
 
 def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> FactorLR:
-    """Keep the optimizer's rate after the warm-up.
-
-    Args:
-        optimizer: its learning rate is scheduled.
-        total_steps: steps of the run.
-        epoch_steps: steps of an epoch.
-        options: warmup_steps, warmup_epochs, by.
-    """
+    """Keep the optimizer's rate after the warm-up."""
     return _by_share(optimizer, lambda done: 1.0, total_steps, epoch_steps, **options)
 
 
@@ -87,11 +80,7 @@ def linear(
     """Fall in a straight line.
 
     Args:
-        optimizer: its learning rate is scheduled.
-        total_steps: steps of the run.
-        epoch_steps: steps of an epoch.
         min_factor: factor at the last step.
-        options: warmup_steps, warmup_epochs, by.
     """
     return _by_share(optimizer, lambda done: 1 - (1 - min_factor) * done, total_steps, epoch_steps, **options)
 
@@ -102,11 +91,7 @@ def cosine(
     """Fall along half a cosine (Loshchilov and Hutter, 2017, without restarts).
 
     Args:
-        optimizer: its learning rate is scheduled.
-        total_steps: steps of the run.
-        epoch_steps: steps of an epoch.
         min_factor: factor at the last step.
-        options: warmup_steps, warmup_epochs, by.
     """
     return _by_share(optimizer, lambda done: _half_cosine(1.0, min_factor, done), total_steps, epoch_steps, **options)
 
@@ -122,12 +107,8 @@ def step(
     """Multiply by `gamma` at each milestone.
 
     Args:
-        optimizer: its learning rate is scheduled.
-        total_steps: steps of the run.
-        epoch_steps: steps of an epoch.
         milestones: fractions of the run, 0 to 1.
         gamma: the factor.
-        options: warmup_steps, warmup_epochs, by.
     """
     limits = [milestone * total_steps for milestone in milestones]
     return _by_step(
@@ -145,10 +126,9 @@ def one_cycle(
 ) -> FactorLR:
     """Rise along half a cosine and fall along another (Smith and Topin, 2018); the momentum stays the same.
 
+    The optimizer's own rate is the highest.
+
     Args:
-        optimizer: its learning rate is scheduled; its own rate is the highest.
-        total_steps: steps of the run.
-        epoch_steps: steps of an epoch.
         rise: share of the run in which the rate rises, 0..1.
         first_factor: factor at the first step.
         min_factor: factor at the last step.
