@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import builders, parameter_groups, precision
+from ddp_hydra.training import builders, parameter_groups
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.optimizer_step import OptimizerStep
@@ -66,7 +66,7 @@ class BuildUpdates:
             unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
         updates = {}
         for name, optimizer in optimizers.items():
-            step = self._step(name, optimizer, precision.scaler(cfg.trainer.precision, self.device))
+            step = self._step(name, optimizer, builders.scaler(cfg, self.device))
             scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
             updates[name] = Update(name, step, scheduler, self.consensus)
         self._relate(updates)

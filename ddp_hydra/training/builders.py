@@ -1,4 +1,4 @@
-"""Builds the objects that the config names, on a rank: model, task, callbacks, metrics, optimizer, schedule."""
+"""Builds what the config names, on a rank: model, task, callbacks, metrics, optimizer, schedule, precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import parameter_groups, precision
+from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.build_data import Classes, fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
@@ -112,7 +112,7 @@ def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, cha
     return Evaluation(
         loader(cfg, data, device, channels_last),
         cfg.data.batch_size,
-        precision.autocast(cfg.trainer.precision, device),
+        autocast(cfg, device),
         task,
         eval_metrics(cfg, data, device),
     )
@@ -184,6 +184,26 @@ def device(cfg: DictConfig) -> torch.device:
     if given == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch finds no GPU on this worker: give trainer.device=cpu or auto")
     return torch.device("cuda:0" if given != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_float32(cfg: DictConfig) -> None:
+    """Set the precision of float32 matrix products: 24 bits of mantissa or, for tf32 on GPUs, 11.
+
+    Convolutions keep torch's default: TF32 if the GPU has it. To use all bits there, set
+    `torch.backends.cudnn.allow_tf32 = False` in the model's file.
+    """
+    torch.set_float32_matmul_precision("high" if cfg.trainer.precision == "tf32" else "highest")
+
+
+def autocast(cfg: DictConfig, device: torch.device) -> torch.autocast:
+    """Return the context of the forward pass. For bf16 and fp16, it lowers operations that torch considers safe."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
+    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None)
+
+
+def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:
+    """Return the scaler that keeps small fp16 gradients above zero (Micikevicius et al., 2018); else disabled."""
+    return torch.amp.GradScaler(device.type, enabled=cfg.trainer.precision == "fp16")
 
 
 def channels_last(cfg: DictConfig, model: nn.Module) -> bool:

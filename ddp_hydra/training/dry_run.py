@@ -14,7 +14,7 @@ from ddp_hydra.config import objective
 from ddp_hydra.console.numbers import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, header, precision, setup
+from ddp_hydra.training import build_data, builders, header, setup
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.optimizer_step import OptimizerStep
@@ -39,19 +39,19 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build_data.sampler(cfg, train_set, 0, world_size)
     epoch_steps = header.steps_in_epoch(sampler)
-    precision.set_float32(cfg.trainer.precision)
+    builders.set_float32(cfg)
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
     task, meter = builders.task(cfg, train_set, device), Meter(device)
     model.train()
     loader = build_data.loader(cfg, train_set, device, channels_last)
     loader.prefetch = 0
     batches = list(next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)))
-    autocast = precision.autocast(cfg.trainer.precision, device)
+    autocast = builders.autocast(cfg, device)
     for update in updates_of(task):
         step = TrainStep(task, model, update)
         optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update)
         scheduler = builders.schedule(cfg, optimizer, epoch_steps or 1, epoch_steps or 1, update)
-        scaler = precision.scaler(cfg.trainer.precision, device)
+        scaler = builders.scaler(cfg, device)
         optimizer_step = OptimizerStep(Parallel(step, step), optimizer, scaler, cfg.trainer.clip_norm, update)
         optimizer_step.begin()
         for batch in batches:

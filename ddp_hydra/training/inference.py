@@ -20,7 +20,7 @@ from ddp_hydra.data import streams
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection, rows
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, load_run, precision, predictions
+from ddp_hydra.training import build_data, builders, load_run, predictions
 from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
@@ -77,7 +77,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
             "training data"
         )
     seed_numpy_and_python(cfg.seed)  # as in training: all ranks split a data set alike
-    precision.set_float32(cfg.trainer.precision)
+    builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
     data = build_data.dataset(cfg.data[split])
     try:
@@ -220,7 +220,7 @@ def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: in
         kind: of the result, see `predictions.KINDS`.
     """
     trained, stop = run.trained, StopSignal(None)
-    autocast = precision.autocast(trained.cfg.trainer.precision, trained.device)
+    autocast = builders.autocast(trained.cfg, trained.device)
     number = 0
     heartbeat.at("load", 1)
     for part, own in groupby(batches, lambda one: one[1][0] // length):

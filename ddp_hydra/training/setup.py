@@ -16,7 +16,7 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import build_data, builders, parameter_groups, precision, pretrained, resume
+from ddp_hydra.training import build_data, builders, parameter_groups, pretrained, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
@@ -63,7 +63,7 @@ def build(
     memory.begin(device)
     consensus = StepConsensus()
     sampler = build_sampler(cfg, train_set, consensus)
-    precision.set_float32(cfg.trainer.precision)
+    builders.set_float32(cfg)
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
     bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
     task = builders.task(cfg, train_set, device)
@@ -103,7 +103,7 @@ def build(
         loader=loader,
         model=bare,
         frozen_norms=frozen_norms,
-        autocast=precision.autocast(cfg.trainer.precision, device),
+        autocast=builders.autocast(cfg, device),
         task=task,
         updates=updates,
         ema=state.extras["ema"],

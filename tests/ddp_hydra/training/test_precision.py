@@ -5,33 +5,38 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.tasks.losses import CrossEntropy
-from ddp_hydra.training import precision
+from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import weights
+
+
+def cfg(precision: str) -> DictConfig:
+    return OmegaConf.create({"trainer": {"precision": precision}})
 
 
 @pytest.fixture
 def settings_restored() -> Iterator[None]:
     yield
-    precision.set_float32("fp32")
+    builders.set_float32(cfg("fp32"))
 
 
 @pytest.mark.usefixtures("settings_restored")
 def test_only_tf32_lets_matrix_products_be_less_and_convolutions_stay_as_torch_has_them():
     found = []
     for name in ("tf32", "bf16", "tf32", "fp32"):
-        precision.set_float32(name)
+        builders.set_float32(cfg(name))
         found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
     assert found == [("high", True), ("highest", True)] * 2
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])
 def test_products_are_of_the_precision_that_was_asked_for(name, dtype):
-    with precision.autocast(name, torch.device("cpu")):
+    with builders.autocast(cfg(name), torch.device("cpu")):
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == (dtype or torch.float32)
-    assert precision.scaler(name, torch.device("cpu")).is_enabled() is (name == "fp16")
+    assert builders.scaler(cfg(name), torch.device("cpu")).is_enabled() is (name == "fp16")
 
 
 class Times(CrossEntropy):
