@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 
@@ -60,7 +59,13 @@ class Task:
             sums: name -> sum, float64 on the CPU: those of `Step.sums`, `n`, and `loss` times `n`. With updates that
                 have a name, each name begins with that of its update: "generator/loss", "generator/n".
         """
-        return {name: float(total / n) for name, total, n in with_counts(sums) if n and total.ndim == 0}
+        found = {}
+        for name, total in sums.items():
+            prefix, slash, last = name.rpartition("/")
+            n = sums.get(f"{prefix}{slash}n")
+            if last != "n" and n and total.ndim == 0:
+                found[name] = float(total / n)
+        return found
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric of the config, as of torchmetrics, prediction and target of a batch."""
@@ -92,14 +97,6 @@ class Task:
     def part(self, model: nn.Module, update: str) -> nn.Module:
         """Return the part of the model that an update trains; by default, the attribute of that name."""
         return model.get_submodule(update)
-
-
-def with_counts(sums: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor, Tensor]]:
-    """Yield each sum with its `n`, which stands under the same prefix."""
-    for name, total in sums.items():
-        prefix, slash, last = name.rpartition("/")
-        if last != "n":
-            yield name, total, sums.get(f"{prefix}{slash}n", torch.tensor(0.0))
 
 
 def inputs(batch: Any) -> Any:

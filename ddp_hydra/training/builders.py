@@ -45,7 +45,8 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
     """Wrap a training step for its ranks, and compile its model if trainer.compile is set."""
     wrapped: Parallel = make(cfg.parallel, step)
     if cfg.trainer.compile is not None:
-        step.compile_model(cfg.trainer.compile.replace("_", "-"))
+        # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
+        step.call = torch.compile(step.call, mode=cfg.trainer.compile.replace("_", "-"))
     return wrapped
 
 

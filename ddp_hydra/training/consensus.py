@@ -153,19 +153,14 @@ class StopSignal:
 
     Args:
         time_limit_s: seconds from now; None for no limit.
+
+    Attributes:
+        asked: the reason why a callback asks to stop, a number of `heartbeat.REASONS`; 0 for none.
     """
 
     def __init__(self, time_limit_s: float | None = None) -> None:
         self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self.asked = 0
-
-    def ask(self, reason: int) -> None:
-        """Ask this rank to stop.
-
-        Args:
-            reason: a number of `heartbeat.REASONS`.
-        """
-        self.asked = reason
 
     def reason(self) -> int:
         """Return the reason to stop, a number of `heartbeat.REASONS`; 0 to continue."""

@@ -84,10 +84,6 @@ class OptimizerStep:
         self.scaler.update()
         self.parallel.after_step()
 
-    def discard(self) -> None:
-        """Drop the gradients of a step that is left out."""
-        self.parallel.discard_gradients()
-
     def metrics(self) -> dict[str, float]:
         """Return the learning rate and, where they exist, the gradient norm and the loss scale."""
         prefix = f"{self.update}/" if self.update else ""

@@ -111,13 +111,8 @@ class Run:
     @property
     def is_over(self) -> bool:
         """True if nothing is left to do, or the run should end early."""
-        return self.is_complete or bool(self.stop)
-
-    @property
-    def is_complete(self) -> bool:
-        """True if the run has reached its end, or early stopping has ended it."""
         is_at_end = self.position.step >= self.cadence.total_steps and not self.state.validation_due
-        return is_at_end or self.early_stopping.should_stop
+        return is_at_end or self.early_stopping.should_stop or bool(self.stop)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -179,7 +174,7 @@ class Run:
             NonFiniteLoss: such a step is not allowed, or there were too many.
         """
         for update in self.updates.values():
-            update.optimizer_step.discard()
+            update.parallel.discard_gradients()
         offset = self.position.offset - found.steps_ago * self.sampler.global_batch
         samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
         if not self.nonfinite.handle(found, self.rank, samples):

@@ -104,17 +104,13 @@ class SharedGradients:
     def average(self, rows: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
         """Replace a bucket by its mean over the ranks. A collective."""
         rows[self.rank].copy_(gradients)
-        self.meet()
+        self.barrier.wait()  # then what all ranks wrote before can be read
         if self.ranks <= FEW_RANKS:
             return mean(rows.unbind(), out=gradients)
         parts = [torch.tensor_split(row, self.ranks)[self.rank] for row in rows]
         mean(parts, out=parts[0])
-        self.meet()
-        return gradients.copy_(rows[0])
-
-    def meet(self) -> None:
-        """Wait until all ranks are here; then what they wrote before can be read. A collective."""
         self.barrier.wait()
+        return gradients.copy_(rows[0])
 
 
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text

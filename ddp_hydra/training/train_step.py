@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ddp_hydra.console.tracebacks import user_path
@@ -50,10 +49,6 @@ class TrainStep(nn.Module):
     @call.setter
     def call(self, model: Any) -> None:
         self._others = (self._others[0], model)
-
-    def compile_model(self, mode: str) -> None:
-        """Compile the model. As DDP calls this step, torch.compile cuts the graph at DDP's buckets."""
-        self.call = torch.compile(self.call, mode=mode)
 
     def forward(self, batch: Any) -> Step:
         """Compute the loss of a micro-batch."""

@@ -149,7 +149,7 @@ class View:
         """
         if not self._run.stop_signal.asked:
             results.warn(f"a callback asked to stop after step {self.step}: {reason}")
-        self._run.stop_signal.ask(heartbeat.REASONS.index("callback"))
+        self._run.stop_signal.asked = heartbeat.REASONS.index("callback")
 
     def unfreeze(self, patterns: Sequence[str], lr: float | None = None) -> None:
         """Train parameters that `trainer.freeze` has frozen, from now on, on all ranks. A collective.

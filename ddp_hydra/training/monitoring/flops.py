@@ -54,9 +54,10 @@ def count(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cos
     from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
 
     in_training = [module for module in model.modules() if module.training]
+    gpus = list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
     model.eval()
     try:
-        with FlopCounterMode(display=False) as counter, torch.random.fork_rng(_gpus(model)):
+        with FlopCounterMode(display=False) as counter, torch.random.fork_rng(gpus):
             forward()
     finally:
         for module in in_training:  # some may be frozen
@@ -72,10 +73,6 @@ def count(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cos
         for name, child in model.named_children()
     }
     return Cost(counter.get_total_flops() // samples, parts)
-
-
-def _gpus(model: nn.Module) -> list[torch.device]:
-    return list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
