@@ -15,10 +15,9 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR
-from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import Update
+from ddp_hydra.training.update import OptimizerStep, Update
 
 UPDATES_REPEAT = 1000
 """The updates of so many first steps hold every name that a task updates."""

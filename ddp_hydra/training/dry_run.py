@@ -17,9 +17,9 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, header, setup
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
-from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.update import OptimizerStep
 
 
 def dry_run(config: Mapping[str, Any]) -> None:

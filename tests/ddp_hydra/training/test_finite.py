@@ -11,11 +11,10 @@ from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
-from ddp_hydra.training.optimizer_step import OptimizerStep
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.state import Position, State
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import Update
+from ddp_hydra.training.update import OptimizerStep, Update
 
 NAN, INF = math.nan, math.inf
 PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
