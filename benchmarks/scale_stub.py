@@ -10,7 +10,7 @@ import cloudpickle
 from distributed import get_worker
 
 from ddp_hydra.rank import inbox, record_relay, return_values
-from ddp_hydra.rank.launch_spec import LaunchSpec
+from ddp_hydra.rank.spec import LaunchSpec
 from ddp_hydra.results import Record
 
 

@@ -26,8 +26,7 @@ from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.failure import explain
-from ddp_hydra.rank.launch_spec import LaunchSpec
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.storage import wait_for_space
 

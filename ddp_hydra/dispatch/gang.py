@@ -36,8 +36,7 @@ from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.dispatch.worker_checks import WorkerChecks
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed
 from ddp_hydra.rank.failure import explain
-from ddp_hydra.rank.launch_spec import LaunchSpec
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.writers.run_dir import next_attempt
 

@@ -16,5 +16,5 @@ fault_injection faults on purpose
 environment network rendezvous gpus processes    of this host
 garbage         Python's search for garbage, while modules are imported
 lazy_dynamo     imports torch's compiler only when something is compiled
-launch_spec spec failure return_values           data that goes to the rank and comes back
+spec failure return_values            data that goes to the rank and comes back
 """

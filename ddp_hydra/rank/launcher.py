@@ -28,8 +28,8 @@ from ddp_hydra.rank import (
     preemption,
     rendezvous,
 )
-from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.record_relay import RecordRelay, publish
+from ddp_hydra.rank.spec import LaunchSpec
 from ddp_hydra.storage import wait_for_space
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed import Worker
 
-from ddp_hydra.rank.launch_spec import LaunchSpec
+from ddp_hydra.rank.spec import LaunchSpec
 from ddp_hydra.results import Record
 
 FLUSH_S = 0.05

@@ -1,8 +1,12 @@
-"""Describes a rank's place in its gang."""
+"""Describes a rank: its place in its gang, and all that a worker needs to run it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_hydra.config.project import Project
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +32,45 @@ class RankSpec:
     worker: str
     host: str
     nodes: int = 1
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Holds all that a worker needs to run one rank.
+
+    Args:
+        gang: the gang's name, with its attempt; also the topic of its records.
+        attempt: number of the gang's start.
+        spec: the rank's place.
+        call: cloudpickle of (function or "module:name", args, kwargs).
+        project: the packed project space, or None.
+        backend: gloo, nccl or auto.
+        timeout_s: of collectives.
+        retry_s: how long to wait for room if the worker's temporary folder is full.
+        group: whether to make the process group before the call.
+        threads: CPU threads of the rank, 0 for its share of the host.
+        ports: first and last port allowed for the rendezvous, None for any free one.
+        interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
+        cwd: the client's folder, so that relative paths mean the same where the host has it too.
+        owner: the gang's name, without its attempt; "" for `gang`.
+        keep_warm_s: how long the host's fork server stays after its last rank.
+        ranks_on_host: that a sweep may have there at the same time, so that its jobs get equally many threads whichever
+            starts first; 0 outside of a sweep.
+    """
+
+    gang: str
+    attempt: int
+    spec: RankSpec
+    call: bytes
+    project: Project | None = None
+    backend: str = "auto"
+    timeout_s: float = 1800.0
+    retry_s: float = 60.0
+    group: bool = True
+    threads: int = 0
+    ports: tuple[int, int] | None = None
+    interface: str | None = None
+    cwd: str = ""
+    owner: str = ""
+    keep_warm_s: float = 0.0
+    ranks_on_host: int = 0

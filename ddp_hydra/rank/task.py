@@ -26,9 +26,9 @@ from ddp_hydra.errors import ConfigError, DiskFull
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
 from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.failure import describe_exit
-from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.launcher import Launcher, Stopped
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordRelay, publish
+from ddp_hydra.rank.spec import LaunchSpec
 
 TICK_S = 0.1
 """Seconds between two looks at a rank that starts or ends."""

@@ -21,10 +21,9 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 from ddp_hydra.rank import outbox, torchrun_rank
-from ddp_hydra.rank.launch_spec import LaunchSpec
 from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.rank.record_relay import RecordRelay, publish
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.rank.task import RankTask
 from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.results import Record

@@ -17,7 +17,6 @@ from ddp_hydra.rank import (
     environment,
     fork_client,
     inbox,
-    launch_spec,
     launcher,
     outbox,
     preemption,
@@ -25,7 +24,7 @@ from ddp_hydra.rank import (
     rendezvous,
     task,
 )
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
@@ -84,7 +83,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(what, worker, monkeypatch):
     BREAKS[what](monkeypatch)
     before = descriptors()
-    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
+    task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     assert descriptors() == before
     end = worker.said[-1]
     assert (end.kind, end.data["status"]) == ("end", "start")
@@ -109,7 +108,7 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
 
 def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_path):
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
-    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b"", retry_s=3.0))
+    task.run_rank(LaunchSpec("gang", 0, SPEC, b"", retry_s=3.0))
     assert sum(full_disk) == pytest.approx(3.0)
     (warning,) = (record.data["text"] for record in worker.said if record.kind == "warning")
     assert f"the worker's temporary folder {tmp_path} on host " in warning
@@ -130,7 +129,7 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, 
 
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     monkeypatch.setattr(launcher.time, "sleep", send)
-    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
+    task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     assert len(full_disk) == 3
     assert worker.said[-1].data["status"] == "stopped"
     inbox._ended.clear()
@@ -138,13 +137,13 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, 
 
 def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
     worker.address = "tcp://127.0.0.1:2"
-    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
+    task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     assert [(record.kind, record.data["status"]) for record in worker.said] == [("end", "lost")]
 
 
 def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b"the call"), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b"the call"), stack)
         with one.launcher.write_launch_file(device_leases.Share(None, 0, 0)) as launch_file:
             launch_file.seek(0)
             header, _, call = launch_file.read().partition(b"\n")
@@ -164,7 +163,7 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
             if job == "beside":
                 stack.enter_context(device_leases.acquire("other", 4, range(12), [], 0))
             stack.enter_context(device_leases.acquire("mine", 2, range(12), [], 0))  # of the attempt before
-            one = task.RankTask(worker, launch_spec.LaunchSpec("mine-1", 1, spec, b"", owner="mine"), stack)
+            one = task.RankTask(worker, LaunchSpec("mine-1", 1, spec, b"", owner="mine"), stack)
             with one.launcher.write_launch_file(one.launcher.share()) as launch_file:
                 launch_file.seek(0)
                 threads.append(json.loads(launch_file.readline())["threads"])
@@ -176,7 +175,7 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, which only root can")
 def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, tmp_path):
     os.chown(tmp_path, 65534, 65534)
-    task.run_rank(launch_spec.LaunchSpec("gang", 0, SPEC, b""))
+    task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     inbox._ended.clear()
     end = worker.said[-1].data
     assert end["mistake"]
@@ -185,7 +184,7 @@ def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, 
 
 def test_a_rank_task_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         one.shared_status.enter("save", 20)
         one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0}, 1.0
         assert one.end_data() == {"status": "stopped", "step": 20, "phase": "save"}
@@ -201,7 +200,7 @@ def test_a_rank_that_is_writing_a_checkpoint_is_stopped_when_it_is_complete_or_a
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     signals: list[int] = []
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         worker.state.tasks["task"] = SimpleNamespace(state="executing")
         one.signal = lambda number, alone=False: signals.append(number)
         one.shared_status.saving = True
@@ -231,7 +230,7 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
     now = 1000.0
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         assert not one.is_drained(is_quiet=False)
         now += task.DRAIN_S + 0.1
         assert one.is_drained(is_quiet=True)
@@ -253,7 +252,7 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
 )
 def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         one.exit = {"exit": 0}  # it hears no signal any more
         one.box.put(message)
         one.on_inbox()
@@ -267,7 +266,7 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(task.time, "monotonic", lambda: now)
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         for waiting in (0, record_relay.WINDOW_BYTES, 0):
             now += 10.0
             one.relay.unacknowledged = waiting
@@ -283,7 +282,7 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
 
 def test_a_rank_task_looks_up_seldom_while_its_rank_trains_and_often_otherwise(worker):
     with ExitStack() as stack:
-        one = task.RankTask(worker, launch_spec.LaunchSpec("gang", 0, SPEC, b""), stack)
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         assert one.pause_s == task.TICK_S  # it starts
         one.ready = True
         assert one.pause_s == task.CALM_S
