@@ -98,12 +98,12 @@ def run(
 
 def meet_nobody(timeout_s: float) -> Store:
     """Return the store of a rank that is alone."""
-    from ddp_hydra.rank import rendezvous
+    from ddp_hydra.rank import network
     from ddp_hydra.rank.process_group import meet
 
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
     os.environ.update(names)
-    listener = rendezvous.bind("127.0.0.1")
+    listener = network.bind("127.0.0.1")
     port = listener.getsockname()[1]
     return meet(0, "127.0.0.1", port, timeout_s, listener.detach())
 

@@ -13,7 +13,7 @@ kept_checkpoints    those that stay on the host that wrote them, for ranks that 
 preemption      lets ranks finish when their worker is shut down
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose
-environment network rendezvous gpus processes    of this host
+environment network gpus processes               of this host
 garbage         Python's search for garbage, while modules are imported
 lazy_dynamo     imports torch's compiler only when something is compiled
 spec failure return_values            data that goes to the rank and comes back

@@ -26,7 +26,6 @@ from ddp_hydra.rank import (
     network,
     outbox,
     preemption,
-    rendezvous,
 )
 from ddp_hydra.rank.record_relay import RecordRelay, publish
 from ddp_hydra.rank.spec import LaunchSpec
@@ -100,7 +99,7 @@ class Launcher:
         """Listen for the other ranks; return the socket, and host and port."""
         interface, spec = self.launch_spec.interface, self.launch_spec.spec
         host = network.address_of(interface) if interface else spec.host
-        listener = self.stack.enter_context(rendezvous.bind(host, self.launch_spec.ports))
+        listener = self.stack.enter_context(network.bind(host, self.launch_spec.ports))
         return listener, [host, listener.getsockname()[1]]
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:

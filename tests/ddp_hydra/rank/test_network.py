@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.rank import network, rendezvous
+from ddp_hydra.rank import network
 
 
 def test_the_loopback_carries_its_address():
@@ -30,20 +30,20 @@ def test_the_way_to_a_server_begins_at_an_interface():
 
 
 def test_the_rendezvous_listens_on_the_hosts_own_address_only():
-    with rendezvous.bind("127.0.0.1") as listener:
+    with network.bind("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_the_rendezvous_listens_everywhere_where_the_address_is_mapped():
-    with rendezvous.bind("192.0.2.77") as listener:
+    with network.bind("192.0.2.77") as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
         port = listener.getsockname()[1]
         with pytest.raises(ClusterError, match=r"can't listen on 192\.0\.2\.77, port .*in use.*port_range"):
-            rendezvous.bind("192.0.2.77", (port, port))
+            network.bind("192.0.2.77", (port, port))
 
 
 def test_a_port_that_is_taken_is_passed_over():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with rendezvous.bind("127.0.0.1", (port, port + 20)) as listener:
+        with network.bind("127.0.0.1", (port, port + 20)) as listener:
             assert port < listener.getsockname()[1] <= port + 20

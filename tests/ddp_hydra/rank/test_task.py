@@ -18,10 +18,10 @@ from ddp_hydra.rank import (
     fork_client,
     inbox,
     launcher,
+    network,
     outbox,
     preemption,
     record_relay,
-    rendezvous,
     task,
 )
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
@@ -69,7 +69,7 @@ def fail(*_: object, **__: object) -> None:
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the page": lambda patch: patch.setattr(task.SharedStatus, "create", fail),
     "the pipe": lambda patch: patch.setattr(launcher.os, "pipe", fail),
-    "the rendezvous": lambda patch: patch.setattr(rendezvous, "bind", fail),
+    "the rendezvous": lambda patch: patch.setattr(network, "bind", fail),
     "the fork server": lambda patch: patch.setattr(fork_client, "connect", fail),
     "the environment": lambda patch: (
         patch.setattr(fork_client, "connect", lambda: ExitStack()),
