@@ -6,14 +6,14 @@ record_relay    passes its records and its output on to the client
 process         the rank itself: joins the process group (process_group) and calls the function
 fork_server     imports torch once (fork_preload); each rank is a fork of it
 fork_client     finds the host's fork server, or starts it
-fork_environment, fork_idle, left_behind    who may share it, how long it stays, what it cleans up
+fork_environment, fork_idle     who may share it, how long it stays
 inbox           messages of the client to a rank task
 outbox          files on their way from ranks to the client
 kept_checkpoints    those that stay on the host that wrote them, for ranks that resume there
 preemption      lets ranks finish when their worker is shut down
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose
-environment network gpus processes               of this host
+environment network gpus processes               of this host; processes that a rank leaves behind
 garbage         Python's search for garbage, while modules are imported
 lazy_dynamo     imports torch's compiler only when something is compiled
 spec failure return_values            data that goes to the rank and comes back

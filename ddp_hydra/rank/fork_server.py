@@ -42,8 +42,16 @@ from typing import Any, NoReturn
 
 from ddp_hydra.rank import fork_environment, fork_idle, lazy_dynamo
 from ddp_hydra.rank.fork_preload import preload
-from ddp_hydra.rank.left_behind import LEFT_S, LeftBehind
-from ddp_hydra.rank.processes import adopt_orphans, children, die_with_parent, has_ended, kill_group, user_of
+from ddp_hydra.rank.processes import (
+    LEFT_S,
+    LeftBehind,
+    adopt_orphans,
+    children,
+    die_with_parent,
+    has_ended,
+    kill_group,
+    user_of,
+)
 
 MODULE = "ddp_hydra.rank.fork_server"
 MAX_REQUEST = 2**24

@@ -6,15 +6,15 @@ import signal
 
 import pytest
 
-from ddp_hydra.rank import left_behind
-from ddp_hydra.rank.left_behind import LeftBehind
+from ddp_hydra.rank import processes
+from ddp_hydra.rank.processes import LeftBehind
 
 
 @pytest.fixture
 def sent(monkeypatch) -> list[tuple[int, int]]:
     """The signals, each with its process; none is really sent."""
     signals: list[tuple[int, int]] = []
-    monkeypatch.setattr(left_behind.os, "kill", lambda pid, number: signals.append((pid, number)))
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: signals.append((pid, number)))
     return signals
 
 
@@ -22,9 +22,9 @@ def sent(monkeypatch) -> list[tuple[int, int]]:
 def host(monkeypatch, sent) -> dict[int, str]:
     """Commands of the children, by process id."""
     commands: dict[int, str] = {}
-    monkeypatch.setattr(left_behind, "children", lambda: list(commands))
-    monkeypatch.setattr(left_behind, "command_of", lambda pid: commands.get(pid, ""))
-    monkeypatch.setattr(left_behind.os, "getpgid", lambda pid: pid)
+    monkeypatch.setattr(processes, "children", lambda: list(commands))
+    monkeypatch.setattr(processes, "command_of", lambda pid: commands.get(pid, ""))
+    monkeypatch.setattr(processes.os, "getpgid", lambda pid: pid)
     return commands
 
 
@@ -43,6 +43,6 @@ def test_what_was_found_long_ago_is_no_later_ranks(host, monkeypatch):
     left = LeftBehind()
     host |= {2: "rank", 20: "sleep 20"}
     assert left.end(10, False, {2}) == []
-    later = left.until[20] + left_behind.LEFT_S
-    monkeypatch.setattr(left_behind.time, "monotonic", lambda: later)
+    later = left.until[20] + processes.LEFT_S
+    monkeypatch.setattr(processes.time, "monotonic", lambda: later)
     assert left.end(2, True, ()) == []
