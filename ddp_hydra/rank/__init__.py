@@ -8,8 +8,7 @@ fork_server     imports torch once (fork_preload); each rank is a fork of it
 fork_client     finds the host's fork server, or starts it
 fork_environment, fork_idle     who may share it, how long it stays
 inbox           messages of the client to a rank task
-outbox          files on their way from ranks to the client
-kept_checkpoints    those that stay on the host that wrote them, for ranks that resume there
+outbox          files on their way from ranks to the client; checkpoints that stay, for ranks that resume there
 preemption      lets ranks finish when their worker is shut down
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose

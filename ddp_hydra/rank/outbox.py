@@ -2,6 +2,10 @@
 
 A rank writes a file into its outbox, in its worker's folder, and names it in a record. The client fetches the file,
 verifies it and removes it. The removal is the acknowledgement: a rank with too many files in its outbox waits.
+
+Checkpoints that the client has fetched are kept on the host that wrote them, while the worker lives. A rank that
+resumes from one of them there, after a crash or when a paused job of a sweep continues, finds it in the page cache
+instead of waiting until the client has sent it back.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import kept_checkpoints
 
 CHUNK_BYTES = 8 * 2**20
+MAX_KEPT_BYTES = 2 * 2**30
+"""Bytes of all kept checkpoints of a worker; the oldest go first."""
+FREE_SHARE = 0.1
+"""Share of the disk that is left free; a checkpoint that would take some of it is not kept."""
 
 
 def folder(worker: Any, gang: str, rank: int, way: str = "out") -> Path:
@@ -100,10 +107,26 @@ def remove(gang: str, rank: int, name: str, dask_worker: Any = None) -> None:
 
 
 def keep(gang: str, rank: int, name: str, sha256: str, dask_worker: Any = None) -> None:
-    """Take a checkpoint that the client has fetched out of the outbox, but keep it here. Runs on the worker."""
+    """Take a checkpoint that the client has fetched out of the outbox, but keep it here. Runs on the worker.
+
+    It is kept under its hash; without room for it, it is removed.
+    """
     file = folder(dask_worker, gang, rank) / Path(name).name
+    place = _kept(dask_worker.local_directory, sha256)
     with contextlib.suppress(FileNotFoundError):
-        kept_checkpoints.keep(dask_worker.local_directory, file, sha256)
+        place.parent.mkdir(exist_ok=True)
+        disk, size = shutil.disk_usage(place.parent), file.stat().st_size
+        if size > MAX_KEPT_BYTES or disk.free < FREE_SHARE * disk.total:
+            file.unlink()
+            return
+        file.replace(place)
+        os.utime(place)
+        kept = [(path.stat().st_mtime_ns, path.stat().st_size, path) for path in place.parent.iterdir()]
+        total = 0
+        for _, size, path in sorted(kept, reverse=True):
+            total += size
+            if total > MAX_KEPT_BYTES:
+                path.unlink()
 
 
 def find(gang: str, rank: int, name: str, sha256: str, size: int, dask_worker: Any = None) -> str:
@@ -117,7 +140,18 @@ def find(gang: str, rank: int, name: str, sha256: str, size: int, dask_worker: A
         size: in bytes.
     """
     target = folder(dask_worker, gang, rank, "in") / Path(name).name
-    return str(target) if kept_checkpoints.link(dask_worker.local_directory, sha256, size, target) else ""
+    kept = _kept(dask_worker.local_directory, sha256)
+    with contextlib.suppress(OSError):
+        if kept.stat().st_size == size:
+            target.unlink(missing_ok=True)
+            target.hardlink_to(kept)
+            os.utime(kept)
+            return str(target)
+    return ""
+
+
+def _kept(local_directory: str, sha256: str) -> Path:
+    return Path(local_directory) / "ddp_hydra-checkpoints" / Path(sha256).name
 
 
 def has_files(worker: Any) -> bool:
