@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,58 +21,36 @@ PIECE_S = 15.0
 """Seconds that one piece of a file may take."""
 
 
-@dataclass(frozen=True)
-class RemoteOutbox:
-    """A rank's outbox, as the client reaches it.
-
-    Files are described by source (their path there), size and sha256.
+def fetch(source: Path, file: Mapping[str, Any], target: Path, call: Callable[..., Any]) -> None:
+    """Put a file of a rank at `target` and remove it from the rank's outbox. The caller verifies it.
 
     Args:
-        client: of the cluster.
-        worker: address of the rank's worker.
-        local_directory: of that worker.
-        gang: the gang's name, with its attempt.
-        rank: of the gang.
-        is_lost: returns whether the worker was given up meanwhile.
+        source: its path in the outbox, on the rank's host.
+        file: its size and sha256; "checkpoint" if it is one.
+        target: the path here.
+        call: calls a function of `rank.outbox` there, for the rank.
     """
+    if _is_here(source, file["size"]):
+        shutil.move(source, target)
+        return
+    with target.open("wb") as out:
+        while out.tell() < file["size"]:
+            piece = call(outbox.read, source.name, out.tell())
+            if not piece:
+                break
+            out.write(piece)
+    if file.get("checkpoint") is not None:  # a rank may resume from it there
+        call(outbox.keep, source.name, file["sha256"])
+    else:
+        call(outbox.remove, source.name)
 
-    client: Client
-    worker: str
-    local_directory: str
-    gang: str
-    rank: int
-    is_lost: Callable[[], bool] = lambda: False
 
-    def fetch(self, file: Mapping[str, Any], target: Path) -> None:
-        """Put a file at `target` and remove it from the outbox. The caller verifies it."""
-        source = self._path(file)
-        if _is_here(source, file["size"]):
-            shutil.move(source, target)
-            return
-        with target.open("wb") as out:
-            while out.tell() < file["size"]:
-                piece = self._call(outbox.read, source.name, out.tell())
-                if not piece:
-                    break
-                out.write(piece)
-        if file.get("checkpoint") is not None:  # a rank may resume from it there
-            self._call(outbox.keep, source.name, file["sha256"])
-        else:
-            self._call(outbox.remove, source.name)
-
-    def drop(self, file: Mapping[str, Any]) -> None:
-        """Remove a file from the outbox."""
-        source = self._path(file)
-        if _is_here(source, file.get("size")):
-            source.unlink(missing_ok=True)
-        else:
-            self._call(outbox.remove, source.name)
-
-    def _path(self, file: Mapping[str, Any]) -> Path:
-        return outbox.path(self.local_directory, self.gang, self.rank) / Path(str(file["source"])).name
-
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return call(self.client, self.worker, function, self.gang, self.rank, *args, is_lost=self.is_lost)
+def drop(source: Path, file: Mapping[str, Any], call: Callable[..., Any]) -> None:
+    """Remove a file from a rank's outbox; the arguments are those of `fetch`."""
+    if _is_here(source, file.get("size")):
+        source.unlink(missing_ok=True)
+    else:
+        call(outbox.remove, source.name)
 
 
 def _is_here(source: Path, size: int | None) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from ddp_hydra.console.signals import SIGNALS, Interrupts, print_line
 from ddp_hydra.dispatch.attempt import END_S, Attempt
-from ddp_hydra.dispatch.file_transfer import RemoteOutbox
 from ddp_hydra.dispatch.gang import Gang
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.torchrun_server import Server
@@ -45,18 +44,6 @@ class TorchrunInterrupts(Interrupts):
 def reason_of(number: int) -> str:
     """Return the reason to finish that a signal stands for."""
     return "preemption" if number == SIGNALS[1] else "interrupt"
-
-
-@dataclass(frozen=True)
-class TorchrunOutbox(RemoteOutbox):
-    """The outbox of a rank whose process is connected with this one."""
-
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        server: Server = self.client  # type: ignore[assignment]
-        if function is outbox.read:
-            name, offset = args
-            return server.call(self.rank, "read", self.is_lost, name=name, offset=offset)
-        return server.call(self.rank, "remove", self.is_lost, name=args[0])
 
 
 class TorchrunWorkers(WorkerClient):
@@ -95,11 +82,13 @@ class TorchrunWorkers(WorkerClient):
     def clear(self) -> None:
         """Do nothing: each process removes its own folder."""
 
-    def outbox(self, rank: int) -> RemoteOutbox:
-        """Return a rank's outbox, as this process reaches it."""
-        worker = self.specs[rank].worker
-        is_lost = lambda: worker in self.lost  # noqa: E731
-        return TorchrunOutbox(self.client, worker, self.folders[worker], self.name, rank, is_lost)
+    def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Have the process of a rank read a piece of a file in its outbox, or remove the file."""
+        is_lost = lambda: self.specs[rank].worker in self.lost  # noqa: E731
+        if function is outbox.read:
+            name, offset = args
+            return self.client.call(rank, "read", is_lost, name=name, offset=offset)
+        return self.client.call(rank, "remove", is_lost, name=args[0])
 
     def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
         """Return the paths of files: rank 0 is on this host."""

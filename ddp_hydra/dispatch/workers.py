@@ -6,6 +6,7 @@ import base64
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +84,31 @@ class WorkerClient:
             with contextlib.suppress(OSError, ValueError, TimeoutError):
                 self.client.sync(self.client._run, function, *args, **run)
 
-    def outbox(self, rank: int) -> file_transfer.RemoteOutbox:
-        """Return a rank's outbox, as the client reaches it."""
+    def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of `rank.outbox` on a rank's worker."""
         worker = self.specs[rank].worker
         is_lost = lambda: worker in self.lost  # noqa: E731
-        return file_transfer.RemoteOutbox(self.client, worker, self.folders[worker], self.name, rank, is_lost)
+        return file_transfer.call(self.client, worker, function, self.name, rank, *args, is_lost=is_lost)
+
+    def source(self, rank: int, file: Mapping[str, Any]) -> Path:
+        """Return the path of a file in its rank's outbox."""
+        folder = outbox.path(self.folders[self.specs[rank].worker], self.name, rank)
+        return folder / Path(str(file["source"])).name
 
     def fetch(self, record: Record, target: Path, file: Mapping[str, Any] | None = None) -> None:
         """Fetch a file from its rank's outbox; its removal there tells the rank that it has arrived."""
-        spec = self.specs[record.rank]
-        if spec.worker in self.lost and not outbox.path(self.folders[spec.worker], self.name, spec.rank).is_dir():
-            raise OSError(f"its worker {spec.worker} is lost")
-        self.outbox(record.rank).fetch(file or record.data, target)
+        rank, worker, file = record.rank, self.specs[record.rank].worker, file or record.data
+        source = self.source(rank, file)
+        if worker in self.lost and not source.parent.is_dir():
+            raise OSError(f"its worker {worker} is lost")
+        file_transfer.fetch(source, file, target, partial(self.call_outbox, rank))
 
     def drop(self, record: Record) -> None:
         """Remove a file that nobody wants from its rank's outbox; the rank may be waiting for that."""
-        if self.specs[record.rank].worker not in self.lost:
+        rank, file = record.rank, record.data
+        if self.specs[rank].worker not in self.lost:
             with contextlib.suppress(OSError):  # lost just now
-                self.outbox(record.rank).drop(record.data)
+                file_transfer.drop(self.source(rank, file), file, partial(self.call_outbox, rank))
 
     def returned(self, record: Record) -> Any:
         """Decode a rank's return value.
