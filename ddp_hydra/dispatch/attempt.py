@@ -53,6 +53,8 @@ class Attempt:
         launch_spec: returns the launch spec for (number, name, the rank's place, the pickled call).
     """
 
+    watchdog_class = watchdog.Watchdog
+
     def __init__(
         self,
         settings: Settings,
@@ -73,22 +75,16 @@ class Attempt:
         self.is_stopping = False
         self.begun_at = time.monotonic()
         self.checked_at = 0.0
-        self.health = HealthMonitor(
-            settings.lost_timeout_s, settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s
-        )
+        self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
         self.rank_states = RankStates(specs, number, self.health)
-        self.watchdog = self.make_watchdog()
+        self.watchdog = self.watchdog_class(
+            settings, self.workers, self.rank_states, interrupts, self.futures, self.events, self.handle_next
+        )
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
 
     def reach_workers(self) -> WorkerClient:
         """Return what reaches the workers."""
         return WorkerClient(self.settings.client, self.name, self.specs)
-
-    def make_watchdog(self) -> watchdog.Watchdog:
-        """Return what checks the ranks."""
-        return watchdog.Watchdog(
-            self.settings, self.workers, self.rank_states, self.interrupts, self.futures, self.events, self.handle_next
-        )
 
     def run(self, call: bytes) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.

@@ -84,7 +84,6 @@ class HealthMonitor:
     """Keeps the last message and the last heartbeat of each rank.
 
     Args:
-        lost_timeout_s: after so many seconds without a message, a worker is lost.
         hang_timeout_s: after so many seconds without progress, a rank hangs.
         first_step_timeout_s: the same for a rank that is in a phase for the first time.
         join_timeout_s: the same for a rank that joins the process group.
@@ -93,10 +92,7 @@ class HealthMonitor:
         away_s: the longest time between two looks, in which this process was suspended.
     """
 
-    def __init__(
-        self, lost_timeout_s: float, hang_timeout_s: float, first_step_timeout_s: float, join_timeout_s: float
-    ) -> None:
-        self.lost_timeout_s = lost_timeout_s
+    def __init__(self, hang_timeout_s: float, first_step_timeout_s: float, join_timeout_s: float) -> None:
         self.hang_timeout_s = hang_timeout_s
         self.first_step_timeout_s = max(first_step_timeout_s, hang_timeout_s)
         self.join_timeout_s = join_timeout_s
@@ -132,10 +128,6 @@ class HealthMonitor:
     def stuck_s(self, beat: Heartbeat, now: float) -> float:
         """Return for how many seconds a rank has not moved, since it was last excused."""
         return min(beat.stuck_s(now), now - self.excused_s)
-
-    def silent(self, running: Collection[int], now: float) -> list[int]:
-        """Return the ranks of `running` without a message for too long."""
-        return self.overdue(running, now, self.lost_timeout_s)
 
     def overdue(self, running: Collection[int], now: float, after_s: float) -> list[int]:
         """Return the ranks of `running` without a message for so many seconds."""

@@ -13,7 +13,6 @@ from typing import Any
 from ddp_hydra.console.signals import SIGNALS, Interrupts, print_line
 from ddp_hydra.dispatch.attempt import END_S, Attempt
 from ddp_hydra.dispatch.gang import Gang
-from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.torchrun_server import Server
 from ddp_hydra.dispatch.watchdog import Watchdog
 from ddp_hydra.dispatch.workers import WorkerClient
@@ -99,6 +98,7 @@ class TorchrunWatchdog(Watchdog):
     """Checks ranks without Dask."""
 
     left = "its process was killed, or its host is gone; what torchrun says there tells how it ended"
+    unheard = "it"
 
     def check_tasks(self) -> None:
         """Check for ranks that did not come in time, and whether torchrun is still there.
@@ -109,21 +109,10 @@ class TorchrunWatchdog(Watchdog):
         assert isinstance(self.workers, TorchrunWorkers)
         if self.workers.own.has_lost_torchrun:
             raise ClusterError(KILLED)
-        late, wait_s = self.rank_states.late, self.settings.start_timeout_s
-        if late and time.monotonic() - self.begun_at > wait_s:
-            message = (
-                f"rank {ranges(late)} of {len(self.specs)} did not come in cluster.wait_timeout_s={wait_s:g}: look at "
-                "what torchrun says on its host"
-            )
-            self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
-
-    def check_silence(self) -> None:
-        """Give up processes that have been silent for too long."""
-        for rank in self.health.silent(self.rank_states.running, time.monotonic()):
-            limit = f"dispatch.lost_timeout_s={self.settings.lost_timeout_s:g}"
-            self.lose_worker(
-                self.specs[rank].worker, f"nothing was heard from it for {limit}: its host is down, or cut off"
-            )
+        self.check_late(
+            f"did not come in cluster.wait_timeout_s={self.settings.start_timeout_s:g}: look at what torchrun says on "
+            "its host"
+        )
 
 
 class TorchrunAttempt(Attempt):
@@ -137,6 +126,8 @@ class TorchrunAttempt(Attempt):
         job: how the ranks work, see `torchrun_rank.run`; and `run_dir`, the path of the run directory.
         read: called with this attempt and each record that is not for it, on another thread.
     """
+
+    watchdog_class = TorchrunWatchdog
 
     def __init__(
         self,
@@ -154,12 +145,6 @@ class TorchrunAttempt(Attempt):
     def reach_workers(self) -> WorkerClient:
         """Return the processes that torchrun has started."""
         return TorchrunWorkers(self.server, self.own, self.specs)
-
-    def make_watchdog(self) -> Watchdog:
-        """Return what checks the ranks."""
-        return TorchrunWatchdog(
-            self.settings, self.workers, self.rank_states, self.interrupts, self.futures, self.events, self.handle_next
-        )
 
     @contextmanager
     def submitted(self, call: bytes) -> Iterator[None]:

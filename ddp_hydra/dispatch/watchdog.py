@@ -46,9 +46,11 @@ class Watchdog:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
         left: what is said of a worker that went away.
+        unheard: what one is called that went silent.
     """
 
     left = "its worker {worker} left the cluster (killed, out of memory, or its host is gone)"
+    unheard = "its worker {worker}"
 
     def __init__(
         self,
@@ -154,12 +156,16 @@ class Watchdog:
                 reason = repr(future.exception())[:MESSAGE_CHARS]
                 message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
                 self.rank_states.fail(spec, "start", message)
+        self.check_late(
+            f"had not started after dispatch.start_timeout_s={self.settings.start_timeout_s:g}: the workers are busy "
+            "with other Dask tasks, or stuck"
+        )
+
+    def check_late(self, how: str) -> None:
+        """Report ranks that did not start in time as a failure."""
         late = self.rank_states.late
         if late and time.monotonic() - self.begun_at > self.settings.start_timeout_s:
-            message = (
-                f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s="
-                f"{self.settings.start_timeout_s:g}: the workers are busy with other Dask tasks, or stuck"
-            )
+            message = f"rank {ranges(late)} of {len(self.specs)} {how}"
             self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
 
     @property
@@ -181,16 +187,17 @@ class Watchdog:
         Raises:
             SchedulerLost: it is the scheduler that is silent.
         """
-        silent = self.health.silent(self.rank_states.running, time.monotonic())
+        limit_s = self.settings.lost_timeout_s
+        silent = self.health.overdue(self.rank_states.running, time.monotonic(), limit_s)
         if silent and not self.workers.scheduler_answers():
-            raise self.scheduler_lost(f"was not heard for {self.settings.lost_timeout_s:g} s")
+            raise self.scheduler_lost(f"was not heard for {limit_s:g} s")
         for rank in silent:
             address = self.specs[rank].worker
             self.silent.add(address)
             self.lose_worker(
                 address,
-                f"nothing was heard from its worker {address} for dispatch.lost_timeout_s="
-                f"{self.settings.lost_timeout_s:g}: its host is down, or cut off",
+                f"nothing was heard from {self.unheard.format(worker=address)} for dispatch.lost_timeout_s="
+                f"{limit_s:g}: its host is down, or cut off",
             )
 
     def lose_worker(self, address: str, how: str) -> None:

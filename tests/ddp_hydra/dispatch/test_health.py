@@ -13,7 +13,7 @@ LOST_S, HANG_S, FIRST_S, JOIN_S = 15.0, 60.0, 600.0, 300.0
 
 
 def health(hang_s=HANG_S, first_s=FIRST_S) -> HealthMonitor:
-    return HealthMonitor(LOST_S, hang_s, first_s, JOIN_S)
+    return HealthMonitor(hang_s, first_s, JOIN_S)
 
 
 def at(phase, step=5, age_s=0.0, **more):
@@ -145,14 +145,14 @@ def test_a_rank_is_silent_when_nothing_was_heard_for_too_long():
     seen = health()
     seen.note_message(0, 0.0)
     seen.note_message(1, 10.0)
-    assert seen.silent([0, 1], 15.0) == []
-    assert seen.silent([0, 1], 15.1) == [0]
-    assert seen.silent([1], 15.1) == []
+    assert seen.overdue([0, 1], 15.0, LOST_S) == []
+    assert seen.overdue([0, 1], 15.1, LOST_S) == [0]
+    assert seen.overdue([1], 15.1, LOST_S) == []
     assert seen.overdue([0, 1], 15.1, after_s=3.0) == [0, 1]
 
 
 def test_a_rank_that_was_never_heard_is_not_silent_but_late():
-    assert health().silent([0], 1e9) == []
+    assert health().overdue([0], 1e9, LOST_S) == []
 
 
 # -- the watcher itself ------------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ def test_time_in_which_the_watcher_slept_is_nobodys_fault(slept_s, silent_s):
     seen.look(silent_s)
     now = silent_s + slept_s
     seen.look(now)
-    assert seen.silent([0], now) == []
+    assert seen.overdue([0], now, LOST_S) == []
     assert seen.hang([0], now) is None
-    assert seen.silent([0], now + LOST_S - silent_s - 0.1) == []
+    assert seen.overdue([0], now + LOST_S - silent_s - 0.1, LOST_S) == []
 
 
 def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others():
@@ -183,7 +183,7 @@ def test_what_was_heard_when_the_watcher_woke_up_gets_no_more_time_than_others()
     seen.note_message(0, 1000.0)
     seen.note_heartbeat(0, at("load"), 1000.0)
     seen.look(1000.1)
-    assert seen.silent([0], 1000.1 + LOST_S + 0.1) == [0]
+    assert seen.overdue([0], 1000.1 + LOST_S + 0.1, LOST_S) == [0]
     assert seen.hang([0], 1000.1 + HANG_S + 0.1).rank == 0
 
 
@@ -192,7 +192,7 @@ def test_a_watcher_that_looks_on_time_gives_nobody_any():
     seen.note_message(0, 0.0)
     seen.note_heartbeat(0, at("load"), 0.0)
     looking(seen, 0.0, HANG_S + 1)
-    assert seen.silent([0], HANG_S + 1) == [0]
+    assert seen.overdue([0], HANG_S + 1, LOST_S) == [0]
     assert seen.hang([0], HANG_S + 1).rank == 0
 
 
