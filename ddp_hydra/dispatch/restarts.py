@@ -45,15 +45,6 @@ class Ended:
             "failure": self.failure.as_dict(),
         }
 
-    def cause(self) -> tuple[str, int, str]:
-        """Return what two failures of one cause share."""
-        return cause(self.failure.kind, self.failure.step, self.failure.message)
-
-
-def cause(kind: str, step: int, message: str) -> tuple[str, int, str]:
-    """Return what two failures of one cause share: not numbers, such as addresses, process ids and times."""
-    return kind, step, _NUMBERS.sub("0", message)
-
 
 def repeated(attempts: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why there should be no other attempt: the last two have failed alike.
@@ -67,13 +58,11 @@ def repeated(attempts: Sequence[Mapping[str, Any]]) -> str | None:
     last = [entry.get("failure") or {} for entry in attempts[-2:]]
     if len(last) < 2 or any(failure.get("kind") not in OWN_FAULT for failure in last):
         return None
-    before, now = (cause(it["kind"], it.get("step") or 0, str(it.get("message"))) for it in last)
-    return same_failure(now[1]) if before == now else None
-
-
-def same_failure(step: int) -> str:
-    """Return the sentence for a failure that has come twice in the same step."""
-    where = f"in step {step}" if step else "before the first step"
+    # Numbers in messages, such as addresses, process ids and times, make no other failure.
+    before, now = ((it["kind"], it.get("step") or 0, _NUMBERS.sub("0", str(it.get("message")))) for it in last)
+    if before != now:
+        return None
+    where = f"in step {now[1]}" if now[1] else "before the first step"
     return f"the same failure {where} in two attempts running: it was not tried again"
 
 
@@ -91,14 +80,13 @@ class Restarts:
 
     def note(self, ended: Ended) -> str | None:
         """Note a failed attempt; return why there is no other one, or None if there is."""
-        before = self.ended[-1] if self.ended else None
         self.ended.append(ended)
         if self.most == 0 or ended.failure.mistake:
             return ""
-        if ended.failure.deterministic and not before and not ended.steps_done:
+        if ended.failure.deterministic and len(self.ended) == 1 and not ended.steps_done:
             return "the code of the job raised this before the first step was done: it was not tried again"
-        if before and ended.failure.kind in OWN_FAULT and before.cause() == ended.cause():
-            return same_failure(ended.failure.step)
+        if why_not := repeated([one.as_dict() for one in self.ended]):
+            return why_not
         if len(self.ended) > self.most:
             return f"all {self.most} restarts of dispatch.max_restarts={self.most} are used up"
         return None
