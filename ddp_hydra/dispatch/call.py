@@ -1,12 +1,18 @@
-"""Describes the function that the ranks of one attempt run."""
+"""Describes the function that the ranks of one attempt run: checks its arguments, and pickles both."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import io
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import cloudpickle
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch.settings import Settings
@@ -37,12 +43,12 @@ class Call:
     files: Mapping[str, Path] = field(default_factory=dict)
 
 
-def parameters(fn: Callable[..., Any] | str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; {} where they are not known, as for a name."""
+def signature_of(fn: Callable[..., Any] | str) -> inspect.Signature | None:
+    """Return the signature of a function; None where it is not known, as for a name."""
     try:
-        return inspect.signature(fn).parameters if callable(fn) else {}
+        return inspect.signature(fn) if callable(fn) else None
     except (TypeError, ValueError):  # some functions that are written in C
-        return {}
+        return None
 
 
 def check_arguments(call: Call) -> None:
@@ -53,10 +59,7 @@ def check_arguments(call: Call) -> None:
     """
     if not callable(call.fn) and not isinstance(call.fn, str):
         raise ConfigError(f"{call.fn!r:.100} can't be called: give a function, 'module:name' or dispatch.script(path)")
-    try:
-        signature = inspect.signature(call.fn) if callable(call.fn) else None
-    except (TypeError, ValueError):
-        return
+    signature = signature_of(call.fn)
     if signature is None:
         return
     given = {**call.kwargs, **({"files": None} if call.files else {})}
@@ -71,3 +74,23 @@ def check_arguments(call: Call) -> None:
             typed = ", ".join(f"{setting}=..." for setting in mine)
             advice = f"settings of the gang are given to it: dispatch.Gang(client, {typed}).run({name}, ...)"
         raise ConfigError(f"{name} can't be called with these arguments: {error}; {advice}") from None
+
+
+def pickled(value: Any) -> bytes:
+    """Pickle a value for the ranks, with functions of scripts and notebooks by their content."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles modules of any class by their name.
+
+    cloudpickle looks for submodules by the names in a function, and finds `torch.classes` in one that only says
+    `torch.nn` and `dataset.classes`. That is an object of a class of its own, which it cannot pickle.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)

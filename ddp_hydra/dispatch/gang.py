@@ -25,10 +25,10 @@ from distributed import Client
 
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.dispatch import pickled, placement, run_dir
+from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
-from ddp_hydra.dispatch.call import Call, check_arguments, parameters, show
+from ddp_hydra.dispatch.call import Call, check_arguments, pickled, show, signature_of
 from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.unread_records import UnreadRecords
@@ -84,7 +84,8 @@ def start(
 
 
 def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | None) -> Gang:
-    if run_dir is not None and "run_dir" in parameters(fn):
+    signature = signature_of(fn)
+    if run_dir is not None and signature is not None and "run_dir" in signature.parameters:
         raise ConfigError(
             "the function has a parameter run_dir itself, so that it is not known whose this one is: type "
             "dispatch.Gang(client, run_dir=<folder>).run(function, ..., run_dir=<the function's>)"
@@ -230,7 +231,7 @@ class Gang(Settings):
         if call.files:
             kwargs["files"] = attempt.send_files(call.files)
         with self.interrupts.deferred():
-            return attempt.run(pickled.dumps((call.fn, call.args, kwargs)))
+            return attempt.run(pickled((call.fn, call.args, kwargs)))
 
     def decide_restart(self, error: RankFailed) -> None:
         """Raise the error again unless there is another attempt."""

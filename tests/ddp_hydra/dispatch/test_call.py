@@ -4,7 +4,7 @@ import cloudpickle
 import pytest
 import torch
 
-from ddp_hydra.dispatch import pickled
+from ddp_hydra.dispatch.call import pickled
 
 
 def test_a_function_that_uses_torch_and_says_classes_is_pickled():
@@ -17,5 +17,5 @@ def test_a_function_that_uses_torch_and_says_classes_is_pickled():
     class Data:
         classes, ops = "ab", "c"
 
-    loaded, data = cloudpickle.loads(pickled.dumps((function, Data())))
+    loaded, data = cloudpickle.loads(pickled((function, Data())))
     assert loaded(data).tolist() == [2, 1]
