@@ -62,7 +62,7 @@ def recorded(
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
             with ResultsHandler(writers, retry_s, give_up) as handler:
                 try:
-                    yield WithStarts(handler.handle)
+                    yield with_starts(handler.handle)
                 except KeyboardInterrupt:
                     give_up.set()
                     raise
@@ -77,8 +77,8 @@ def recorded(
             write_summary(run_dir, summary)
 
 
-class WithStarts:
-    """Passes records on, and puts a start record before the first metrics of each further attempt.
+def with_starts(handle: Callable[[Record], None]) -> Callable[[Record], None]:
+    """Return a function that passes records on, a start record before the first metrics of each further attempt.
 
     The training loop sends start records itself. A user's own function does not say where a new attempt begins, but its
     first metrics do: the lines and curves of the failed attempt are removed from that step on.
@@ -86,15 +86,14 @@ class WithStarts:
     Args:
         handle: takes the records.
     """
+    attempt = 0
 
-    def __init__(self, handle: Callable[[Record], None]) -> None:
-        self.handle = handle
-        self.attempt = 0
-
-    def __call__(self, record: Record) -> None:
-        """Pass on one record."""
-        if record.kind == "metrics" and record.attempt > self.attempt and record.step is not None:
-            self.attempt = record.attempt
+    def pass_on(record: Record) -> None:
+        nonlocal attempt
+        if record.kind == "metrics" and record.attempt > attempt and record.step is not None:
+            attempt = record.attempt
             begin = max(0, record.step - 1)
-            self.handle(Record("start", {}, 0, begin, record.time_s, record.attempt))
-        self.handle(record)
+            handle(Record("start", {}, 0, begin, record.time_s, record.attempt))
+        handle(record)
+
+    return pass_on
