@@ -59,12 +59,6 @@ class TorchrunWorkers(WorkerClient):
         self.own, self.name, self.specs = own, GANG, specs
         self.folders = {spec.worker: "" for spec in specs} | {specs[0].worker: own.own_worker.local_directory}
         self.lost: set[str] = set()
-        self.is_cut_off = False
-
-    @property
-    def is_reachable(self) -> bool:
-        """Return True: who is gone is in `lost`."""
-        return True
 
     def scheduler_answers(self) -> bool:
         """Return True: this process is what a scheduler would be."""
@@ -77,9 +71,6 @@ class TorchrunWorkers(WorkerClient):
                 self.own.box.put(message)
             else:
                 self.client.send(rank, {"message": dict(message)})
-
-    def clear(self) -> None:
-        """Do nothing: each process removes its own folder."""
 
     def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Have the process of a rank read a piece of a file in its outbox, or remove the file."""

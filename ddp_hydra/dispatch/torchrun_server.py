@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import network
@@ -87,12 +87,6 @@ class Server:
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.selector.register(self.wake_r, selectors.EVENT_READ, None)
         self.thread = threading.Thread(target=self._serve, name="ddp_hydra-torchrun-server", daemon=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def describe(self) -> dict[str, Any]:
         """Return what `torchrun_channel.connect` needs."""

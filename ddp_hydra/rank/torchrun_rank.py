@@ -67,20 +67,22 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
     heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
     job = receive(control)
-    results.connect(process.PipeSender(control, Path(job["outbox"])), spec.rank, job["attempt"], job["retry_s"])
+    sender = process.PipeSender(control, Path(job["outbox"]))
+    results.connect(sender, spec.rank, job["attempt"], job["retry_s"])
 
     def work() -> Any:
         process.set_threads(job["threads"], spec.local_world_size)
         os.environ.update(variables(spec, job["interface"]))
         fn, args, kwargs = return_values.decode(base64.b64decode(job["call"]))
         compared = comparable(args) if spec.world_size > 1 else {}
-        told = {"attempt": job["attempt"], "server": job["server"], "numbers": job["numbers"]}
-        mine = torchrun_meeting.Choices(kwargs.get("files", {}), compared, **told)
+        mine = torchrun_meeting.Choices(
+            kwargs.get("files", {}), compared, job["attempt"], job["server"], job["numbers"]
+        )
         store = torchrun_meeting.meet(spec, job["wait_s"], job["timeout_s"])
         first = torchrun_meeting.agree(store, spec, mine, job["wait_s"])
         if spec.rank:
             results.emit("up", {"server": first.server})
-            results.connect(process.PipeSender(control, Path(job["outbox"])), spec.rank, first.attempt, job["retry_s"])
+            results.connect(sender, spec.rank, first.attempt, job["retry_s"])
         fault_injection.install(spec.rank, first.attempt, {})
         signal.signal(signal.SIGTERM, lambda *_: process.on_sigterm(shared_status))
         with process_group.process_group(store, spec.rank, spec.world_size, job["backend"], job["timeout_s"]):

@@ -63,11 +63,6 @@ class TorchrunWorker:
             self.unsent.clear()
             self.send = send
 
-    def unsent_output(self) -> str:
-        """Return what the rank has printed and nobody has read."""
-        records = [Record.decode(line) for lines in self.unsent for line in lines.split(b"\n")]
-        return "".join(str(record.data["text"]) for record in records if record.kind == "log")
-
     def get_current_task(self) -> str:
         """Return the name of the Dask task, which does not exist."""
         return ""

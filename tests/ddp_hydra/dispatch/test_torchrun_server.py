@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def server(heard) -> Iterator[Server]:
-    with Server(FIRST, heard.lines.append, heard.hosts.__setitem__, heard.lost.append) as server:
+    with closing(Server(FIRST, heard.lines.append, heard.hosts.__setitem__, heard.lost.append)) as server:
         server.thread.start()
         yield server
 
@@ -74,7 +74,7 @@ def line(rank: int = 1, kind: str = "text", **data: Any) -> bytes:
 def test_records_that_wait_for_the_connection_and_later_ones_arrive_in_order(server, heard, worker):
     lines = [line(kind="log", text=str(number)) for number in range(3)]
     worker.log_event(GANG, lines[0])
-    assert worker.unsent_output() == "0"
+    assert worker.unsent == lines[:1]
     with joined(server, worker) as channel:
         worker.send_by(channel.send)
         worker.log_event(GANG, lines[1] + b"\n" + lines[2])
@@ -82,7 +82,7 @@ def test_records_that_wait_for_the_connection_and_later_ones_arrive_in_order(ser
         while b"\n".join(heard.lines) != b"\n".join(lines) and time.monotonic() < deadline:
             time.sleep(0.005)
     assert b"\n".join(heard.lines) == b"\n".join(lines)
-    assert worker.unsent_output() == ""
+    assert worker.unsent == []
     assert heard.hosts == {1: "h"}
     assert heard.wait("lost") == [1]
 
