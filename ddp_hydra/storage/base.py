@@ -37,7 +37,7 @@ class ObjectChangedError(Exception):
 
 
 class Store(Protocol):
-    """A store that data is read from; see `Remote` for what the methods raise."""
+    """A store that data is read from; see `Retrying` for what the methods raise."""
 
     url: str
     ranges: bool

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddp_hydra.storage.base import NoBucketError, TemporaryError, WrongBodyError
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.fsspec_schemes import OBJECT_STORES, check_installed
 from ddp_hydra.storage.retrying import Retrying
 
@@ -43,16 +42,15 @@ class Opened(NamedTuple):
 class FsspecStore(Retrying):
     """Lists, reads and writes the files below a URL by fsspec; see `Retrying`.
 
-    How long a connection may stay silent is up to the package that knows the scheme; see its storage options.
+    How long a connection may stay silent is up to the package that knows the scheme; see its storage options. On a
+    store that can't rename onto a file, as some SFTP servers, a file that is replaced is missing for a moment.
 
     Args:
         url: the folder or container, e.g. "sftp://user@host/folder" or "abfs://container@account.dfs.core.windows.net".
         options: arguments of fsspec's file system for this scheme, as pandas and Dask take them, "storage options".
             What is missing comes from fsspec's own settings: FSSPEC_<SCHEME>_<OPTION> in the environment.
         setting: the config key that names the URL, for messages; None: `results.root` or the like.
-        timeout_s: how long a connection may stay silent, where the store can be told.
-        retry_timeout_s: how long to retry a request.
-        traffic: counts; None: an own one.
+        retrying: arguments of `Retrying`: timeout_s, retry_timeout_s and traffic.
 
     Raises:
         ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
@@ -63,16 +61,14 @@ class FsspecStore(Retrying):
         url: str,
         options: Mapping[str, Any] | None = None,
         setting: str | None = "data.bucket",
-        timeout_s: float = 10.0,
-        retry_timeout_s: float = 60.0,
-        traffic: TransferCounters | None = None,
+        **retrying: Any,
     ) -> None:
         self.scheme, _, place = url.partition("://")
         self.url = f"{self.scheme}://{place.rstrip('/')}"
         self.options = dict(options or {})
         self.setting = setting
         check_installed(self.scheme)
-        super().__init__(timeout_s, retry_timeout_s, traffic)
+        super().__init__(**retrying)
 
     def _reset(self) -> None:
         super()._reset()
@@ -84,59 +80,10 @@ class FsspecStore(Retrying):
         mine = ("_pid", "_of_threads", "_taken")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
-    def get(self, key: str, size: int | None = None) -> bytes:
-        """Return the content of a file.
-
-        Args:
-            key: its path below the URL.
-            size: its size in bytes when it was listed; None: not known. Another size is retried, unless the file itself
-                has changed.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            PermissionError: it may not be read.
-            ConnectionError: the store is not reachable, or out of order, for longer than `retry_timeout_s`.
-            ValueError: it came with another size for so long.
-        """
-        return self._read(lambda at: self._whole(at, key, size), key)
-
-    def _whole(self, at: Opened, key: str, size: int | None) -> bytes:
-        content = self._content(at, key)
-        if size is not None and len(content) != size and _info(at, key)["size"] != len(content):
-            raise self._wrong_body(key, len(content), size)
-        return content
-
-    def _content(self, at: Opened, key: str) -> bytes:
-        content: bytes = at.fs.cat_file(at.path(key))
-        return content
-
-    def get_range(self, key: str, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (exclusive) of a file; raises as `get`."""
-
-        def get(at: Opened) -> bytes:
-            content: bytes = at.fs.cat_file(at.path(key), start=start, end=end) if end > start else b""
-            if len(content) != end - start:
-                raise self._wrong_body(key, len(content), end - start)
-            return content
-
-        return self._read(get, key)
-
-    def _read(self, request: Any, key: str) -> bytes:
-        try:
-            content: bytes = self._request(request, key)
-        except WrongBodyError as error:
-            raise ValueError(str(error)) from None
-        self.traffic.read(len(content))
-        return content
-
     def stream(self, key: str, size: int, start: int = 0) -> Iterator[bytes]:
         """Yield a file in pieces, from a byte on; raises as `get`."""
         for begin in range(start, size, _PIECE_BYTES):
             yield self.get_range(key, begin, min(begin + _PIECE_BYTES, size))
-
-    def size(self, key: str) -> int:
-        """Return the size of a file in bytes; raises as `get`."""
-        return int(self._request(lambda at: _info(at, key)["size"], key, first=True))
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """List the files under a folder, with all folders in it: all of them, or an error.
@@ -174,9 +121,24 @@ class FsspecStore(Retrying):
             if not prefix or not at.fs.exists(at.path("")):
                 raise
 
-    def folders(self, prefix: str = "") -> list[str]:
-        """Return the names of the folders directly under `prefix`; raises as `objects`."""
-        return self._request(lambda at: self._folders(at, prefix), None, first=True)
+    def _get(self, at: Opened, key: str, size: int | None) -> bytes:
+        content = self._content(at, key)
+        if size is not None and len(content) != size and self._size(at, key) != len(content):
+            raise self._wrong_body(key, len(content), size)
+        return content
+
+    def _content(self, at: Opened, key: str) -> bytes:
+        content: bytes = at.fs.cat_file(at.path(key))
+        return content
+
+    def _get_range(self, at: Opened, key: str, start: int, end: int) -> bytes:
+        content: bytes = at.fs.cat_file(at.path(key), start=start, end=end) if end > start else b""
+        if len(content) != end - start:
+            raise self._wrong_body(key, len(content), end - start)
+        return content
+
+    def _size(self, at: Opened, key: str) -> int:
+        return int(_info(at, key)["size"])
 
     def _folders(self, at: Opened, prefix: str) -> list[str]:
         at.fs.invalidate_cache()
@@ -188,47 +150,18 @@ class FsspecStore(Retrying):
         paths = (info["name"].strip("/") for info in found if info["type"] == "directory")
         return sorted(path.rpartition("/")[2] for path in paths if path != top.strip("/"))
 
-    def put(self, key: str, content: Any, size: int = 0) -> None:
-        """Write a file. It replaces an older one when it is complete.
-
-        On a store that can't rename onto a file, as some SFTP servers, the file is missing for a moment.
-
-        Args:
-            key: its path below the URL.
-            content: its bytes, the path of a file, or a file that is open for reading.
-            size: not used.
-
-        Raises:
-            PermissionError: it may not be written.
-            ConnectionError: as `get`.
-        """
+    def _put(self, at: Opened, key: str, content: Any, size: int) -> None:
         write = _write if self.scheme in OBJECT_STORES else _replace
-
-        def put(at: Opened) -> None:
-            try:
-                write(at.fs, at.path(key), content)
-            except NotImplementedError:
-                raise PermissionError(f"fsspec only reads {self.scheme}://") from None
-
-        self._request(put, key)
-
-    def delete(self, key: str) -> None:
-        """Remove a file, if it is there; raises as `put`."""
-
-        def delete(at: Opened) -> None:
-            with suppress(FileNotFoundError):
-                at.fs.rm_file(at.path(key))
-
-        self._request(delete, key)
-
-    def etag(self, key: str) -> str | None:
-        """Return a text that differs for each content of a file, None if there is no file; raises as `put`."""
         try:
-            info = self._request(lambda at: _info(at, key), key)
-        except NoBucketError:
-            raise
-        except FileNotFoundError:
-            return None
+            write(at.fs, at.path(key), content)
+        except NotImplementedError:
+            raise PermissionError(f"fsspec only reads {self.scheme}://") from None
+
+    def _delete(self, at: Opened, key: str) -> None:
+        at.fs.rm_file(at.path(key))
+
+    def _etag(self, at: Opened, key: str) -> str:
+        info = _info(at, key)
         return f"{next((info[name] for name in _CHANGED if info.get(name)), '')}-{info['size']}"
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:

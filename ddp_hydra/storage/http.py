@@ -6,48 +6,42 @@ import http.client
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import TemporaryError
-from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.remote import Remote
 from ddp_hydra.storage.s3_messages import cause
 
 
 class WebServer(Remote):
-    """Reads the files of a web server; see `Remote`. Its folders can't be listed.
+    """Reads the files of a web server; see `Retrying`. Its folders can't be listed.
 
     Args:
         url: scheme and host, e.g. "https://example.org"; a query is sent with each request, as signed URLs need it.
-        timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long to retry a request.
-        traffic: counts; None: an own one.
+        retrying: arguments of `Retrying`.
     """
 
-    def __init__(
-        self, url: str, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: TransferCounters | None = None
-    ) -> None:
+    def __init__(self, url: str, **retrying: Any) -> None:
         self.url = url
-        super().__init__(url, timeout_s, retry_timeout_s, traffic)
+        super().__init__(**retrying)
 
-    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+    def objects(self, prefix: str = "") -> Any:
         """Refuse: web servers have no listing that programs could rely on."""
         raise ValueError(f"the folders of {self.shown()} can't be listed: give a bucket, a folder or an index")
 
-    def folders(self, prefix: str = "") -> list[str]:
-        """Refuse, as `objects`."""
-        raise ValueError(f"the folders of {self.shown()} can't be listed: give a bucket, a folder or an index")
+    folders = objects
 
-    def put(self, key: str, content: Any, size: int = 0) -> None:
+    def put(self, key: str, content: Any = None, size: int = 0) -> None:
         """Refuse: web servers are only read."""
         raise PermissionError(f"{self.shown()} is a web server, and is only read: give a bucket or a folder")
+
+    delete = put
 
     def _open(self) -> Any:
         from obstore.store import HTTPStore
 
-        return HTTPStore.from_url(self.url, **self._options())
+        return HTTPStore.from_url(self.url, **self._options(self.url))
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         if isinstance(error, RuntimeError | ImportError):

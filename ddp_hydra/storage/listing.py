@@ -59,12 +59,10 @@ class Walk:
                 return found
 
     def _begin(self, store: Any) -> Iterator[Any]:
-        import obstore
-
         self._reached, self._news = self._last is None, False
         # A shorter key is a smaller one; the client takes none that ends with a dot or a slash.
         offset = self._last[0][:-1].rstrip("./") if self._last else ""
-        return iter(obstore.list(store, prefix=self._prefix, offset=offset or None, chunk_size=_PAGE))
+        return iter(store.list(self._prefix, offset=offset or None, chunk_size=_PAGE))
 
     def _behind_last(self, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
         """Leave out the objects that were returned before."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ddp_hydra.storage.base import NoBucketError, ObjectChangedError
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import ObjectChangedError
 from ddp_hydra.storage.remote import Remote
 from ddp_hydra.storage.s3_address import check_name, find_endpoint
 from ddp_hydra.storage.s3_messages import explain
 
 
 class Bucket(Remote):
-    """Lists, reads and writes the objects of one bucket; see `Remote`.
+    """Lists, reads and writes the objects of one bucket; see `Retrying`.
 
     Credentials come from the environment, from a profile or a shared config file where boto3 is installed, or from
     the machine's role or web identity; none is ever kept here but the ones given. Those that expire are renewed.
@@ -33,12 +31,10 @@ class Bucket(Remote):
         credentials: access key and secret of a store where they are no secret, as the embedded one.
         setting: the config key that names the bucket, for messages; None: only the environment says where the store
             is and who may use it.
-        timeout_s: how long a connection may stay silent.
-        retry_timeout_s: how long to retry a request.
-        traffic: counts; None: an own one.
         scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
         client_retries: how often obstore itself repeats a request, so that one failed piece of a large object does not
             cost the others.
+        retrying: arguments of `Retrying`: timeout_s, retry_timeout_s and traffic.
 
     Raises:
         ValueError: the bucket, the endpoint or the addressing is not written as one.
@@ -53,11 +49,9 @@ class Bucket(Remote):
         addressing: str | None = "path",
         credentials: tuple[str, str] | None = None,
         setting: str | None = "data.bucket",
-        timeout_s: float = 10.0,
-        retry_timeout_s: float = 60.0,
-        traffic: TransferCounters | None = None,
         scheme: str = "s3",
         client_retries: int = 0,
+        **retrying: Any,
     ) -> None:
         check_name(name, setting)
         self.name = name
@@ -70,28 +64,7 @@ class Bucket(Remote):
         self.credentials = credentials
         self.setting = setting
         self.client_retries = client_retries
-        super().__init__(self.endpoint_url, timeout_s, retry_timeout_s, traffic)
-
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there; raises as `put`."""
-        import obstore
-
-        def delete(store: Any) -> None:
-            with suppress(FileNotFoundError):
-                obstore.delete(store, key)
-
-        self._request(delete, key)
-
-    def etag(self, key: str) -> str | None:
-        """Return the ETag of an object, None if there is none; raises as `put`."""
-        import obstore
-
-        try:
-            return str(self._request(lambda store: obstore.head(store, key)["e_tag"], key))
-        except NoBucketError:
-            raise
-        except FileNotFoundError:
-            return None
+        super().__init__(**retrying)
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:
         """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
@@ -103,14 +76,13 @@ class Bucket(Remote):
             NotImplementedError: the store has no conditional writes.
             Exception: as `put`.
         """
-        import obstore
         from obstore import exceptions
 
         mode: Any = "create" if etag is None else {"e_tag": etag}
 
         def put(store: Any) -> str:
             try:
-                return str(obstore.put(store, key, content, mode=mode)["e_tag"])
+                return str(store.put(key, content, mode=mode)["e_tag"])
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotFoundError):
                 raise ObjectChangedError(key) from None
             except exceptions.NotSupportedError:
@@ -126,7 +98,7 @@ class Bucket(Remote):
         from obstore.store import AzureStore, GCSStore, S3Store
 
         if self.scheme != "s3":
-            return (GCSStore if self.scheme == "gs" else AzureStore)(self.name, **self._options())
+            return (GCSStore if self.scheme == "gs" else AzureStore)(self.name, **self._options(self.endpoint_url))
         config: dict[str, Any] = {"region": self.region, "skip_signature": self.anon or None}
         if self.addressing is not None:
             config["virtual_hosted_style_request"] = self.addressing == "virtual"
@@ -139,10 +111,10 @@ class Bucket(Remote):
         elif not self.anon:
             config["credential_provider"] = _profile_credentials()
         given = {key: value for key, value in config.items() if value is not None}
-        return S3Store(self.name, **self._options(), **given)
+        return S3Store(self.name, **self._options(self.endpoint_url), **given)
 
-    def _options(self) -> dict[str, Any]:
-        options = super()._options()
+    def _options(self, url: str | None) -> dict[str, Any]:
+        options = super()._options(url)
         if self.client_retries:
             options["retry_config"] = {
                 "max_retries": self.client_retries,

@@ -9,7 +9,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_hydra.storage.base import ObjectChangedError, TemporaryError
-from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.fsspec_store import FsspecStore, Opened
 from ddp_hydra.storage.s3_address import check_name, find_endpoint
 from ddp_hydra.storage.s3_messages import explain
@@ -28,6 +27,7 @@ class S3fsBucket(FsspecStore):
         name: the bucket.
         endpoint_url: see `Bucket`, as all others that are not named here.
         options: arguments of `s3fs.S3FileSystem`; they win over the other arguments.
+        retrying: arguments of `Retrying`.
     """
 
     def __init__(
@@ -39,27 +39,17 @@ class S3fsBucket(FsspecStore):
         addressing: str | None = "path",
         credentials: tuple[str, str] | None = None,
         setting: str | None = "data.bucket",
-        timeout_s: float = 10.0,
-        retry_timeout_s: float = 60.0,
-        traffic: TransferCounters | None = None,
         options: Mapping[str, Any] | None = None,
+        **retrying: Any,
     ) -> None:
         check_name(name, setting)
         self.name = name
         self.endpoint_url = find_endpoint(endpoint_url, addressing, setting)
         self.region, self.anon, self.addressing, self.credentials = region, anon, addressing, credentials
-        super().__init__(f"s3://{name}", options, setting, timeout_s, retry_timeout_s, traffic)
+        super().__init__(f"s3://{name}", options, setting, **retrying)
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
-
-        A try whose answer was lost may have written it: then the next one finds a changed object.
-
-        Raises:
-            ObjectChangedError: the object has another ETag.
-            NotImplementedError: the store has no conditional writes.
-            Exception: as `put`.
-        """
+        """Write an object if it still has this ETag, and return its new ETag; see `Bucket.put_if`."""
         condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
 
         def put(at: Opened) -> str:
@@ -75,10 +65,8 @@ class S3fsBucket(FsspecStore):
 
         return self._request(put, key)
 
-    def etag(self, key: str) -> str | None:
-        """Return the ETag of an object, None if there is none; raises as `put`."""
-        found = super().etag(key)
-        return None if found is None else found.rpartition("-")[0]
+    def _etag(self, at: Opened, key: str) -> str:
+        return super()._etag(at, key).rpartition("-")[0]
 
     def _content(self, at: Opened, key: str) -> bytes:
         content: bytes = at.fs.cat_file(at.path(key), max_concurrency=1)  # more would ask for the size before

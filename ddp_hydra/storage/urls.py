@@ -123,13 +123,16 @@ class Access:
     def _connect(self, root: str) -> Store:
         if root.startswith("file://"):
             return LocalFolder(root.removeprefix("file://"), self.traffic)
+        retrying: dict[str, Any] = {
+            "timeout_s": self.timeout_s,
+            "retry_timeout_s": self.retry_timeout_s,
+            "traffic": self.traffic,
+        }
         if root.startswith(("http://", "https://")):
-            return WebServer(root, self.timeout_s, self.retry_timeout_s, self.traffic)
+            return WebServer(root, **retrying)
         scheme, _, name = root.partition("://")
         if scheme not in _BUCKETS:
-            return FsspecStore(
-                root, self.storage_options, self.setting, self.timeout_s, self.retry_timeout_s, self.traffic
-            )
+            return FsspecStore(root, self.storage_options, self.setting, **retrying)
         arguments: dict[str, Any] = {
             "endpoint_url": self.endpoint_url,
             "region": self.region,
@@ -137,9 +140,7 @@ class Access:
             "addressing": self.addressing,
             "credentials": self.credentials,
             "setting": self.setting,
-            "timeout_s": self.timeout_s,
-            "retry_timeout_s": self.retry_timeout_s,
-            "traffic": self.traffic,
+            **retrying,
         }
         if scheme == "s3" and self.client == "s3fs":
             return S3fsBucket(name, **arguments, options=self.storage_options)
