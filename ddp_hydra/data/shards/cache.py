@@ -32,8 +32,6 @@ class ShardCache:
         folder: the cache folder; None: ddp_hydra/shards in the user's cache folder (XDG_CACHE_HOME) of each host.
         budget_bytes: the most that the folder may hold, shards of other indexes included.
         prefetch: how many shards are downloaded before they are needed.
-        connections: how many pieces of a shard are fetched at a time.
-        wait_s: how long to wait for space that other processes use.
         access: how URLs are read.
 
     Attributes:
@@ -52,8 +50,6 @@ class ShardCache:
         budget_bytes: int = 50 * GIB,
         *,
         prefetch: int = 4,
-        connections: int = 4,
-        wait_s: float = 60.0,
         access: Access | None = None,
     ) -> None:
         if budget_bytes <= 0:
@@ -63,7 +59,7 @@ class ShardCache:
         self.shards = tuple(shards)
         self.prefetch = prefetch
         self.access = access or Access(setting="data.index")
-        self._settings = folder, budget_bytes, prefetch, connections, wait_s, self.access
+        self._settings = folder, budget_bytes, prefetch, self.access
         # The name of each shard in the cache; None: it is used where it is.
         self._names = [
             None if shard.local and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)

@@ -23,6 +23,8 @@ from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access
 
 GIB = 2**30
+WAIT_S = 60.0
+"""How long to wait for space that other processes use."""
 _POLL_S = 0.02
 _ASK_AFTER_S = 0.5
 """After waiting this long for space, all processes are asked to close all shards: those in use can be opened again."""
@@ -34,7 +36,7 @@ class CachedShards:
     Args:
         shards: the shards of the index.
         names: of their files in the folder; None: the shard is not kept there.
-        folder: as in `ShardCache`, and so are budget_bytes, prefetch, connections, wait_s and access.
+        folder: as in `ShardCache`, and so are budget_bytes, prefetch and access.
         close: called with some numbers: closes the open shards of all other numbers.
 
     Attributes:
@@ -49,8 +51,6 @@ class CachedShards:
         folder: str | Path | None,
         budget_bytes: int,
         prefetch: int,
-        connections: int,
-        wait_s: float,
         access: Access,
         close: Callable[[Container[int]], None],
     ) -> None:
@@ -58,8 +58,6 @@ class CachedShards:
         self.names = [name or "" for name in names]
         self.folder = folder
         self.budget_bytes = budget_bytes
-        self.connections = connections
-        self.wait_s = wait_s
         self.access = access
         self.counts: dict[str, float] = dict.fromkeys(
             ("downloads", "bytes_downloaded", "hits", "misses", "waited_s"), 0
@@ -149,10 +147,10 @@ class CachedShards:
         try:
             store, key = self.access.open(shard.url)
             try:
-                download(shard, store, key, part, reserve, self._note_piece, self.connections)
+                download(shard, store, key, part, reserve, self._note_piece)
             except ValueError:
                 os.ftruncate(part, 0)
-                download(shard, store, key, part, reserve, self._note_piece, self.connections)
+                download(shard, store, key, part, reserve, self._note_piece)
             folder.note_fetched(part)
             folder.publish(part, name)
         except BaseException as error:
@@ -190,7 +188,7 @@ class CachedShards:
             if self._closed:
                 raise _ClosedError
             waited_s = time.monotonic() - started
-            if waited_s > self.wait_s:
+            if waited_s > WAIT_S:
                 raise OSError(
                     f"no space for a shard of {n_bytes / GIB:.2f} GiB in {folder.path} on {socket.gethostname()}, "
                     f"waited {waited_s:.0f} s: {problem}. Free the disk or type data.cache_dir=... for another one. "

@@ -7,10 +7,10 @@ import logging
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from ddp_hydra.data.shards.index import Shard, shown
 from ddp_hydra.storage import Store
@@ -18,8 +18,10 @@ from ddp_hydra.storage.base import RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PIECE_BYTES = 8 * 2**20
 CONNECTIONS = 4
+"""How many pieces of a shard are fetched at a time."""
 _UNPACKED_BYTES = 4 * 2**20
 
 
@@ -34,9 +36,7 @@ def download(
     key: str,
     file: int,
     reserve: Callable[[int], None],
-    on_piece: Callable[[Any], object] = lambda piece: None,
-    connections: int = CONNECTIONS,
-    piece_bytes: int = PIECE_BYTES,
+    on_piece: Callable[[Any], object],
 ) -> int:
     """Write a shard to a file, and check its size and MD5 if the index gives them.
 
@@ -47,8 +47,6 @@ def download(
         file: descriptor of an empty file.
         reserve: called with the size that the file will have, before it grows; raises if there is no space.
         on_piece: called with each piece, in order; may raise to stop.
-        connections: how many pieces are fetched at a time.
-        piece_bytes: size of the pieces.
 
     Returns:
         How many bytes were fetched.
@@ -63,10 +61,14 @@ def download(
     if shard.size is not None and size != shard.size:
         raise ValueError(f"{shown(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
     digest = hashlib.md5(usedforsecurity=False) if shard.md5 else None
-    source = _Pieces(shard.url, store, key, size, file, connections, piece_bytes)
+    packed = is_packed(shard.url)
+
+    def write(piece: Any, start: int) -> None:
+        if not packed:
+            _write(file, piece, start)
 
     def pieces() -> Iterator[Any]:
-        for piece in source.in_order():
+        for piece in _pieces(store, key, size, shard.url, write):
             if digest is not None:
                 digest.update(piece)
             on_piece(piece)
@@ -75,8 +77,8 @@ def download(
     reserve(size)
     written = 0
     try:
-        for piece in _unpack(pieces()) if source.packed else pieces():
-            if source.packed:
+        for piece in _unpack(pieces()) if packed else pieces():
+            if packed:
                 reserve(written + len(piece))
                 _write(file, piece, written)
             written += len(piece)
@@ -88,80 +90,60 @@ def download(
     return size
 
 
-@dataclass
-class _Pieces:
-    """Fetches a shard in pieces; writes them to its file where they belong, unless they are compressed.
+def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, int], None]) -> Iterator[Any]:
+    """Yield the pieces of an object in order; fetch several at a time if the store can read ranges.
 
     Args:
-        url: of the shard.
         store: the store that holds it.
-        key: of the shard in the store.
-        size: of the shard in the store, bytes.
-        file: descriptor of the file.
-        connections: how many pieces are fetched at a time.
-        piece_bytes: size of the pieces.
+        key: its name there.
+        size: bytes.
+        url: for messages.
+        write: called with each piece and the place of its first byte, in any order, and from several threads.
     """
 
-    url: str
-    store: Store
-    key: str
-    size: int
-    file: int
-    connections: int
-    piece_bytes: int
-
-    @property
-    def packed(self) -> bool:
-        """Whether the shard is compressed."""
-        return is_packed(self.url)
-
-    def in_order(self) -> Iterator[Any]:
-        """Yield the pieces in order; fetch several at a time if the store can read ranges."""
-        done = 0
-        if self.store.ranges:
-            try:
-                for piece in _in_parallel(self.fetch, range(0, self.size, self.piece_bytes), self.connections):
-                    yield piece
-                    done += len(piece)
-                return
-            except RangesIgnoredError:
-                pass
-        for piece in self.store.stream(self.key, self.size, done):
-            self.write(piece, done)
-            yield piece
-            done += len(piece)
-        if self.store.ranges:
-            self.store.ranges = False
-            _LOG.warning(
-                "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
-                self.store.shown(),
-            )
-
-    def fetch(self, start: int) -> Any:
-        """Return the piece that begins at a byte."""
-        end = min(start + self.piece_bytes, self.size)
-        is_whole = end - start == self.size
-        piece = self.store.get(self.key, self.size) if is_whole else self.store.get_range(self.key, start, end)
+    def fetch(start: int) -> Any:
+        end = min(start + PIECE_BYTES, size)
+        piece = store.get(key, size) if end - start == size else store.get_range(key, start, end)
         if len(piece) != end - start:
-            raise ValueError(f"{shown(self.url)} gave {len(piece):,} bytes in place of {end - start:,}")
-        self.write(piece, start)
+            raise ValueError(f"{shown(url)} gave {len(piece):,} bytes in place of {end - start:,}")
+        write(piece, start)
         return piece
 
-    def write(self, piece: Any, start: int) -> None:
-        """Write a piece to the file, unless it is compressed."""
-        if not self.packed:
-            _write(self.file, piece, start)
+    done = 0
+    if store.ranges:
+        try:
+            for piece in in_parallel(fetch, range(0, size, PIECE_BYTES), CONNECTIONS, CONNECTIONS + 1):
+                yield piece
+                done += len(piece)
+            return
+        except RangesIgnoredError:
+            pass
+    for piece in store.stream(key, size, done):
+        write(piece, done)
+        yield piece
+        done += len(piece)
+    if store.ranges:
+        store.ranges = False
+        _LOG.warning(
+            "%s gives whole files only: each shard uses one connection, and starts again if that breaks", store.shown()
+        )
 
 
-def _in_parallel(action: Callable[[int], Any], numbers: range, threads: int) -> Iterator[Any]:
-    """Yield the results of an action for each number, in order, while the next ones are being computed."""
-    pool = ThreadPoolExecutor(threads, "shard-pieces")
+def in_parallel(action: Callable[[T], Any], items: Iterable[T], threads: int, ahead: int) -> Generator[Any]:
+    """Yield the results of an action for each item, in order, while the next ones are being computed.
+
+    Args:
+        action: called with an item, in a thread.
+        items: what it is called with.
+        threads: how many calls run at a time.
+        ahead: how many results are waited for or held at a time.
+    """
+    pool = ThreadPoolExecutor(threads, "shards")
     running: deque[Future[Any]] = deque()
-    waiting = iter(numbers)
+    waiting = iter(items)
     try:
         while True:
-            while len(running) <= threads and (number := next(waiting, None)) is not None:
-                running.append(pool.submit(action, number))
+            running.extend(pool.submit(action, item) for item in islice(waiting, ahead - len(running)))
             if not running:
                 return
             yield running.popleft().result()

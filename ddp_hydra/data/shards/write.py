@@ -11,13 +11,11 @@ import random
 import re
 import tarfile
 import tempfile
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from ddp_hydra.data.shards.download import download, is_packed
+from ddp_hydra.data.shards.download import download, in_parallel, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.storage import Access, Store
@@ -159,23 +157,13 @@ def _samples(
     store: Store, images: list[tuple[str, int | None]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
     """Yield the members of each sample: names and contents."""
-    with ThreadPoolExecutor(_READERS, "shard-images") as pool:
-        waiting: deque[Any] = deque()
-        coming = iter(enumerate(images))
-        try:
-            while True:
-                while len(waiting) < 2 * _READERS and (item := next(coming, None)) is not None:
-                    waiting.append((item, pool.submit(store.get, *item[1])))
-                if not waiting:
-                    return
-                (number, (key, _)), content = waiting.popleft()
-                stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
-                # The number makes the key unique, the name is for people; a key ends at its first dot.
-                sample = f"{number:08d}-{stem.replace('.', '_')}"
-                label = str(number_of[_class(key)]).encode()
-                yield [(f"{sample}{extension.lower()}", content.result()), (f"{sample}.cls", label)]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with contextlib.closing(in_parallel(lambda image: store.get(*image), images, _READERS, 2 * _READERS)) as contents:
+        for number, ((key, _), content) in enumerate(zip(images, contents, strict=True)):
+            stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
+            # The number makes the key unique, the name is for people; a key ends at its first dot.
+            sample = f"{number:08d}-{stem.replace('.', '_')}"
+            label = str(number_of[_class(key)]).encode()
+            yield [(f"{sample}{extension.lower()}", content), (f"{sample}.cls", label)]
 
 
 class _Target:

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.data.shards import cache_folder as shard_folder
+from ddp_hydra.data.shards import cached_shards
 from ddp_hydra.data.shards import download as shard_download
 from ddp_hydra.data.shards.cache import ShardCache
 from ddp_hydra.data.shards.cache_folder import Kept, ShardFolder, eviction_rank, with_index
@@ -113,9 +114,10 @@ def test_without_size_and_md5_in_the_index_it_is_the_same(server, cache_of):
 
 
 def test_a_large_shard_comes_in_pieces_several_at_a_time(server, cache_of, monkeypatch):
-    monkeypatch.setattr(shard_download.download, "__defaults__", (*shard_download.download.__defaults__[:-1], 4000))
+    monkeypatch.setattr(shard_download, "PIECE_BYTES", 4000)
+    monkeypatch.setattr(shard_download, "CONNECTIONS", 3)
     shards = serve(server, "a", n_bytes=500)
-    cache = cache_of(shards, connections=3)
+    cache = cache_of(shards)
     server.gate.clear()
     reader = threading.Thread(target=label, args=(cache, 0))
     reader.start()
@@ -129,13 +131,14 @@ def test_a_large_shard_comes_in_pieces_several_at_a_time(server, cache_of, monke
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tgz"])
 def test_a_store_that_gives_whole_files_only_is_read_in_one_go(server, cache_of, monkeypatch, caplog, name):
-    monkeypatch.setattr(shard_download.download, "__defaults__", (*shard_download.download.__defaults__[:-1], 4000))
+    monkeypatch.setattr(shard_download, "PIECE_BYTES", 4000)
+    monkeypatch.setattr(shard_download, "CONNECTIONS", 1)
     paths = [f"/{number}{name}" for number in range(2)]
     for number, path in enumerate(paths):
         tar = numbered(COUNT * number, COUNT, 500)
         server.files[path] = tar if path.endswith(".tar") else gzip.compress(tar, 0)
     server.ranges = False
-    cache = cache_of([shard_of(server, path, server.files[path]) for path in paths], connections=1)
+    cache = cache_of([shard_of(server, path, server.files[path]) for path in paths])
     assert [label(cache, number, 3) for number in range(2)] == [3, COUNT + 3]
     assert server.gets(paths[1]) == 1
     assert caplog.text.count("gives whole files only") == 1
@@ -459,9 +462,10 @@ def test_the_cache_never_takes_more_than_it_may(server, cache_of, tmp_path):
     assert len(list((tmp_path / "cache").glob("*.tar"))) >= 2
 
 
-def test_what_is_in_use_is_not_evicted(server, cache_of, tmp_path):
+def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(cached_shards, "WAIT_S", 0.2)
     shards = serve(server, "abc")
-    cache = cache_of(shards, 2 * SIZE, wait_s=0.2)
+    cache = cache_of(shards, 2 * SIZE)
     views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
     with pytest.raises(
         OSError, match=r"no space for a shard .* all shards in it are in use.*data\.cache_gb=1"
@@ -509,8 +513,9 @@ def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
         return os.statvfs_result([*real(descriptor)[:4], 0, *real(descriptor)[5:]])
 
     monkeypatch.setattr(os, "fstatvfs", full)
+    monkeypatch.setattr(cached_shards, "WAIT_S", 0.1)
     with pytest.raises(OSError, match=r"the disk is full\. Free the disk or type data\.cache_dir="):
-        cache_of(shards, wait_s=0.1).open(0)
+        cache_of(shards).open(0)
 
 
 def test_on_a_full_disk_older_shards_go(server, cache_of, monkeypatch, tmp_path):
