@@ -37,24 +37,9 @@ class ForkSafeAccess(Access):
         """Return another access in this form; both share their stores and counters."""
         return cls(**{field.name: getattr(access, field.name) for field in fields(Access)})
 
-    def open(self, url: str) -> tuple[Store, str]:
-        """Return the store of a URL, and its key there; see `Access.open`."""
-        store, key = super().open(url)
-        return fork_safe(store), key
-
-    def open_folder(self, url: str) -> tuple[Store, str]:
-        """Return the store of a folder, and its prefix there; see `Access.open_folder`."""
-        store, prefix = super().open_folder(url)
-        return fork_safe(store), prefix
-
-    def bucket(self, name: str) -> Store:
-        """Return a whole store; see `Access.bucket`."""
-        return fork_safe(super().bucket(name))
-
-
-def fork_safe(store: Store) -> Store:
-    """Return a store that can be read in a forked process."""
-    return store if isinstance(store, (LocalFolder, ForkSafeStore)) else ForkSafeStore(store)
+    def _store(self, root: str) -> Store:
+        store = super()._store(root)
+        return store if isinstance(store, LocalFolder) else ForkSafeStore(store)
 
 
 class ForkSafeStore:
