@@ -10,44 +10,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class ImageSource(Protocol):
-    """The part of an image data set that a `BatchLoader` uses.
-
-    Args:
-        seed: of the random transforms.
-    """
-
-    seed: int
-
-    def good_from(self, index: int) -> int:
-        """Return `index`, or the next index that is not known to be bad."""
-
-    def cached(self, index: int) -> Any:
-        """Return the image or the file of a sample from memory, or None."""
-
-    def n_bytes(self, index: int) -> int:
-        """Return the size of a sample's file, bytes."""
-
-    def fetch(self, index: int) -> Any:
-        """Read a sample's file."""
-
-    def make_image(self, index: int, data: Any, rng: random.Random) -> Any:
-        """Decode and transform a file."""
-
-    def sample_target(self, index: int) -> Any:
-        """Return a sample's target."""
-
-    def note_bad(self, index: int, error: Exception, tried: int) -> None:
-        """Count a sample that can't be read; raise if the error is not the sample's own."""
-
-    def count(self, **costs: float) -> None:
-        """Add to the counts of what reading costs."""
 
 
 class Batch:
@@ -155,7 +121,7 @@ class BatchLoader:
     their memory stays in the caches of the cores.
 
     Args:
-        images: the data set.
+        images: the `ImageDataset`.
         threads: how many files are fetched at a time.
         decoders: how many files are decoded at a time.
         memory: the most bytes of files that are fetched and not yet decoded.
@@ -164,7 +130,7 @@ class BatchLoader:
         pid: of the process that its threads belong to.
     """
 
-    def __init__(self, images: ImageSource, threads: int, decoders: int, memory: int) -> None:
+    def __init__(self, images: Any, threads: int, decoders: int, memory: int) -> None:
         self.pid = os.getpid()
         self._images = images
         self._memory = MemoryBudget(memory)
