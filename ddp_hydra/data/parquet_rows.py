@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ddp_hydra.storage import Access, Store
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import TransferCounters
 
 SUFFIXES = (".parquet", ".pq")
 

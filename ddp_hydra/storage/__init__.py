@@ -1,7 +1,6 @@
 """Stores of data and results: buckets, web servers and local folders, with the same few methods."""
 
-from ddp_hydra.storage.base import Store, WritableStore
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import Store, TransferCounters, WritableStore
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
 from ddp_hydra.storage.urls import Access, is_remote

@@ -1,11 +1,11 @@
-"""The interfaces that all stores have in common, and the errors that they raise."""
+"""What all stores have in common: their interfaces, the errors that they raise, and what they count."""
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import IO, Any, Protocol
-
-from ddp_hydra.storage.counters import TransferCounters
 
 
 class TemporaryError(ConnectionError):
@@ -34,6 +34,65 @@ class StaleCredentialsError(PermissionError):
 
 class ObjectChangedError(Exception):
     """A conditional put found another object than it expected."""
+
+
+class Counters:
+    """Counters by name, for all threads of a process. Each thread has its own sums, so that no thread waits for a lock.
+
+    An unpickled copy begins at zero.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._all: list[defaultdict[str, float]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def add(self, **more: float) -> None:
+        """Add to some counters, given by name."""
+        counts = self.of_thread()
+        for name, value in more.items():
+            counts[name] += value
+
+    def of_thread(self) -> defaultdict[str, float]:
+        """Return the counts of the calling thread."""
+        try:
+            return self._local.counts
+        except AttributeError:
+            counts: defaultdict[str, float] = defaultdict(float)
+            self._local.counts = counts
+            self._all.append(counts)
+            return counts
+
+    def total(self, name: str) -> float:
+        """Return the sum over all threads."""
+        return sum(counts.get(name, 0) for counts in list(self._all))
+
+
+class TransferCounters(Counters):
+    """Counts answered requests, retries, and bytes."""
+
+    def read(self, n_bytes: int) -> None:
+        """Count an answer of so many bytes."""
+        counts = self.of_thread()
+        counts["requests"] += 1
+        counts["bytes"] += n_bytes
+
+    @property
+    def requests(self) -> int:
+        """Requests that were answered."""
+        return int(self.total("requests"))
+
+    @property
+    def retries(self) -> int:
+        """Requests that were made again."""
+        return int(self.total("retries"))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that were read."""
+        return int(self.total("bytes"))
 
 
 class Store(Protocol):

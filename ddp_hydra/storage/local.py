@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.storage.base import ObjectChangedError
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import ObjectChangedError, TransferCounters
 from ddp_hydra.storage.files import replacing
 
 LOCK = ".lock"

@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import RangesIgnoredError, TemporaryError
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import RangesIgnoredError, TemporaryError, TransferCounters
 from ddp_hydra.storage.listing import Walk
 from ddp_hydra.storage.retrying import Retrying
 

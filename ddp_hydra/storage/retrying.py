@@ -14,9 +14,9 @@ from ddp_hydra.storage.base import (
     OtherRegionError,
     StaleCredentialsError,
     TemporaryError,
+    TransferCounters,
     WrongBodyError,
 )
-from ddp_hydra.storage.counters import TransferCounters
 from ddp_hydra.storage.retry import Backoff
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ddp_hydra.storage.base import Store
-from ddp_hydra.storage.counters import TransferCounters
+from ddp_hydra.storage.base import Store, TransferCounters
 from ddp_hydra.storage.fsspec_schemes import check_installed, is_known
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from ddp_hydra.storage.http import WebServer

@@ -21,8 +21,7 @@ from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.normalise import Normalise
 from ddp_hydra.data.images.pil_transform import adapted
 from ddp_hydra.storage import TransferCounters
-from ddp_hydra.storage.base import StaleCredentialsError
-from ddp_hydra.storage.counters import Counters
+from ddp_hydra.storage.base import Counters, StaleCredentialsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
