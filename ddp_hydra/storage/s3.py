@@ -10,8 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import ObjectChangedError
 from ddp_hydra.storage.remote import Remote
-from ddp_hydra.storage.s3_address import check_name, find_endpoint
-from ddp_hydra.storage.s3_messages import explain
+from ddp_hydra.storage.s3_messages import check_name, explain, find_endpoint
 
 
 class Bucket(Remote):

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from ddp_hydra.storage.base import ObjectChangedError, TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore, Opened
-from ddp_hydra.storage.s3_address import check_name, find_endpoint
-from ddp_hydra.storage.s3_messages import explain
+from ddp_hydra.storage.s3_messages import check_name, explain, find_endpoint
 
 _CONNECTIONS = 64
 _REFUSED_CODES = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchKey", "404")
