@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import RecordError
-from ddp_hydra.storage import wait_for_space
+from ddp_hydra.storage import retry
 
 KINDS = (
     "up",
@@ -332,9 +332,7 @@ def outbox_file(write: Callable[[Path], Any]) -> dict[str, Any]:
             source.unlink(missing_ok=True)  # nobody would delete it, e.g. after a full disk
             raise
 
-    wait_for_space.retry_while_full(
-        attempt, lambda: wait_for_space.describe_full_folder(source.parent), _process.retry_s, warn, _wait
-    )
+    retry.retry_while_full(attempt, lambda: retry.describe_full_folder(source.parent), _process.retry_s, warn, _wait)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"source": str(source), "size": source.stat().st_size, "sha256": digest}

@@ -28,7 +28,7 @@ from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
-from ddp_hydra.storage import wait_for_space
+from ddp_hydra.storage import retry
 
 log = logging.getLogger(__name__)
 SETTLE_S = 0.4
@@ -284,7 +284,7 @@ class Attempt:
         """
         first = self.specs[0]
         try:
-            return wait_for_space.retry_while_full(
+            return retry.retry_while_full(
                 lambda: self.workers.send_files(first.rank, files),
                 lambda: f"the temporary folder {self.workers.folders[first.worker]} of worker {first.worker} is full",
                 self.settings.retry_s,

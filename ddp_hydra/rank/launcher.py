@@ -29,7 +29,7 @@ from ddp_hydra.rank import (
 )
 from ddp_hydra.rank.record_relay import RecordRelay, publish
 from ddp_hydra.rank.spec import LaunchSpec
-from ddp_hydra.storage import wait_for_space
+from ddp_hydra.storage import retry
 
 T = TypeVar("T")
 
@@ -187,8 +187,8 @@ class Launcher:
         """
         folder = Path(self.worker.local_directory)
         warn = lambda sentence: publish(self.worker, self.launch_spec, "warning", {"text": sentence})  # noqa: E731
-        return wait_for_space.retry_while_full(
-            action, lambda: wait_for_space.describe_full_folder(folder), self.launch_spec.retry_s, warn, self.wait
+        return retry.retry_while_full(
+            action, lambda: retry.describe_full_folder(folder), self.launch_spec.retry_s, warn, self.wait
         )
 
     def wait(self, seconds: float) -> None:

@@ -101,7 +101,7 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(outbox, "folder", refuse)
-    monkeypatch.setattr(launcher.wait_for_space.time, "monotonic", lambda: 1000.0 + sum(waited))
+    monkeypatch.setattr(launcher.retry.time, "monotonic", lambda: 1000.0 + sum(waited))
     monkeypatch.setattr(launcher.time, "sleep", waited.append)
     return waited
 
