@@ -20,7 +20,7 @@ from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import prediction_files
 from ddp_hydra.job.inference import PREDICT, Inference
 from ddp_hydra.job.prediction_parts import PLAN, Parts
-from ddp_hydra.storage import fetch_checkpoint
+from ddp_hydra.storage import stored_checkpoints
 from ddp_hydra.writers.run_dir import locked
 
 USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint> [out=predictions.csv|.parquet|.npz|<folder>/]
@@ -90,7 +90,7 @@ def predict(
         parts_kept(folder),
         locked(folder, "wait for it, or give another out="),
     ):
-        checkpoint = fetch_checkpoint.find(run, which, Path(download)).absolute()
+        checkpoint = stored_checkpoints.find(run, which, Path(download)).absolute()
         inference = run_config.inference(run, checkpoint, split, changes)
         parts = Parts(folder, plan(inference, kind), overwrite)
         try:

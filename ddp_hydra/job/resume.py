@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.storage import fetch_checkpoint, results_root
+from ddp_hydra.storage import results_root, stored_checkpoints
 from ddp_hydra.storage.manifest import find_checkpoint
 
 
@@ -18,7 +18,7 @@ def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     if results_root.is_url(run):
         folder = run_dir / ".resume"
         folder.mkdir(parents=True, exist_ok=True)
-        return fetch_checkpoint.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
+        return stored_checkpoints.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
     return find_checkpoint(run).absolute()
 
 

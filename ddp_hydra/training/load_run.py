@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_hydra.config import checkpoint_config, project
-from ddp_hydra.storage import fetch_checkpoint
+from ddp_hydra.storage import stored_checkpoints
 from ddp_hydra.training import build_data, builders
 from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
@@ -62,7 +62,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
     """
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        content = needed(read(fetch_checkpoint.find(run, which, Path(folder))))
+        content = needed(read(stored_checkpoints.find(run, which, Path(folder))))
     return restore(content, checkpoint_config.composed(content["config"], overrides))
 
 

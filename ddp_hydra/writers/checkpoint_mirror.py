@@ -18,7 +18,6 @@ from typing import Any
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.results import Record
 from ddp_hydra.storage.base import WritableStore
-from ddp_hydra.storage.fetch_checkpoint import folder_of
 from ddp_hydra.storage.manifest import (
     ALIASES,
     FOLDER,
@@ -33,6 +32,7 @@ from ddp_hydra.storage.manifest import (
     write_manifest_text,
 )
 from ddp_hydra.storage.retry import Backoff
+from ddp_hydra.storage.stored_checkpoints import folder_of
 
 FIRST_TIMEOUT_S = 5.0
 """Timeout of the first request to the store: the job waits for it, so it is short."""

@@ -1,11 +1,11 @@
-"""Downloads checkpoints from a store, for `resume=s3://…`. `writers/checkpoint_mirror.py` has written them."""
+"""Downloads checkpoints from a store, and removes them there. `writers/checkpoint_mirror.py` has written them."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,15 +14,18 @@ from ddp_hydra.storage import results_root
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.files import replacing, writing
 from ddp_hydra.storage.manifest import (
+    ALIASES,
     FOLDER,
     NAME,
     STEP_FILE,
     Entries,
     damage,
     find_checkpoint,
+    name_in_store,
     newest_first,
     read_manifest_text,
     why_removed,
+    write_manifest_text,
 )
 from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.storage.retry import Backoff
@@ -173,12 +176,43 @@ def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, re
         for start in range(0, size, PIECE_BYTES):
             end = min(size, start + PIECE_BYTES)
             try:
-                piece = retried(functools.partial(remote.get_range, name, start, end), retry_s)
+                piece = retried(partial(remote.get_range, name, start, end), retry_s)
             except FileNotFoundError:
                 raise _Damaged("it is missing") from None
             digest.update(piece)
             file.write(piece)
     return digest.hexdigest()
+
+
+def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_s: float = 60.0) -> None:
+    """Remove the checkpoints of a run that nobody writes from a store.
+
+    The manifest names none of them before the first one is removed, so that nothing ever points to a missing one.
+
+    Args:
+        url: of the run, "s3://bucket/folder" or a path.
+        reason: the manifest says it, and so does whoever looks for a checkpoint.
+        own: entries of the run's own manifest; the checkpoints of other runs in the same folder stay. None: all that
+            are there are its own.
+        retry_s: how long to ask again while the store does not answer.
+
+    Raises:
+        CheckpointError: there are none, or the store did not answer in time.
+        ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
+    """
+    remote = folder_of(url)
+    entries = entries_of(read_stored_manifest(remote, retry_s), remote.url)
+    if own is None:
+        ours = {key for key, _ in retried(lambda: list(remote.objects()), retry_s) if STEP_FILE.fullmatch(key)}
+    else:
+        ours = {name_in_store(name, entry) for name, entry in own.items() if STEP_FILE.fullmatch(name)}
+    left = {name: entry for name, entry in entries.items() if STEP_FILE.fullmatch(name) and name not in ours}
+    sums = {entry.get("sha256") for entry in left.values()}
+    left |= {name: entries[name] for name in ALIASES if name in entries and entries[name].get("sha256") in sums}
+    manifest = write_manifest_text(left, removed="" if left else reason)
+    retried(partial(remote.put, NAME, manifest), retry_s)
+    for key in sorted(ours):
+        retried(partial(remote.delete, key), retry_s)
 
 
 def retried(ask: Callable[[], T], retry_s: float) -> T:
