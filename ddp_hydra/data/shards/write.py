@@ -121,8 +121,8 @@ def write_index(
         report(f"{shown(url)}: {len(members):,} samples, {size:,} bytes")
     index = _index(name, shards, {})
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _writing(target) as file:
-        file.write(_json(index))
+    with replacing(target) as part:
+        part.write_bytes(_json(index))
     return index
 
 
@@ -202,9 +202,9 @@ class _Target:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file that gets its final name, or is uploaded, at the end of the block."""
+        """Open a file that gets its final name, or is uploaded, when the block has ended and the disk has all of it."""
         path = self._folder / name
-        with _writing(path) as file:
+        with replacing(path) as part, part.open("wb") as file:
             yield file
         if self._store is not None:
             self._store.put(f"{self._prefix}{name}", path)
@@ -215,29 +215,21 @@ def _write_shard(
     target: _Target, name: str, samples: Iterator[list[tuple[str, Any]]], n_bytes: float
 ) -> dict[str, Any] | None:
     """Write one shard and return its entry for the index; return None if no samples are left."""
-    first = next(samples, None)
-    if first is None:
+    sample = next(samples, None)
+    if sample is None:
         return None
-    with target.writing(name) as file:
-        hashed = _Hashed(file)
-        count = _write_tar(hashed, first, samples, n_bytes)
-    return {"url": name, "nsamples": count, "filesize": hashed.size, "md5sum": hashed.md5.hexdigest()}
-
-
-def _write_tar(
-    file: Any, first: list[tuple[str, Any]], samples: Iterator[list[tuple[str, Any]]], n_bytes: float
-) -> int:
     count = 0
-    with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        sample: list[tuple[str, Any]] | None = first
-        while sample is not None:
-            for name, content in sample:
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-            count += 1
-            sample = next(samples, None) if tar.offset < n_bytes else None
-    return count
+    with target.writing(name) as file:
+        hashed: Any = _Hashed(file)
+        with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+            while sample is not None:
+                for member_name, content in sample:
+                    member = tarfile.TarInfo(member_name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+                count += 1
+                sample = next(samples, None) if tar.offset < n_bytes else None
+    return {"url": name, "nsamples": count, "filesize": hashed.size, "md5sum": hashed.md5.hexdigest()}
 
 
 class _Hashed:
@@ -266,13 +258,6 @@ def _examine(url: str, access: Access) -> tuple[int, str, TarMembers]:
         md5 = hashlib.md5(usedforsecurity=False)
         size = download(Shard(url, 0), store, key, file.fileno(), lambda n_bytes: None, md5.update)
         return size, md5.hexdigest(), read_members(Path(file.name))
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that gets its final name at the end of the block, when the disk has all of it."""
-    with replacing(path) as part, part.open("wb") as file:
-        yield file
 
 
 def _json(index: dict[str, Any]) -> bytes:

@@ -84,14 +84,14 @@ def test_an_index_that_exists_is_not_overwritten(pictures, tmp_path, capsys):
 
 def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    real = shards._write_tar
+    real = shards._Hashed.write
 
-    def failing(file, first, *rest):
+    def failing(file, content):
         if (out / "train-000000.tar").exists():
             raise OSError("the disk is full")
-        return real(file, first, *rest)
+        return real(file, content)
 
-    monkeypatch.setattr(shards, "_write_tar", failing)
+    monkeypatch.setattr(shards._Hashed, "write", failing)
     assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 1
     assert [path.name for path in out.iterdir()] == ["train-000000.tar"]
 
