@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_hydra.data.shards.cached_shards import GIB, CachedShards
 from ddp_hydra.data.shards.download import is_packed
-from ddp_hydra.data.shards.index import Shard, shown
+from ddp_hydra.data.shards.index import Shard, is_local, shown
 from ddp_hydra.data.shards.open_shard import LocalShards, OpenShard
 from ddp_hydra.storage import Access
 
@@ -57,12 +57,11 @@ class ShardCache:
         if prefetch < 0:
             raise ValueError(f"prefetch_shards is {prefetch}, and must be 0 or more: type data.prefetch_shards=4")
         self.shards = tuple(shards)
-        self.prefetch = prefetch
         self.access = access or Access(setting="data.index")
         self._settings = folder, budget_bytes, prefetch, self.access
         # The name of each shard in the cache; None: it is used where it is.
         self._names = [
-            None if shard.local and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
+            None if is_local(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
             for shard in self.shards
         ]
         self._set_process_state()
@@ -80,7 +79,7 @@ class ShardCache:
         self._max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("shards", "prefetch", "access", "_settings", "_names")}
+        return {name: self.__dict__[name] for name in ("shards", "access", "_settings", "_names")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -130,7 +129,7 @@ class ShardCache:
         self._check_process()
         needed = [number for number in order if self._names[number] is not None]
         self._cached.prefetcher.expect(needed)
-        if needed and self.prefetch:
+        if needed and self._cached.prefetcher.depth:
             self._cached.prefetcher.start()
 
     def note_started(self, number: int) -> None:

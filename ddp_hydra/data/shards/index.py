@@ -40,11 +40,6 @@ class Shard:
     md5: str | None = None
     dataset: str | None = None
 
-    @property
-    def local(self) -> bool:
-        """Return whether it is a file of this machine."""
-        return is_local(self.url)
-
 
 @dataclass(frozen=True)
 class ShardIndex:

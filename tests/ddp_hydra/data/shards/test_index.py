@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ddp_hydra.data.shards.index import DEEPEST, Shard, read_index
+from ddp_hydra.data.shards.index import DEEPEST, Shard, is_local, read_index
 from ddp_hydra.storage import Access
 from tests.support.tar_server import index_of
 
@@ -58,7 +58,7 @@ def test_an_index_says_where_its_shards_are_and_what_they_hold(write, tmp_path):
         Shard(f"{tmp_path}/sub/a-1.tar", 7, None, None, "train"),
     )
     assert (index.name, index.info) == ("train", {"classes": ["cat"]})
-    assert index.shards[0].local
+    assert is_local(index.shards[0].url)
 
 
 @pytest.mark.parametrize("form", ["path", "relative", "url"])
@@ -77,7 +77,7 @@ def test_relative_urls_start_where_the_index_is(source):
     assert urls(index) == [
         f"{root}/some/a.tar", f"{root}/some/deep/a.tar", f"{root}/up.tar", f"{root}/top.tar", *named[4:],
     ]  # fmt: skip
-    assert not index.shards[0].local
+    assert not is_local(index.shards[0].url)
 
 
 def test_a_query_belongs_to_its_own_url_only():
