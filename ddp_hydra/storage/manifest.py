@@ -99,32 +99,31 @@ def newest_first(entries: Entries) -> list[str]:
     return [name for name in reversed(entries) if STEP_FILE.fullmatch(name)]
 
 
-def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last", *, verify: bool = True) -> Path:
+def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last") -> Path:
     """Return the checkpoint file that a user means.
 
     Where the last one of a run is damaged, it is the newest whole one before it, with a warning in the log. The
-    best one has no substitute, and neither has a file that is given by its name.
+    best one has no substitute, and neither has a file that is given by its name. Size and sha256 are compared with the
+    manifest, where the file is in one.
 
     Args:
         path: a run directory, its `checkpoints` folder, or a checkpoint file.
         which: the one to take of a run directory.
-        verify: compare size and sha256 with the manifest, where the file is in one.
 
     Raises:
         CheckpointError: there is none, or it is damaged. The message says what was found and what to use.
     """
     given = Path(path)
     if not given.exists():
-        raise CheckpointError(f"{given} does not exist; {_nearest(given)}")
+        parent = next((folder for folder in given.parents if folder.is_dir()), Path())
+        raise CheckpointError(f"{given} does not exist; {parent} has {_listing(parent)}")
     if given.is_file():
         file = given
+    elif which == "last":
+        return _newest_whole(_folder_of(given))
     else:
-        folder = _folder_of(given)
-        if which == "last" and verify:
-            return _newest_whole(folder)
-        file = _named(folder, which)
-    if verify:
-        _verify(file)
+        file = _named(_folder_of(given), which)
+    _verify(file)
     return file
 
 
@@ -292,15 +291,11 @@ def _instead(file: Path, wanted: dict[str, Any], entries: Entries) -> str:
     return "no whole checkpoint from before it is left"
 
 
-def _listing(folder: Path, limit: int = 8) -> str:
+def _listing(folder: Path) -> str:
+    limit = 8
     try:
         names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     except OSError as error:
         return f"nothing that can be read ({error.strerror})"
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + more) or "nothing, it is empty"
-
-
-def _nearest(path: Path) -> str:
-    parent = next((folder for folder in path.parents if folder.is_dir()), Path())
-    return f"{parent} has {_listing(parent)}"

@@ -186,7 +186,6 @@ def test_a_truncated_or_changed_checkpoint_names_the_one_to_use(tmp_path, folder
     before = rf"use the one before it, {folder / 'step-000002.pt'}"
     with pytest.raises(CheckpointError, match=rf"last.pt is damaged: it has 4 bytes, .* says 9; {before}"):
         find_checkpoint(folder / "last.pt")
-    assert find_checkpoint(tmp_path, verify=False) == folder / "last.pt"
     (folder / "step-000002.pt").write_bytes(b"weights X")
     with pytest.raises(CheckpointError, match=r"its sha256 is .*use the one before it, .*step-000001.pt"):
         find_checkpoint(folder / "step-000002.pt")
