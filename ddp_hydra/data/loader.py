@@ -82,7 +82,8 @@ class Loader:
         if hasattr(self.dataset, "expect"):
             batches = list(batches)
             self.dataset.expect(list(chain.from_iterable(batches)))
-        for batch in self.ahead(batches) if self.prefetch else self.on_demand(batches):
+        on_demand = (self.wait(partial(self.make, indices)) for indices in batches)
+        for batch in self.ahead(batches) if self.prefetch else on_demand:
             yield self.placed(batch)
 
     def placed(self, batch: Any) -> Any:
@@ -116,11 +117,6 @@ class Loader:
                 for number, piece in enumerate(pieces, start=1)
             )
         next(loaded, None)  # at its end it closes the threads
-
-    def on_demand(self, batches: Iterable[list[int]]) -> Iterator[Any]:
-        """Make each batch when it is asked for."""
-        for indices in batches:
-            yield self.wait(partial(self.make, indices))
 
     def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Make `prefetch` batches in the background, while making one takes longer than `QUICK_S`."""

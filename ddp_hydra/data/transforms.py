@@ -200,11 +200,10 @@ class TrainTransform(_Transform):
             top, left, height, width = _random_box(height, width, self.scale, self.ratio, rng)
         flip = rng.random() < self.flip
         color = self.jitter.draw(rng) if self.jitter else None
-        erased = _random_box(self.size, self.size, _ERASED_AREA, _ERASED_RATIO, rng) if self._erases(rng) else None
+        erased = None
+        if self.erase and rng.random() < self.erase:
+            erased = _random_box(self.size, self.size, _ERASED_AREA, _ERASED_RATIO, rng)
         return CropParams(top, left, height, width, flip, shift, color, erased)
-
-    def _erases(self, rng: random.Random) -> bool:
-        return bool(self.erase) and rng.random() < self.erase
 
 
 _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)

@@ -32,7 +32,6 @@ class LocalFolder:
     def __init__(self, folder: str | Path, traffic: TransferCounters | None = None) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.url = f"file://{self.folder}"
-        self.name = str(self.folder)
         self.traffic = traffic or TransferCounters()
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:

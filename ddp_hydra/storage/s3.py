@@ -102,7 +102,9 @@ class Bucket(Remote):
         if self.addressing is not None:
             config["virtual_hosted_style_request"] = self.addressing == "virtual"
         if self.endpoint_url is not None:
-            endpoint = self._virtual_endpoint() if self.addressing == "virtual" else self.endpoint_url
+            url = urlsplit(self.endpoint_url)
+            virtual = urlunsplit(url._replace(netloc=f"{self.name}.{url.netloc}"))
+            endpoint = virtual if self.addressing == "virtual" else self.endpoint_url
             # The second one is what the environment would set, and would win over the first.
             config |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
         if self.credentials is not None:
@@ -121,10 +123,6 @@ class Bucket(Remote):
                 "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
             }
         return options
-
-    def _virtual_endpoint(self) -> str:
-        url = urlsplit(self.endpoint_url or "")
-        return urlunsplit(url._replace(netloc=f"{self.name}.{url.netloc}"))
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         return explain(error, self, key)

@@ -45,16 +45,12 @@ def decode_field(extension: str, content: memoryview) -> Any:
             f"{extension} holds pickled objects, and reading them could run any program: store numbers as .npy or "
             f".json, or {_TAKE_BYTES}"
         )
-    decoder = _image if kind in IMAGE_EXTENSIONS else _DECODERS.get(kind)
+    decoder = decode if kind in IMAGE_EXTENSIONS else _DECODERS.get(kind)
     try:
         plain = gzip.decompress(content) if packed else content
         return bytes(plain) if decoder is None else decoder(plain)
     except (ValueError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{extension} can't be decoded: {error}") from None
-
-
-def _image(content: Any) -> Any:
-    return decode(content)
 
 
 def _number(content: Any) -> int:
