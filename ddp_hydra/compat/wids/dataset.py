@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -116,26 +117,19 @@ class ShardListDataset(Dataset):
 
 
 def _transformation(given: Any) -> Callable[[dict[str, Any]], Any]:
-    if given == "PIL":
-        return as_pil
-    if given == "numpy":
-        return as_numpy
+    if given in ("PIL", "numpy"):
+        return partial(_decoded, numpy=given == "numpy")
     if not callable(given):
         raise ValueError(f"a transformation is {given!r}, and must be 'PIL', 'numpy' or a function of a sample")
     return given
 
 
-def as_pil(sample: dict[str, Any]) -> dict[str, Any]:
-    """Decode the fields of a sample; images become PIL images."""
-    return {name: _decoded(name, value, numpy=False) for name, value in sample.items()}
+def _decoded(sample: dict[str, Any], numpy: bool) -> dict[str, Any]:
+    """Decode the fields of a sample; images become PIL images or arrays, (height, width[, channels])."""
+    return {name: _decoded_field(name, value, numpy) for name, value in sample.items()}
 
 
-def as_numpy(sample: dict[str, Any]) -> dict[str, Any]:
-    """Decode the fields of a sample; images become arrays, (height, width, channels) or (height, width)."""
-    return {name: _decoded(name, value, numpy=True) for name, value in sample.items()}
-
-
-def _decoded(name: str, value: Any, numpy: bool) -> Any:
+def _decoded_field(name: str, value: Any, numpy: bool) -> Any:
     if not isinstance(value, io.BytesIO):
         return value
     parts = name.lower().split(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -135,7 +135,5 @@ class ShardedSampler(_RangeSampler):
         batch_size: int | None = None,
         shufflefirst: bool = False,
     ) -> None:
-        ends = [0]
-        for length in dataset.lengths if lengths is None else lengths:
-            ends.append(ends[-1] + length)
+        ends = accumulate(dataset.lengths if lengths is None else lengths, initial=0)
         super().__init__(list(pairwise(ends)), 0, True, shufflefirst)
