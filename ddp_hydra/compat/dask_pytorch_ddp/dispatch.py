@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from distributed import Client
@@ -45,25 +45,13 @@ def run(
     gang = Gang(client, name="dask-pytorch-ddp", backend=backend)
     files = inbox.Inbox(gang.fetch)
     gang.on_record = files.receive
-    running = gang.start(WorkerFunction(pytorch_function, pass_local_rank), *args, **kwargs)
+    running = gang.start(partial(_call, pytorch_function, pass_local_rank), *args, **kwargs)
     inbox.add(running, files)
     return running.futures
 
 
-@dataclass(frozen=True)
-class WorkerFunction:
-    """A user's function, as a rank calls it.
-
-    Args:
-        function: the function.
-        pass_local_rank: whether to pass `local_rank`.
-    """
-
-    function: Callable[..., Any]
-    pass_local_rank: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        if self.pass_local_rank:
-            kwargs["local_rank"] = int(os.environ["LOCAL_RANK"])
-        return self.function(*args, **kwargs)
+def _call(function: Callable[..., Any], pass_local_rank: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a user's function on a rank."""
+    if pass_local_rank:
+        kwargs["local_rank"] = int(os.environ["LOCAL_RANK"])
+    return function(*args, **kwargs)
