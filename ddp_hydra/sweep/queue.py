@@ -72,11 +72,17 @@ class JobQueue:
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
-            job.row, job.folder, job.is_ours = earlier, self.folder / earlier.folder, planned_job.is_ours(self.config)
+            self.keep_earlier(job)
             job.result = earlier_return(job)
         else:
             self.jobs.append(job)
         return job
+
+    def keep_earlier(self, job: PlannedJob) -> None:
+        """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""
+        assert job.earlier is not None
+        job.row, job.folder = job.earlier, self.folder / job.earlier.folder
+        job.is_ours = planned_job.is_ours(self.config)
 
     def fill_started(self, rows: Sequence[Row]) -> None:
         """Fill in the values that jobs which have started before do not give themselves."""

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.job_returns import value_return
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, State
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
-from ddp_hydra.sweep.stopping import outcome
 from ddp_hydra.sweep.stopping.base import Stopping
 from ddp_hydra.sweep.stopping.decisions import Decisions, Rule, Stop
-from ddp_hydra.sweep.stopping.reports import Report, ReportFile, saved_reports
+from ddp_hydra.sweep.stopping.reports import ReportFile
 
 log = logging.getLogger(__name__)
 WAITS = "ended; the jobs before it have to come as far, to decide whether it counts to its end"
@@ -50,20 +48,16 @@ class Interrupting(Stopping):
     def __init__(
         self, rule: Rule, queue: JobQueue, running: Sequence[RunningJob], objective: Objective, config: DictConfig
     ) -> None:
-        self.decisions = Decisions(rule)
-        self.queue, self.running, self.objective, self.config = queue, running, objective, config
-        self.jobs: dict[int, PlannedJob] = {}
-        self.reports: dict[int, list[Report]] = {}
+        super().__init__(queue, objective, config)
+        self.decisions, self.running = Decisions(rule), running
         self.files: dict[int, ReportFile] = {}
         self.waiting: set[int] = set()
         self.stops: dict[int, Stop] = {}
 
     def add(self, jobs: Sequence[PlannedJob]) -> None:
         """Take over a batch; what jobs have reported in an earlier run of the sweep is decided upon at once."""
-        for job in sorted(jobs, key=lambda job: job.row.number):
+        for job in self._taken_over(jobs):
             number = job.row.number
-            self.jobs[number] = job
-            self.reports[number] = saved_reports(job, self.queue.folder, self.objective.metric)
             self.decisions.add(number, self._values(number), _ENDS.get(job.row.state, ""))
             if job.earlier is not None and job.row is not job.earlier and job.earlier.state == State.paused:
                 self._take_ended(job)
@@ -76,14 +70,15 @@ class Interrupting(Stopping):
         assert job.earlier is not None
         if job.earlier.value is None:
             return
-        self._use_earlier_row(job)
+        self.queue.remove(job)
+        self.queue.keep_earlier(job)
         job.result = value_return(job)
         self.waiting.add(job.row.number)
         self._update(job, "done")
 
     def before_start(self, job: PlannedJob) -> None:
         """Read the reports of a job from now on."""
-        outcome.set_length(job, self.config)
+        self._set_length(job)
         self.files[job.row.number] = ReportFile(job.folder, self.objective.metric)
 
     def poll(self) -> None:
@@ -133,7 +128,7 @@ class Interrupting(Stopping):
         for stop in self.decisions.decide():
             job = self.jobs[stop.number]
             self.stops[stop.number] = stop
-            log.info("job %d is stopped at %s: %s", stop.number, self._place(job, stop), stop.reason)
+            log.info("job %d is stopped at %s: %s", stop.number, self._place(job, stop.report), stop.reason)
             running = next((one for one in self.running if one.planned is job), None)
             if running is None:
                 self._stop(job, stop)
@@ -148,21 +143,6 @@ class Interrupting(Stopping):
 
     def _stop(self, job: PlannedJob, stop: Stop) -> None:
         if job in self.queue.jobs:
-            self._use_earlier_row(job)
-        message = f"stopped at {self._place(job, stop)}: {stop.reason}"
-        outcome.stop(job, self.reports[stop.number][stop.report - 1], message)
-
-    def _use_earlier_row(self, job: PlannedJob) -> None:
-        """Let a job that need not run keep the row of the earlier run of the sweep."""
-        assert job.earlier is not None, "it has reports"
-        if job in self.queue.jobs:
             self.queue.remove(job)
-        job.row, job.folder = job.earlier, self.queue.folder / job.earlier.folder
-        job.is_ours = planned_job.is_ours(self.config)
-
-    def _place(self, job: PlannedJob, stop: Stop) -> str:
-        outcome.set_length(job, self.config)
-        return outcome.place(job, self.reports[stop.number][stop.report - 1], stop.report)
-
-    def _values(self, number: int) -> list[float]:
-        return [report.value for report in self.reports[number]]
+            self.queue.keep_earlier(job)
+        self._stop_at(job, stop.report, f"stopped at {self._place(job, stop.report)}: {stop.reason}")

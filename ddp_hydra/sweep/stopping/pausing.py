@@ -12,9 +12,8 @@ from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, State
-from ddp_hydra.sweep.stopping import outcome
 from ddp_hydra.sweep.stopping.base import Stopping
-from ddp_hydra.sweep.stopping.reports import Report, ReportFile, saved_reports
+from ddp_hydra.sweep.stopping.reports import ReportFile
 from ddp_hydra.sweep.stopping.rungs import Rungs, Standing
 
 log = logging.getLogger(__name__)
@@ -41,9 +40,8 @@ class Pausing(Stopping):
     def __init__(self, rungs: Rungs, queue: JobQueue, objective: Objective, config: DictConfig) -> None:
         if config.trainer.pause_after_validations is not None:
             raise ConfigError(PAUSES_ITSELF)
-        self.rungs, self.queue, self.objective, self.config = rungs, queue, objective, config
-        self.jobs: dict[int, PlannedJob] = {}
-        self.reports: dict[int, list[Report]] = {}
+        super().__init__(queue, objective, config)
+        self.rungs = rungs
 
     def add(self, jobs: Sequence[PlannedJob]) -> None:
         """Take over a batch; jobs of an earlier run of the sweep stand where they were.
@@ -53,16 +51,14 @@ class Pausing(Stopping):
         """
         if any("pause_after_validations" in override for job in jobs for override in job.overrides):
             raise ConfigError(PAUSES_ITSELF)
-        for job in sorted(jobs, key=lambda job: job.row.number):
+        for job in self._taken_over(jobs):
             number = job.row.number
-            self.jobs[number], self.reports[number] = job, saved_reports(job, self.queue.folder, self.objective.metric)
             self.rungs.add(number, self._values(number), _ENDS.get(job.row.state, ""))
         self._let_go_on(self.rungs.advance())
         for job in jobs:
             if job.row.state not in _ENDS and not self.rungs.must_run(job.row.number):
-                assert job.earlier is not None, "it has reports"
                 self.queue.remove(job)
-                job.row, job.folder, job.is_ours = job.earlier, self.queue.folder / job.earlier.folder, True
+                self.queue.keep_earlier(job)  # it has reports, so there is one
                 job.row.state = State.paused
 
     def before_start(self, job: PlannedJob) -> None:
@@ -71,7 +67,7 @@ class Pausing(Stopping):
             job.config.trainer.pause_after_validations = self.rungs.goal(job.row.number)
         if job.row.state == State.paused:
             planned_job.resume(job, job.row.wall_s)
-        outcome.set_length(job, self.config)
+        self._set_length(job)
 
     def poll(self) -> None:
         """Take over the jobs that have failed before they began."""
@@ -97,10 +93,9 @@ class Pausing(Stopping):
             if self.queue:
                 return True
         for standing in self.rungs.stop_rest():
-            job, reports = self.jobs[standing.number], self.reports[standing.number]
-            outcome.set_length(job, self.config)
-            where = f"stopped at {outcome.place(job, reports[-1], len(reports))}, rung {standing.rung}"
-            outcome.stop(job, reports[-1], where)
+            job, count = self.jobs[standing.number], len(self.reports[standing.number])
+            where = f"stopped at {self._place(job, count)}, rung {standing.rung}"
+            self._stop_at(job, count, where)
             log.info("job %d %s: %s", standing.number, where, self._describe(standing, goes_on=False))
         return False
 
@@ -122,6 +117,3 @@ class Pausing(Stopping):
         if goes_on and standing.place > standing.quota:
             return f"{place}, and no job has come to its end"
         return f"{place}, and the best {standing.quota} go on"
-
-    def _values(self, number: int) -> list[float]:
-        return [report.value for report in self.reports[number]]

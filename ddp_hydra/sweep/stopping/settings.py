@@ -52,7 +52,7 @@ def start(
         ConfigError: there is no such rule or option, or the jobs have nothing that a rule could go by.
     """
     if given is None or config.get("dry_run"):
-        return Stopping()
+        return Stopping(queue, objective, config)
     options: dict[str, Any] = {"rule": given} if isinstance(given, str) else _plain(given)
     check_objective(objective, config, ranks)
     assert objective.maximize is not None
