@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, read_manifest, write_manifest_text
-from ddp_hydra.sweep.rows import Objective, Row, State, data_of
+from ddp_hydra.sweep.rows import Objective, Row, State, data_of, sort_key
 from ddp_hydra.sweep.store_pruning import FINISH_S, StorePruning, place_of
 from ddp_hydra.writers.run_dir import locked
 
@@ -60,13 +59,10 @@ def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
     for row in latest:
         if row.state in _FINAL:
             groups.setdefault(data[row.number], []).append(row)
-
-    def key(row: Row) -> tuple[bool, float, int]:
-        if row.objective is None or math.isnan(row.objective):
-            return True, 0.0, row.number
-        return False, -row.objective if objective.maximize else row.objective, row.number
-
-    return surpassed + [row for group in groups.values() for row in sorted(group, key=key)[most:]]
+    for group in groups.values():
+        group.sort(key=lambda row: (*sort_key(row.objective, objective.maximize), row.number))
+        surpassed += group[most:]
+    return surpassed
 
 
 def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

@@ -112,6 +112,20 @@ class Objective:
         return self.maximize is not None and len(set(data_of(rows).values())) < 2
 
 
+def score(value: float, maximize: bool) -> float:
+    """Return a number that is higher for a better value of an objective; NaN is the worst."""
+    if math.isnan(value):
+        return -math.inf
+    return value if maximize else -value
+
+
+def sort_key(value: float | None, maximize: bool | None) -> tuple[bool, float]:
+    """Return a key that sorts the values of an objective from the best to the worst; None and NaN come last."""
+    if value is None or math.isnan(value):
+        return True, 0.0
+    return False, -value if maximize else value
+
+
 def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
     """Order jobs: those with an objective by it, then the others by number; failed ones last.
 
@@ -127,13 +141,9 @@ def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
 
     def key(row: Row) -> tuple[bool, int, bool, float, int]:
         failed = row.state == State.failed
-        value = row.objective
         if objective is None or objective.maximize is None or failed:
             return failed, 0, True, 0.0, row.number
-        place = places[data[row.number]]
-        if value is None or math.isnan(value):
-            return False, place, True, 0.0, row.number
-        return False, place, False, -value if objective.maximize else value, row.number
+        return False, places[data[row.number]], *sort_key(row.objective, objective.maximize), row.number
 
     return sorted(rows, key=key)
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_hydra.sweep.rows import Objective, Row, State, data_of, swept
+from ddp_hydra.sweep.rows import Objective, Row, State, data_of, sort_key, swept
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,9 @@ def repeated(rows: Sequence[Row], objective: Objective | None) -> list[Repeated]
     data = data_of(rows)
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
     found = [(places[data[same[0].number]], _summed(dict(given), same, objective)) for given, same in configs.items()]
-    if objective.maximize is None:
-        return [entry for _, entry in found]
-
-    def key(pair: tuple[int, Repeated]) -> tuple[int, bool, float]:
-        place, entry = pair
-        mean = entry.mean or 0.0
-        return place, entry.mean is None, -mean if objective.maximize else mean
-
-    return [entry for _, entry in sorted(found, key=key)]
+    if objective.maximize is not None:
+        found.sort(key=lambda pair: (pair[0], *sort_key(pair[1].mean, objective.maximize)))
+    return [entry for _, entry in found]
 
 
 def _summed(values: dict[str, str], rows: Sequence[Row], objective: Objective) -> Repeated:

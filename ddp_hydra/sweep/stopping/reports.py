@@ -53,11 +53,6 @@ class ReportFile:
         self._known: tuple[int, int] = (0, 0)
         self._offset = 0
 
-    @property
-    def values(self) -> list[float]:
-        """Return the values reported so far."""
-        return [report.value for report in self.reports]
-
     def read(self, last_step: int | None = None) -> bool:
         """Read what is new; return whether there are new reports.
 

@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from ddp_hydra.sweep.rows import score
 from ddp_hydra.sweep.stopping.decisions import Seen
-from ddp_hydra.sweep.stopping.score import score
 
 
 class Median:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddp_hydra.sweep.stopping.score import score
+from ddp_hydra.sweep.rows import score
 
 
 @dataclass
