@@ -1,7 +1,7 @@
 """Register `hydra/sweeper=pbt`. Hydra 1.3 finds sweepers only in this namespace; see `ddp_hydra.sweep.pbt`."""
 
 from ddp_hydra.config.hydra_compat import register
-from ddp_hydra.sweep.pbt.settings import DEFAULTS
+from ddp_hydra.sweep.pbt.population import Settings
 from ddp_hydra.sweep.pbt.sweeper import PopulationSweeper
 
 
@@ -9,4 +9,7 @@ class PBTSweeper(PopulationSweeper):
     """Train a population of jobs, the worst of which copy the best. Hydra wants the class in this module."""
 
 
-register("hydra/sweeper/pbt", {"_target_": f"{__name__}.{PBTSweeper.__qualname__}", "_recursive_": False, **DEFAULTS})
+register(
+    "hydra/sweeper/pbt",
+    {"_target_": f"{__name__}.{PBTSweeper.__qualname__}", "_recursive_": False, **vars(Settings()), "params": {}},
+)

@@ -1,9 +1,8 @@
 """Population-based training (Jaderberg et al., 2017): the implementation of `hydra/sweeper=pbt`.
 
     sweeper     the class that Hydra calls: a batch of jobs for each generation
-    settings    the options of hydra.sweeper
     space       the values that a key may have: draw one, change one
-    population  who goes on, who copies whom, with which values
+    population  the options; who goes on, who copies whom, with which values
     lineage     lineage.csv, lineage.md and the picture
 
 Members of a generation wait for each other, so that everything is repeatable from the seed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from ddp_hydra.sweep.pbt.population import ranked
 from ddp_hydra.sweep.pictures import BEST, JOB, STYLE, encoded, undisturbed
 from ddp_hydra.sweep.rows import Objective
 
-log = logging.getLogger(__name__)
 _FAINT = "#b8bec6"
 
 

@@ -1,4 +1,7 @@
-"""Decide who goes on, who copies whom, and with which values: one generation from the one before."""
+"""Decide who goes on, who copies whom, and with which values: one generation from the one before.
+
+Its rules are the options of `hydra/sweeper=pbt`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,60 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.pbt.space import Dimension
+
+
+@dataclass
+class Settings:
+    """The options of the sweeper.
+
+    Args:
+        population: members of a generation.
+        generations: how many there are; the last one trains to the end of the run.
+        validations: after so many validations, a generation ends.
+        quantile: the share of members that is replaced by copies of the best ones.
+        resample_probability: how often the value of a copy is drawn anew, instead of changed.
+        factors: numbers are multiplied by one of these.
+        seed: of all that is drawn.
+
+    Raises:
+        ConfigError: a value can't be.
+    """
+
+    population: int = 8
+    generations: int = 4
+    validations: int = 1
+    quantile: float = 0.2
+    resample_probability: float = 0.25
+    factors: Sequence[float] = (0.8, 1.2)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("population", 2), ("generations", 1), ("validations", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise self._refused(name, f"a whole number of at least {least}")
+        if not _is_share(self.quantile) or self.quantile > 0.5:
+            raise self._refused("quantile", "a share from 0 to 0.5")
+        if not _is_share(self.resample_probability):
+            raise self._refused("resample_probability", "a share from 0 to 1")
+        self.factors = list(self.factors)
+        if not self.factors or not all(isinstance(one, int | float) and one > 0 for one in self.factors):
+            raise self._refused("factors", "numbers above 0, [0.8,1.2]")
+        if not isinstance(self.seed, int):
+            raise self._refused("seed", "a whole number")
+
+    def _refused(self, name: str, allowed: str) -> ConfigError:
+        return ConfigError(f"hydra.sweeper.{name}={getattr(self, name)}: give {allowed}")
+
+    def pause_after(self, generation: int) -> int | None:
+        """Return the number of validations after which a generation pauses; None for the last one."""
+        return None if generation == self.generations - 1 else self.validations * (generation + 1)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 @dataclass(frozen=True)
@@ -22,38 +78,17 @@ class Member:
     values: Mapping[str, str]
     parent: int | None = None
 
-    def copies(self, place: int) -> bool:
-        """Return whether it goes on from another member than the one at its own place."""
-        return self.parent not in (None, place)
 
-
-@dataclass(frozen=True)
-class Rules:
-    """State how a generation comes from the one before.
-
-    Args:
-        quantile: the share of members that is replaced by copies of the best ones.
-        resample_probability: how often the value of a copy is drawn anew, instead of changed.
-        factors: numbers are multiplied by one of these.
-        seed: of all that is drawn.
-    """
-
-    quantile: float = 0.2
-    resample_probability: float = 0.25
-    factors: tuple[float, ...] = (0.8, 1.2)
-    seed: int = 0
-
-
-def first_generation(size: int, space: Mapping[str, Dimension], rules: Rules) -> list[Member]:
+def first_generation(space: Mapping[str, Dimension], settings: Settings) -> list[Member]:
     """Return the members of the first generation, with values drawn from all.
 
     Args:
-        size: number of members.
         space: the keys to search.
-        rules: their seed is used.
+        settings: how many there are, and the seed.
     """
-    rng = random.Random(f"{rules.seed}/0")  # noqa: S311, a search and no secret
-    return [Member({key: dimension.draw(rng) for key, dimension in space.items()}) for _ in range(size)]
+    rng = random.Random(f"{settings.seed}/0")  # noqa: S311, a search and no secret
+    members = range(settings.population)
+    return [Member({key: dimension.draw(rng) for key, dimension in space.items()}) for _ in members]
 
 
 def next_generation(
@@ -62,7 +97,7 @@ def next_generation(
     scores: Sequence[float | None],
     maximize: bool,
     space: Mapping[str, Dimension],
-    rules: Rules,
+    settings: Settings,
 ) -> list[Member]:
     """Return the members of the next generation.
 
@@ -75,17 +110,17 @@ def next_generation(
         scores: of its members; None for one that failed.
         maximize: whether higher is better.
         space: the keys to search.
-        rules: see `Rules`.
+        settings: see `Settings`.
 
     Raises:
         ValueError: all have failed.
     """
-    rng = random.Random(f"{rules.seed}/{number}")  # noqa: S311
+    rng = random.Random(f"{settings.seed}/{number}")  # noqa: S311
     ranking = ranked(scores, maximize)
     alive = [place for place in ranking if _is_good(scores[place])]
     if not alive:
         raise ValueError("no member is left")
-    n = min(math.ceil(rules.quantile * len(members)), len(members) // 2)
+    n = min(math.ceil(settings.quantile * len(members)), len(members) // 2)
     best = [place for place in ranking[: max(1, n)] if _is_good(scores[place])]
     replaced = {place for place in (ranking[-n:] if n else []) if place not in best}
     replaced |= {place for place in ranking if not _is_good(scores[place])}
@@ -96,7 +131,7 @@ def next_generation(
             continue
         parent = rng.choice(best)
         values = {
-            key: _explored(dimension, members[parent].values[key], rng, rules) for key, dimension in space.items()
+            key: _explored(dimension, members[parent].values[key], rng, settings) for key, dimension in space.items()
         }
         found.append(Member(values, parent))
     return found
@@ -118,7 +153,7 @@ def _is_good(score: float | None) -> bool:
     return score is not None and math.isfinite(score)
 
 
-def _explored(dimension: Dimension, value: str, rng: random.Random, rules: Rules) -> str:
-    if rng.random() < rules.resample_probability:
+def _explored(dimension: Dimension, value: str, rng: random.Random, settings: Settings) -> str:
+    if rng.random() < settings.resample_probability:
         return dimension.draw(rng)
-    return dimension.change(value, rng, rules.factors)
+    return dimension.change(value, rng, settings.factors)

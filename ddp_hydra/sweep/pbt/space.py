@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
@@ -16,16 +16,6 @@ from ddp_hydra.errors import ConfigError
 
 DIGITS = 6
 """Numbers are rounded to so many digits, so that they look like typed ones."""
-
-
-class Dimension(Protocol):
-    """The values of one key, as a user would type them."""
-
-    def draw(self, rng: random.Random) -> str:
-        """Return a value drawn from all."""
-
-    def change(self, value: str, rng: random.Random, factors: Sequence[float]) -> str:
-        """Return a value near another one."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +67,10 @@ class Choice:
         """Return the value before or after it."""
         at = self.values.index(value) + rng.choice((-1, 1))
         return self.values[min(max(at, 0), len(self.values) - 1)]
+
+
+Dimension = Interval | Choice
+"""The values of one key, as a user would type them."""
 
 
 def parse(words: Sequence[str], config_loader: Any = None) -> tuple[list[str], dict[str, Dimension]]:

@@ -33,7 +33,7 @@ class PopulationSweeper(Sweeper):
     Args:
         direction: maximize or minimize; None for that of the objective.
         params: the keys to search, in Hydra's syntax for sweeps.
-        options: see `settings.Settings`.
+        options: see `population.Settings`.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -42,7 +42,7 @@ class PopulationSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Check the options, and make the launcher. Called by Hydra."""
-        from ddp_hydra.sweep.pbt.settings import Settings
+        from ddp_hydra.sweep.pbt.population import Settings
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.settings import objective_of
 
@@ -81,14 +81,13 @@ class PopulationSweeper(Sweeper):
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        rules, maximize = self.settings.rules, bool(self.objective.maximize)
-        members = first_generation(self.settings.population, space, rules)
+        members, maximize = first_generation(space, self.settings), bool(self.objective.maximize)
         returns: list[Sequence[JobReturn]] = []
         for generation in range(self.settings.generations):
             if generation:
                 scores = [entry.score for entry in self.entries[-1]]
                 try:
-                    members = next_generation(generation, members, scores, maximize, space, rules)
+                    members = next_generation(generation, members, scores, maximize, space, self.settings)
                 except ValueError as error:
                     raise SweepFailed(f"generation {generation - 1}: {error}; see {folder}/sweep.md") from None
             returns.append(self.train(generation, members, fixed, folder))
