@@ -9,7 +9,7 @@
     forked_process   a forked process that sends messages and ends with this one
     job_process      run one job in such a process
     cluster_process  run a cluster for all jobs in such a process
-    job_returns      the results that Hydra gets
+    job_returns      how the result of a job comes from its process
     job_status       read the status and the summary of a job
     stopping         stop jobs early: hydra.launcher.stop
     other_apps       run the task of another Hydra app on the ranks of a gang

@@ -1,50 +1,18 @@
-"""Make the `JobReturn` that Hydra's sweeper gets of each job."""
+"""Bring the `JobReturn` of a job, and its error, from the job's process to the sweep's, in little space."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import zlib
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_hydra.console.text import message_of
-from ddp_hydra.errors import DdpHydraError, SweepFailed
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.errors import DdpHydraError
 
 DICTIONARY_BYTES = 2**15
 """What zlib looks back for; the end of a config is most like that of others."""
-
-
-class Job(Protocol):
-    """The parts of a job that its result contains."""
-
-    @property
-    def row(self) -> Row:
-        """Return its row in the table of jobs."""
-
-    @property
-    def folder(self) -> Path:
-        """Return its run directory."""
-
-    @property
-    def task_config(self) -> Any:
-        """Return its config without Hydra's own part."""
-
-
-def failed_return(job: Job, error: Exception) -> JobReturn:
-    """Return the result of a job that failed outside its own process; reading its value raises the error."""
-    return _result(job, JobStatus.FAILED, error)
-
-
-def earlier_return(job: Job) -> JobReturn:
-    """Return the result that a job had in an earlier run of the sweep."""
-    if job.row.state in (State.done, State.paused, State.stopped):
-        return value_return(job)
-    reason = f"job {job.row.number} failed before ({job.row.message})"
-    return failed_return(job, SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
 
 
 class CompactReturn(JobReturn):
@@ -84,12 +52,6 @@ class CompactReturn(JobReturn):
 
     cfg = property(lambda self: self._unpacked("_cfg"), lambda self, value: self._pack("_cfg", value))
     hydra_cfg = property(lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value))
-
-
-def value_return(job: Job) -> JobReturn:
-    """Return the result of a job whose value is in its row; a stopped one has at least NaN."""
-    value = math.nan if job.row.value is None and job.row.state == State.stopped else job.row.value
-    return _result(job, JobStatus.COMPLETED, value)
 
 
 def portable(result: JobReturn) -> JobReturn:
@@ -137,10 +99,3 @@ def first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     end = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines))
     return " ".join(lines[: end + 1])
-
-
-def _result(job: Job, status: JobStatus, value: Any) -> JobReturn:
-    row = job.row
-    result = JobReturn(overrides=row.overrides, cfg=job.task_config, working_dir=str(job.folder), status=status)
-    result._return_value = value
-    return result

@@ -1,7 +1,8 @@
-"""Plan the jobs of a sweep: compose their configs, and match them with those of an earlier run."""
+"""Plan the jobs of a sweep: compose their configs, and find out what they need of a cluster."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,13 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra.cluster.connect import is_inline
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.sweep.composing import CachingConfigLoader
-from ddp_hydra.sweep.job_returns import failed_return, first_line
+from ddp_hydra.sweep.job_returns import first_line
 from ddp_hydra.sweep.rows import Row, State, typed
 
 
@@ -99,7 +100,28 @@ class PlannedJob:
     def fail(self, error: Exception) -> None:
         """Let it fail before it starts."""
         self.row.state, self.row.message = State.failed, first_line(str(error))
-        self.result = failed_return(self, error)
+        self.result = self.failed_return(error)
+
+    def failed_return(self, error: Exception) -> JobReturn:
+        """Return the result of a job that failed outside its own process; reading its value raises the error."""
+        return self._return(JobStatus.FAILED, error)
+
+    def value_return(self) -> JobReturn:
+        """Return the result of a job whose value is in its row; a stopped one has at least NaN."""
+        value = math.nan if self.row.value is None and self.row.state == State.stopped else self.row.value
+        return self._return(JobStatus.COMPLETED, value)
+
+    def earlier_return(self) -> JobReturn:
+        """Return the result that the job had in an earlier run of the sweep."""
+        if self.row.state in (State.done, State.paused, State.stopped):
+            return self.value_return()
+        reason = f"job {self.row.number} failed before ({self.row.message})"
+        return self.failed_return(SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
+
+    def _return(self, status: JobStatus, value: object) -> JobReturn:
+        result = JobReturn(self.row.overrides, self.task_config, working_dir=str(self.folder), status=status)
+        result._return_value = value
+        return result
 
 
 def without_hydras(overrides: Sequence[str]) -> list[str]:
@@ -129,33 +151,6 @@ def need_of(config: DictConfig) -> Need:
     if config.get("dry_run") or is_inline(config.cluster):
         return Need()
     return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), config.dispatch.ranks)
-
-
-class JobNumbers:
-    """Assign numbers to jobs: a job of an earlier run of the sweep keeps its number.
-
-    Args:
-        earlier: the rows of the earlier run.
-    """
-
-    def __init__(self, earlier: Sequence[Row]) -> None:
-        self.earlier = list(earlier)
-        self.next = max((row.number for row in earlier), default=-1) + 1
-
-    def assign(self, overrides: Sequence[str], wanted: int) -> tuple[int, Row | None]:
-        """Return a job's number, and its row in the earlier run, if it was there.
-
-        Args:
-            overrides: without those of Hydra's own part.
-            wanted: the number that Hydra would give it.
-        """
-        for row in self.earlier:
-            if row.overrides == list(overrides):
-                self.earlier.remove(row)
-                return row.number, row
-        number = max(wanted, self.next)
-        self.next = number + 1
-        return number, None
 
 
 def is_paused(row: Row) -> bool:

@@ -15,8 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import defaults, planned_job
 from ddp_hydra.sweep.composing import CachingConfigLoader
-from ddp_hydra.sweep.job_returns import earlier_return
-from ddp_hydra.sweep.planned_job import JobNumbers, Need, PlannedJob
+from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.rows import Row, State, typed
 
 AHEAD = 16
@@ -51,11 +50,12 @@ class JobQueue:
     ) -> None:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
         self.is_resumed = earlier is not None
-        self.numbers = JobNumbers(earlier or [])
+        self.earlier = list(earlier or ())
+        self.next_number = max((row.number for row in self.earlier), default=-1) + 1
         self.not_repeated = {State.done, State.stopped} | (set() if retry_failed else {State.failed})
         self.jobs: deque[PlannedJob] = deque()
         self.waiting: deque[PlannedJob] = deque()
-        self.keys = dict.fromkeys(key for row in earlier or () for key in typed(row))
+        self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
@@ -68,15 +68,25 @@ class JobQueue:
             wanted: the number that Hydra would give it.
         """
         task_overrides = planned_job.without_hydras(overrides)
-        number, earlier = self.numbers.assign(task_overrides, wanted)
+        number, earlier = self._numbered(task_overrides, wanted)
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
             self.keep_earlier(job)
-            job.result = earlier_return(job)
+            job.result = job.earlier_return()
         else:
             self.jobs.append(job)
         return job
+
+    def _numbered(self, overrides: list[str], wanted: int) -> tuple[int, Row | None]:
+        """Return a job's number, and its row in an earlier run of the sweep: then it keeps its number."""
+        for row in self.earlier:
+            if row.overrides == overrides:
+                self.earlier.remove(row)
+                return row.number, row
+        number = max(wanted, self.next_number)
+        self.next_number = number + 1
+        return number, None
 
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""

@@ -30,7 +30,7 @@ from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.composing import CachingConfigLoader
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 from ddp_hydra.sweep.job_process import run_planned_job
-from ddp_hydra.sweep.job_returns import CompactReturn, failed_return, with_trace
+from ddp_hydra.sweep.job_returns import CompactReturn, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.plotter import Plotter
@@ -311,10 +311,10 @@ class Sweep:
     def result(self, job: PlannedJob) -> JobReturn:
         """Return the result of a job for Hydra's sweeper."""
         if job.is_ours and job.row.state not in (State.done, State.stopped, State.paused):
-            return failed_return(job, SweepFailed(self.closing_line))
+            return job.failed_return(SweepFailed(self.closing_line))
         reason = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {reason}"
-        return job.result or failed_return(job, SweepFailed(unfinished))
+        return job.result or job.failed_return(SweepFailed(unfinished))
 
 
 def preload(is_ours: bool) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.job_returns import value_return
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, State
@@ -93,7 +92,7 @@ class Stopping:
         row.total_steps = None  # only those know it whose status was read in time, and tables are to be repeatable
         row.step, row.epoch, row.objective = report.step, report.epoch, report.value
         row.metrics, row.value = dict(report.metrics), report.value
-        job.result = value_return(job)
+        job.result = job.value_return()
         if job.is_ours:
             _note(job.folder, message)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from ddp_hydra.sweep.job_returns import value_return
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, State
@@ -72,7 +71,7 @@ class Interrupting(Stopping):
             return
         self.queue.remove(job)
         self.queue.keep_earlier(job)
-        job.result = value_return(job)
+        job.result = job.value_return()
         self.waiting.add(job.row.number)
         self._update(job, "done")
 

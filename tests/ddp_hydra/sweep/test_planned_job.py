@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import planned_job
-from ddp_hydra.sweep.planned_job import JobNumbers, Need, PlannedJob
+from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.rows import Row, State
 
 
@@ -22,30 +20,6 @@ def row(number: int, override: str, state: State = State.done) -> Row:
 def planned(folder: Path, earlier: Row | None = None, is_ours: bool = True) -> PlannedJob:
     config = OmegaConf.create({"resume": None, "hydra": {}})
     return PlannedJob(Row(0, [], "0"), (), earlier, config, Need(), folder, is_ours)
-
-
-def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
-    numbers = JobNumbers([])
-    assert [numbers.assign([f"a={n}"], wanted)[0] for n, wanted in enumerate([0, 1, 2, 5])] == [0, 1, 2, 5]
-
-
-def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
-    earlier = [row(0, "a=1"), row(1, "a=2"), row(2, "a=3")]
-    numbers = JobNumbers(earlier)
-    found = [numbers.assign([override], wanted) for wanted, override in enumerate(["a=0", "a=3", "a=1", "a=4"])]
-    assert found == [(3, None), (2, earlier[2]), (0, earlier[0]), (4, None)]
-
-
-@given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
-def test_no_two_jobs_ever_have_one_number(before, now):
-    first, second = JobNumbers([]), None
-    earlier = [row(first.assign([str(job)], wanted)[0], str(job)) for wanted, job in enumerate(before)]
-    second = JobNumbers(earlier)
-    given_now = [second.assign([str(job)], wanted) for wanted, job in enumerate(now)]
-    numbers = [number for number, _ in given_now]
-    assert len(set(numbers)) == len(numbers)
-    known = {found.number for found in earlier}
-    assert all((number in known) == (found is not None) for number, found in given_now)
 
 
 @pytest.mark.parametrize(

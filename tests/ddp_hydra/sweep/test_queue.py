@@ -1,0 +1,50 @@
+"""The numbers that jobs get, and which of them an earlier run of the sweep has had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from ddp_hydra.sweep.planned_job import Need
+from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.rows import Row, State
+
+
+def row(number: int, override: str) -> Row:
+    return Row(number, [override], str(number), State.done)
+
+
+def queue(earlier: list[Row]) -> JobQueue:
+    return JobQueue(Path(), None, OmegaConf.create({}), Need(), earlier, False)
+
+
+def numbered(jobs: JobQueue, override: str, wanted: int) -> tuple[int, Row | None]:
+    job = jobs.add([override], wanted)
+    return job.row.number, job.earlier
+
+
+def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
+    jobs = queue([])
+    assert [numbered(jobs, f"a={n}", wanted)[0] for n, wanted in enumerate([0, 1, 2, 5])] == [0, 1, 2, 5]
+
+
+def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
+    earlier = [row(0, "a=1"), row(1, "a=2"), row(2, "a=3")]
+    jobs = queue(earlier)
+    found = [numbered(jobs, override, wanted) for wanted, override in enumerate(["a=0", "a=3", "a=1", "a=4"])]
+    assert found == [(3, None), (2, earlier[2]), (0, earlier[0]), (4, None)]
+
+
+@given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
+def test_no_two_jobs_ever_have_one_number(before, now):
+    first = queue([])
+    earlier = [row(numbered(first, str(job), wanted)[0], str(job)) for wanted, job in enumerate(before)]
+    second = queue(earlier)
+    given_now = [numbered(second, str(job), wanted) for wanted, job in enumerate(now)]
+    numbers = [number for number, _ in given_now]
+    assert len(set(numbers)) == len(numbers)
+    known = {found.number for found in earlier}
+    assert all((number in known) == (found is not None) for number, found in given_now)
