@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -40,7 +39,6 @@ class ClusterProcess:
         config: of the cluster, as YAML.
         sweep: the sweep that workers are reserved for.
         output: the file that gets the cluster's output.
-        fds_to_close: file descriptors of this process that the other one closes.
 
     Attributes:
         scheduler: None until the cluster is up.
@@ -48,10 +46,10 @@ class ClusterProcess:
         is_gone: whether the process has ended.
     """
 
-    def __init__(self, config: str, sweep: str, output: Path, fds_to_close: Sequence[int] = ()) -> None:
+    def __init__(self, config: str, sweep: str, output: Path) -> None:
         self.config, self.output = config, output
         work = partial(serve, config, sweep, output.parent / "logs", os.getpid())
-        self.process = ForkedProcess(work, output, fds_to_close, watches_parent=True)
+        self.process = ForkedProcess(work, output, watches_parent=True)
         self.scheduler: Scheduler | None = None
         self.workers = 0
         self.is_gone = False

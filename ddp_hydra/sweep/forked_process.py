@@ -25,6 +25,8 @@ from ddp_hydra.rank.processes import die_with_parent, kill_group
 
 KILL_S = 5.0
 """How long a process may take to end after a signal."""
+LOCKS: set[int] = set()
+"""File descriptors that hold locks of this process. A forked one closes them: else the locks would outlive this one."""
 
 
 class ForkedProcess:
@@ -35,7 +37,6 @@ class ForkedProcess:
     Args:
         work: called there with its end of the pipe; what it returns is the last message.
         output: the file that its output is appended to; None leaves the output on the terminal.
-        fds_to_close: file descriptors of this process that it closes.
         watches_parent: it ends by itself when this process is gone; otherwise it is killed then.
 
     Attributes:
@@ -43,13 +44,9 @@ class ForkedProcess:
     """
 
     def __init__(
-        self,
-        work: Callable[[Connection], Any],
-        output: Path | None = None,
-        fds_to_close: Sequence[int] = (),
-        watches_parent: bool = False,
+        self, work: Callable[[Connection], Any], output: Path | None = None, watches_parent: bool = False
     ) -> None:
-        self.output, self.fds_to_close, self.watches_parent = output, fds_to_close, watches_parent
+        self.output, self.watches_parent = output, watches_parent
         self.pipe, theirs = multiprocessing.Pipe()
         self.messages: list[Any] = []
         context = multiprocessing.get_context("fork")
@@ -71,8 +68,8 @@ class ForkedProcess:
         if not self.watches_parent:
             die_with_parent(parent)
         self.pipe.close()
-        for descriptor in self.fds_to_close:
-            os.close(descriptor)
+        while LOCKS:
+            os.close(LOCKS.pop())
         if self.output is not None:
             redirect(self.output)
         result = work(pipe)

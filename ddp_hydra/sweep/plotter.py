@@ -30,18 +30,17 @@ class Plotter:
     Args:
         folder: of the sweep.
         objective: the metric that jobs are compared by; without one there is no plot.
-        fds_to_close: file descriptors of this process that are not for the one that draws.
     """
 
-    def __init__(self, folder: Path, objective: Objective | None, fds_to_close: Sequence[int]) -> None:
-        self.folder, self.objective, self.fds_to_close = folder, objective, fds_to_close
+    def __init__(self, folder: Path, objective: Objective | None) -> None:
+        self.folder, self.objective = folder, objective
         self.process: ForkedProcess | None = None
         self.drawn, self.is_waiting, self.has_news = -math.inf, False, False
 
     def prepare(self) -> None:
         """Start the process that will draw. It imports matplotlib while the first jobs wait for the import of torch."""
         if self.process is None and self.objective is not None and time.monotonic() - self.drawn >= PAUSE_S:
-            self.process, self.is_waiting = ForkedProcess(self._draw, fds_to_close=self.fds_to_close), True
+            self.process, self.is_waiting = ForkedProcess(self._draw), True
 
     def draw(self, rows: Sequence[Row], is_last: bool = False) -> None:
         """Draw the plot, if it is time for one.

@@ -91,18 +91,15 @@ class Pruning:
         keep: see `number_kept`.
         objective: the metric that jobs are compared by.
         mirror: `results.mirror` of the sweep, in which each job has a folder; "" for none.
-        fds_to_close: file descriptors of this process that are not for one that removes checkpoints from a store.
 
     Raises:
         ConfigError: it is not known which jobs are better, or `keep` has no such value.
     """
 
-    def __init__(
-        self, folder: Path, keep: str | None, objective: Objective, mirror: str = "", fds_to_close: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, folder: Path, keep: str | None, objective: Objective, mirror: str = "") -> None:
         self.folder, self.objective, self.most, self.mirror = folder, objective, number_kept(keep), mirror
         self.reason = f"hydra.launcher.keep={keep}"
-        self.stores, self.tried = StorePruning(self.reason, fds_to_close), set[int]()
+        self.stores, self.tried = StorePruning(self.reason), set[int]()
         self.note = f"its checkpoints were removed: {self.reason}"
         if self.most and objective.maximize is None:
             raise ConfigError(

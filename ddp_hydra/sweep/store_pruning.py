@@ -4,7 +4,6 @@ process forks its jobs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,11 +37,10 @@ class StorePruning:
 
     Args:
         reason: why; the manifests there say it.
-        fds_to_close: file descriptors of this process that are not for the one that removes.
     """
 
-    def __init__(self, reason: str, fds_to_close: Sequence[int]) -> None:
-        self.reason, self.fds_to_close = reason, fds_to_close
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
         self.process: ForkedProcess | None = None
         self.asked: list[Place] = []
 
@@ -50,7 +48,7 @@ class StorePruning:
         """Begin to remove the checkpoints at some places, unless it is still busy with others."""
         if places and self.process is None:
             self.asked = places
-            self.process = ForkedProcess(self._remove, fds_to_close=self.fds_to_close)
+            self.process = ForkedProcess(self._remove)
 
     def results(self, timeout_s: float = 0.0) -> dict[int, str]:
         """Return, by the number of each job, why its checkpoints stay, "" if they are removed; {} while it is busy.

@@ -28,7 +28,7 @@ from ddp_hydra.rank import fork_client, garbage
 from ddp_hydra.sweep import job_status, planned_job
 from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.composing import CachingConfigLoader
-from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
+from ddp_hydra.sweep.forked_process import LOCKS, ForkedProcess, wait_for_message
 from ddp_hydra.sweep.job_process import run_planned_job
 from ddp_hydra.sweep.job_returns import CompactReturn, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
@@ -95,7 +95,7 @@ class Sweep:
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, self.start_cluster)
         self.objective = objective_of(config, settings.direction)
         mirror = str((config.get("results") or {}).get("mirror") or "")
-        self.pruning = Pruning(folder, settings.keep, self.objective, mirror, [self.lock])
+        self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
         self.stopping = stopping.start(
             settings.stop, self.objective, self.queue, self.scheduler.running, config, settings.ranks
         )
@@ -107,7 +107,7 @@ class Sweep:
                 row.state = State.interrupted
                 job_status.take_end(row, folder / row.folder, self.objective)
                 row.state = self.stopping.state_at_end if row.state == State.done else row.state
-        self.plotter = Plotter(folder, self.objective, [self.lock])
+        self.plotter = Plotter(folder, self.objective)
         self.stop_reason = ""
         self.first_result: CompactReturn | None = None
         self.polled = 0.0
@@ -196,7 +196,7 @@ class Sweep:
 
     def start_cluster(self, config: str) -> ClusterProcess:
         """Start the cluster of a config."""
-        return ClusterProcess(config, self.name, self.folder / "cluster.log", [self.lock])
+        return ClusterProcess(config, self.name, self.folder / "cluster.log")
 
     def start(self, job: PlannedJob) -> None:
         """Start a job in a process of its own."""
@@ -208,7 +208,7 @@ class Sweep:
             (job.folder / "status.json").unlink(missing_ok=True)  # of an earlier run that was killed
         cluster = self.scheduler.cluster
         work = partial(run_planned_job, job, self.context, self.task, cluster.scheduler if cluster else None)
-        process = ForkedProcess(lambda pipe: work(), job.folder / "logs" / "job.log", [self.lock])
+        process = ForkedProcess(lambda pipe: work(), job.folder / "logs" / "job.log")
         self.running.append(RunningJob(job, process))
 
     def on_end(self, job: RunningJob) -> None:
@@ -292,7 +292,7 @@ class Sweep:
         if self.plotter.has_news:
             self.plotter.draw(self.rows, is_last=True)
         self.plotter.finish()
-        os.close(self.lock)
+        unlock(self.lock)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ def lock(folder: Path) -> int:
     """Keep other processes from running a sweep in the same folder.
 
     Returns:
-        A file descriptor; closing it releases the lock.
+        A file descriptor that holds the lock.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -350,4 +350,11 @@ def lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir") from None
+    LOCKS.add(handle)
     return handle
+
+
+def unlock(handle: int) -> None:
+    """Release the lock of a folder."""
+    LOCKS.remove(handle)
+    os.close(handle)

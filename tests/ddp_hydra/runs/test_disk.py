@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from ddp_hydra.runs import disk, tags
 from ddp_hydra.runs.run_files import LocalRun
 from ddp_hydra.sweep.rows import Row, State
 from ddp_hydra.sweep.summary_files import json_text
-from ddp_hydra.sweep.sweep import lock
+from ddp_hydra.sweep.sweep import lock, unlock
 from tests.ddp_hydra.runs.conftest import kill
 
 pytestmark = pytest.mark.medium
@@ -88,7 +87,7 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
     handle = lock(folder)
     with pytest.raises(ConfigError, match="the sweep is running"):
         disk.remove(str(folder))
-    os.close(handle)
+    unlock(handle)
     assert len(disk.removable(str(folder))) == 2
     disk.remove(str(folder))
     assert list((tmp_path / "multirun").iterdir()) == []

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 
+from ddp_hydra.sweep import forked_process
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -113,8 +114,9 @@ def test_it_dies_with_us(tmp_path, alive_pid):
     assert not alive_pid(pid)
 
 
-def test_it_keeps_no_descriptor_that_is_fds_to_close(start):
+def test_it_keeps_no_lock_of_this_process(start, monkeypatch):
     read_end, write_end = os.pipe()
+    monkeypatch.setattr(forked_process, "LOCKS", {write_end})
 
     def work(pipe):
         with pytest.raises(OSError, match="Bad file"):
@@ -122,7 +124,7 @@ def test_it_keeps_no_descriptor_that_is_fds_to_close(start):
         os.fstat(read_end)
         return "fine"
 
-    assert receive_all(start(work, fds_to_close=[write_end])) == ["fine"]
+    assert receive_all(start(work)) == ["fine"]
     os.close(read_end)
     os.close(write_end)
 

@@ -36,7 +36,7 @@ def drawn(folder) -> list[int]:
 
 @pytest.mark.medium
 def test_a_process_that_was_prepared_draws_what_it_is_sent_later(pictures):
-    plot = Plotter(pictures, LOSS, [])
+    plot = Plotter(pictures, LOSS)
     plot.prepare()
     process = plot.process
     plot.prepare()
@@ -51,7 +51,7 @@ def test_a_process_that_was_prepared_draws_what_it_is_sent_later(pictures):
 
 @pytest.mark.medium
 def test_batches_soon_after_each_other_are_drawn_once_and_the_last_one_always(pictures, monkeypatch):
-    plot = Plotter(pictures, LOSS, [])
+    plot = Plotter(pictures, LOSS)
     plot.draw(rows(1.0))
     for _ in range(3):
         plot.prepare()
@@ -65,7 +65,7 @@ def test_batches_soon_after_each_other_are_drawn_once_and_the_last_one_always(pi
 
 @pytest.mark.medium
 def test_a_process_without_work_ends_at_once_and_silently(pictures, capfd):
-    plot = Plotter(pictures, LOSS, [])
+    plot = Plotter(pictures, LOSS)
     plot.prepare()
     process = plot.process
     plot.finish()
@@ -77,7 +77,7 @@ def test_a_process_without_work_ends_at_once_and_silently(pictures, capfd):
 
 @pytest.mark.medium
 def test_a_process_that_has_ended_is_no_error(pictures):
-    plot = Plotter(pictures, LOSS, [])
+    plot = Plotter(pictures, LOSS)
     plot.prepare()
     assert plot.process is not None
     plot.process.process.kill()
@@ -88,7 +88,7 @@ def test_a_process_that_has_ended_is_no_error(pictures):
 
 
 def test_without_an_objective_nothing_is_started(pictures):
-    plot = Plotter(pictures, None, [])
+    plot = Plotter(pictures, None)
     plot.prepare()
     plot.draw(rows(1.0))
     assert plot.process is None
