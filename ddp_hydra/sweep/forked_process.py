@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.console.signals import SIGNALS
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.processes import die_with_parent, kill_group
 
 KILL_S = 5.0
@@ -131,3 +133,28 @@ def redirect(output: Path) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable()
+
+
+def lock(folder: Path) -> int:
+    """Keep other processes from running a sweep in the same folder.
+
+    Returns:
+        A file descriptor that holds the lock.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir") from None
+    LOCKS.add(handle)
+    return handle
+
+
+def unlock(handle: int) -> None:
+    """Release the lock of a folder."""
+    LOCKS.remove(handle)
+    os.close(handle)

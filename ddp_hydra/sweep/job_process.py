@@ -1,18 +1,41 @@
-"""Run one job of a sweep in a process of its own, which has its own HydraConfig, logging, folder and environment."""
+"""Run one job of a sweep in a process of its own, which has its own HydraConfig, logging, folder and environment.
+
+Import before what each of them needs: it is a fork of the sweep's process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from dataclasses import dataclass
 
-from hydra.core.utils import JobReturn, JobStatus, run_job
+from hydra.core.utils import JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 
-from ddp_hydra.cluster import connect
+from ddp_hydra.cluster import connect, worker_probe
 from ddp_hydra.cluster.connect import Scheduler
+from ddp_hydra.config import project
 from ddp_hydra.console.text import traceback_of
-from ddp_hydra.sweep.job_returns import describe_error, first_line, portable
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.job_returns import CompactReturn, describe_error, first_line, portable
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import State
+
+PRELOAD = (
+    "ddp_hydra.job.run",
+    "ddp_hydra.dispatch.gang",
+    "ddp_hydra.writers.checkpoints",
+    "ddp_hydra.writers.handler",
+    "ddp_hydra.writers.hparams",
+    "ddp_hydra.writers.jsonl",
+    "ddp_hydra.writers.logs",
+    "ddp_hydra.writers.progress",
+    "ddp_hydra.writers.status",
+    "ddp_hydra.writers.submitted_files",
+    "ddp_hydra.writers.tensorboard",
+    "tornado.platform.asyncio",
+)
+"""Modules that every job needs; imported once, before the processes of the jobs are forked."""
 
 
 @dataclass
@@ -27,9 +50,27 @@ class JobOutcome:
     """
 
     state: State
-    result: JobReturn | None
+    result: CompactReturn | None
     message: str = ""
     trace: str = ""
+
+
+def preload(is_ours: bool) -> None:
+    """Import the modules that every job needs, and pack the project.
+
+    Args:
+        is_ours: whether the jobs have configs of ours.
+    """
+    from distributed.versions import get_versions
+
+    for name in PRELOAD if is_ours else ():
+        importlib.import_module(name)
+    # Each job asks for these, which are remembered.
+    get_versions()
+    worker_probe.version("torch")
+    if is_ours:
+        with contextlib.suppress(ConfigError, OSError):  # then each job says so
+            project.pack(*project.layers())
 
 
 def run_planned_job(
@@ -64,11 +105,11 @@ def run_planned_job(
         return JobOutcome(State.failed, None, describe_exit(error))
     except Exception as error:  # Hydra could not start the job: hydra.job.env_set, its logging, the folder
         return JobOutcome(State.failed, None, describe_error(error), print_traceback(error))
-    value, result = result._return_value, portable(result)
-    if result.status == JobStatus.COMPLETED:
-        return JobOutcome(State.done, result)
-    raised = value if isinstance(value, BaseException) else result._return_value
-    return JobOutcome(State.failed, result, describe_error(raised), print_traceback(raised))
+    value, sent = result._return_value, portable(result)
+    if sent.status == JobStatus.COMPLETED:
+        return JobOutcome(State.done, sent)
+    raised = value if isinstance(value, BaseException) else sent._return_value
+    return JobOutcome(State.failed, sent, describe_error(raised), print_traceback(raised))
 
 
 def describe_exit(error: SystemExit) -> str:

@@ -31,8 +31,10 @@ class CompactReturn(JobReturn):
         """Compress the configs again, by what they have in common with those of another result: nearly all.
 
         Args:
-            other: it is kept as long as this one.
+            other: it is kept as long as this one; nothing is done if it is this one.
         """
+        if other is self:
+            return
         for name in ("_cfg", "_hydra_cfg"):
             content = self._decompressed(name)
             packer = zlib.compressobj(1, zdict=other._decompressed(name)[-DICTIONARY_BYTES:])
@@ -54,7 +56,7 @@ class CompactReturn(JobReturn):
     hydra_cfg = property(lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value))
 
 
-def portable(result: JobReturn) -> JobReturn:
+def portable(result: JobReturn) -> CompactReturn:
     """Return a small result that can be pickled; an error or value that cannot be is described by one that can."""
     try:
         compact = CompactReturn(result)

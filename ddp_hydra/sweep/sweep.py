@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
-import importlib
 import logging
 import os
 import secrets
@@ -20,16 +18,15 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster import connect, worker_probe
-from ddp_hydra.config import project
+from ddp_hydra.cluster import connect
 from ddp_hydra.console.signals import SECOND, Interrupts
-from ddp_hydra.errors import ConfigError, Interrupted, SweepFailed
+from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client, garbage
 from ddp_hydra.sweep import job_status, planned_job
 from ddp_hydra.sweep.cluster_process import ClusterProcess
 from ddp_hydra.sweep.composing import CachingConfigLoader
-from ddp_hydra.sweep.forked_process import LOCKS, ForkedProcess, wait_for_message
-from ddp_hydra.sweep.job_process import run_planned_job
+from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
+from ddp_hydra.sweep.job_process import preload, run_planned_job
 from ddp_hydra.sweep.job_returns import CompactReturn, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import PlannedJob
@@ -47,21 +44,6 @@ log = logging.getLogger(__name__)
 MESSAGE_WAIT_S = 0.2
 POLL_S = 0.2
 """How often the status files of the jobs are read."""
-PRELOAD = (
-    "ddp_hydra.job.run",
-    "ddp_hydra.dispatch.gang",
-    "ddp_hydra.writers.checkpoints",
-    "ddp_hydra.writers.handler",
-    "ddp_hydra.writers.hparams",
-    "ddp_hydra.writers.jsonl",
-    "ddp_hydra.writers.logs",
-    "ddp_hydra.writers.progress",
-    "ddp_hydra.writers.status",
-    "ddp_hydra.writers.submitted_files",
-    "ddp_hydra.writers.tensorboard",
-    "tornado.platform.asyncio",
-)
-"""Modules that every job needs; imported once, before the processes of the jobs are forked."""
 
 
 class Sweep:
@@ -92,15 +74,15 @@ class Sweep:
         own_need = planned_job.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if is_resumed else None
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
-        self.scheduler = JobScheduler(self.queue, settings.max_jobs, self.start_cluster)
+        name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        start_cluster = partial(ClusterProcess, sweep=name, output=folder / "cluster.log")
+        self.scheduler = JobScheduler(self.queue, settings.max_jobs, start_cluster)
+        self.running = self.scheduler.running
         self.objective = objective_of(config, settings.direction)
         mirror = str((config.get("results") or {}).get("mirror") or "")
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
-        self.stopping = stopping.start(
-            settings.stop, self.objective, self.queue, self.scheduler.running, config, settings.ranks
-        )
+        self.stopping = stopping.start(settings.stop, self.objective, self.queue, self.running, config, settings.ranks)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
-        self.name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.rows = earlier or []
         for row in self.rows:
             if row.state == State.running:  # the earlier run was killed
@@ -120,7 +102,7 @@ class Sweep:
         preload(planned_job.is_ours(config))
 
     def run(
-        self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]] = ()
+        self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]]
     ) -> list[JobReturn]:
         """Run one batch of jobs.
 
@@ -168,11 +150,6 @@ class Sweep:
 
     # -- running jobs --------------------------------------------------------------------------------------
 
-    @property
-    def running(self) -> list[RunningJob]:
-        """Return the jobs that have started."""
-        return self.scheduler.running
-
     def run_queue(self) -> None:
         """Run all jobs of the queue."""
         while self.running or (self.queue and not self.is_stopping()):
@@ -193,10 +170,6 @@ class Sweep:
     def is_stopping(self) -> bool:
         """Return whether no more jobs are started."""
         return bool(self.stop_reason) or self.interrupts.wanted
-
-    def start_cluster(self, config: str) -> ClusterProcess:
-        """Start the cluster of a config."""
-        return ClusterProcess(config, self.name, self.folder / "cluster.log")
 
     def start(self, job: PlannedJob) -> None:
         """Start a job in a process of its own."""
@@ -221,7 +194,9 @@ class Sweep:
         if job.planned.is_ours:
             job_status.read_summary(row, folder, self.objective)
         if outcome.result is not None:
-            job.planned.result = with_trace(self.shrunk(outcome.result), outcome.trace)
+            self.first_result = self.first_result or outcome.result
+            outcome.result.shrink(self.first_result)
+            job.planned.result = with_trace(outcome.result, outcome.trace)
             if outcome.state == State.done:
                 job_status.take_value(row, outcome.result.return_value, self.objective)
                 if job.planned.is_ours and job_status.is_paused(folder):
@@ -233,14 +208,6 @@ class Sweep:
         if row.state in (State.done, State.stopped, State.failed):
             job.planned.config = DictConfig({})  # hundreds of them would fill the memory
         self.pruning.update(self.rows)
-
-    def shrunk(self, result: JobReturn) -> JobReturn:
-        """Return a job's result, whose configs take less memory beside those of the first one."""
-        if isinstance(result, CompactReturn):
-            self.first_result = self.first_result or result
-            if result is not self.first_result:
-                result.shrink(self.first_result)
-        return result
 
     # -- watching and stopping jobs ------------------------------------------------------------------------
 
@@ -315,46 +282,3 @@ class Sweep:
         reason = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {reason}"
         return job.result or job.failed_return(SweepFailed(unfinished))
-
-
-def preload(is_ours: bool) -> None:
-    """Import the modules that every job needs, and pack the project.
-
-    Args:
-        is_ours: whether the jobs have configs of ours.
-    """
-    from distributed.versions import get_versions
-
-    for name in PRELOAD if is_ours else ():
-        importlib.import_module(name)
-    # Each job asks for these, which are remembered.
-    get_versions()
-    worker_probe.version("torch")
-    if is_ours:
-        with contextlib.suppress(ConfigError, OSError):  # then each job says so
-            project.pack(*project.layers())
-
-
-def lock(folder: Path) -> int:
-    """Keep other processes from running a sweep in the same folder.
-
-    Returns:
-        A file descriptor that holds the lock.
-
-    Raises:
-        ConfigError: another process holds the lock.
-    """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir") from None
-    LOCKS.add(handle)
-    return handle
-
-
-def unlock(handle: int) -> None:
-    """Release the lock of a folder."""
-    LOCKS.remove(handle)
-    os.close(handle)

@@ -9,9 +9,9 @@ import pytest
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.runs import disk, tags
 from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.rows import Row, State
 from ddp_hydra.sweep.summary_files import json_text
-from ddp_hydra.sweep.sweep import lock, unlock
 from tests.ddp_hydra.runs.conftest import kill
 
 pytestmark = pytest.mark.medium

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.sweep import other_apps
+from ddp_hydra.sweep import job_process, other_apps
 from ddp_hydra.sweep.job_process import JobOutcome, run_planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import Row, State
@@ -81,3 +82,19 @@ def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_p
     assert "hydra.job_logging cannot be set up on this host" in out
     assert "No such file or directory: '/nowhere/app.log'" in out
     assert "INFO:app:two" in out
+
+
+def test_what_is_preloaded_exists(monkeypatch):
+    for name in job_process.PRELOAD:
+        assert importlib.util.find_spec(name), name
+    imported, real = [], importlib.import_module
+
+    def note(name: str, package: str | None = None) -> object:
+        imported.extend({name} & set(job_process.PRELOAD))
+        return real(name, package)
+
+    monkeypatch.setattr(job_process.importlib, "import_module", note)
+    job_process.preload(is_ours=False)
+    assert imported == []
+    job_process.preload(is_ours=True)
+    assert imported == list(job_process.PRELOAD)

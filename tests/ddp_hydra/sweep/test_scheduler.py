@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.sweep import scheduler as module
-from ddp_hydra.sweep import sweep
 from ddp_hydra.sweep.job_process import JobOutcome
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
@@ -199,19 +197,3 @@ def test_a_job_that_takes_too_long_is_interrupted_and_then_killed():
         running.check_time(10.0, now)
     assert running.process.signals == [signal.SIGINT, signal.SIGKILL]
     assert running.stop_reason == "it took longer than hydra.launcher.job_timeout_s=10"
-
-
-def test_what_is_preloaded_exists(monkeypatch):
-    for name in sweep.PRELOAD:
-        assert importlib.util.find_spec(name), name
-    imported, real = [], importlib.import_module
-
-    def note(name: str, package: str | None = None) -> object:
-        imported.extend({name} & set(sweep.PRELOAD))
-        return real(name, package)
-
-    monkeypatch.setattr(sweep.importlib, "import_module", note)
-    sweep.preload(is_ours=False)
-    assert imported == []
-    sweep.preload(is_ours=True)
-    assert imported == list(sweep.PRELOAD)
