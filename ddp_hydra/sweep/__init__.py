@@ -21,8 +21,7 @@
     live_table       the table on the terminal
     pruning          removes the checkpoints of jobs that are not among the best
     plot             sweep.png, sweep.svg
-    pictures         the look of pictures, and their files
-    plot_scale       the values of a key on an axis
+    pictures         the look, the axes and the files of pictures
     pbt/             population-based training, a sweeper
 
 Hydra imports every plugin when any app starts, so `launcher` imports little.

@@ -1,14 +1,17 @@
-"""The look of the pictures of a sweep, and their files, which are the same for the same content."""
+"""What the pictures of a sweep are made of: their look, axes, and files, which are the same for the same content."""
 
 from __future__ import annotations
 
 import io
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ddp_hydra.console.text import plain
+from ddp_hydra.storage.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,40 +24,41 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e8ebee", "xtick.color": GREY, "ytick.color": GREY, "text.color": "#20262d",
     "text.parse_math": False, "figure.facecolor": "white", "svg.hashsalt": "ddp_hydra",
 }  # fmt: skip
+HUGE = 1e30
+"""Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
+_LOG_FROM = 100
+_MAX_LABEL = 18
 
 
-@dataclass
-class Drawing:
-    """Tell whether a picture was drawn.
+def draw(figure: Callable[[], Figure], folder: Path, name: str) -> bool:
+    """Draw a figure into <name>.png and <name>.svg; return whether that was possible.
 
-    Args:
-        is_done: whether the block has come to its end.
-    """
-
-    is_done: bool = False
-
-
-@contextmanager
-def undisturbed(what: str) -> Iterator[Drawing]:
-    """Draw inside the block: an error there, such as that matplotlib is missing, is logged, and ends no sweep.
+    An error, such as that matplotlib is missing, is logged, and ends no sweep.
 
     Args:
-        what: the subject of the picture.
+        figure: makes it.
+        folder: of the files.
+        name: of the files, and of what they show.
     """
-    state = Drawing()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about letters that the font lacks
-            yield state
-        state.is_done = True
+            from matplotlib import rc_context
+
+            with rc_context(STYLE):
+                for kind, content in _encoded(figure()).items():
+                    write_atomic(folder / f"{name}.{kind}", content)
     except ImportError:
-        log.warning("there is no picture of the %s without matplotlib: pip install 'ddp-hydra[plot]'", what)
+        log.warning("there is no picture of the %s without matplotlib: pip install 'ddp-hydra[plot]'", name)
+        return False
     except Exception as error:  # an error of matplotlib
-        log.warning("there is no picture of the %s: %s", what, error)
+        log.warning("there is no picture of the %s: %s", name, error)
+        return False
+    return True
 
 
-def encoded(figure: Figure) -> dict[str, bytes]:
-    """Return the content of the image files of a figure, by the ends of their names; call it with `STYLE`."""
+def _encoded(figure: Figure) -> dict[str, bytes]:
+    """Return the content of the image files of a figure, by the ends of their names."""
     png, svg = io.BytesIO(), io.BytesIO()
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
@@ -62,3 +66,60 @@ def encoded(figure: Figure) -> dict[str, bytes]:
     figure.savefig(png, format="png")
     figure.savefig(svg, format="svg", metadata={"Date": None})
     return {"png": png.getvalue(), "svg": svg.getvalue()}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Place the values of one key on an axis: numbers by value, texts side by side.
+
+    Args:
+        name: the key.
+        values: by job number; None if a job has none.
+    """
+
+    name: str
+    values: dict[int, str | None]
+
+    @property
+    def numbers(self) -> dict[int, float]:
+        """Return the numbers by job number; {} if not all values are numbers."""
+        numbers = {job: _number(value) for job, value in self.values.items()}
+        found = {job: number for job, number in numbers.items() if number is not None}
+        return found if len(found) == len(numbers) else {}
+
+    @property
+    def categories(self) -> list[str | None]:
+        """Return all values: numbers in order, texts as they were given."""
+        numbers = self.numbers
+        jobs = sorted(self.values, key=lambda job: numbers.get(job, 0.0))
+        return list(dict.fromkeys(self.values[job] for job in jobs))
+
+    @property
+    def positions(self) -> dict[int, float]:
+        """Return the position on the axis by job number."""
+        places = {value: float(place) for place, value in enumerate(self.categories)}
+        return self.numbers or {job: places[value] for job, value in self.values.items()}
+
+    @property
+    def labels(self) -> list[str]:
+        """Return the labels of the categories."""
+        return ["none" if value is None else shown(value) for value in self.categories]
+
+
+def spans(numbers: Sequence[float]) -> bool:
+    """Return whether numbers are better placed by their logarithms."""
+    return min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM
+
+
+def shown(text: str, most: int = _MAX_LABEL) -> str:
+    """Return a text as one line of at most so many letters."""
+    text = " ".join(plain(text).split()) or "''"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _number(value: str | None) -> float | None:
+    try:
+        number = float(value or "")
+    except ValueError:
+        return None
+    return number if number == 0 or 1 / HUGE < abs(number) < HUGE else None

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.sweep.pictures import BEST, FAILED, JOB, STYLE, encoded, undisturbed
-from ddp_hydra.sweep.plot_scale import HUGE, Scale, shown, spans
+from ddp_hydra.sweep import pictures
+from ddp_hydra.sweep.pictures import BEST, FAILED, HUGE, JOB, Scale, shown, spans
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 from ddp_hydra.sweep.seeds import Repeated, is_seed, repeated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
 _MAX_LINE, _MAX_LETTERS = 12, 40
@@ -42,17 +43,10 @@ def draw(rows: Sequence[Row], objective: Objective | None, folder: Path) -> bool
         keys = [key for key in keys if not is_seed(key)] or keys
     if objective is None or len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
-    with undisturbed("sweep") as state:
-        from matplotlib import rc_context
-
-        with rc_context(STYLE):
-            for kind, content in _images(rows, objective, keys).items():
-                write_atomic(folder / f"sweep.{kind}", content)
-    return state.is_done
+    return pictures.draw(partial(_figure, rows, objective, keys), folder, "sweep")
 
 
-def _images(rows: Sequence[Row], objective: Objective, keys: list[str]) -> dict[str, bytes]:
-    """Return the content of the image files, by the ends of their names."""
+def _figure(rows: Sequence[Row], objective: Objective, keys: list[str]) -> Figure:
     from matplotlib.figure import Figure
 
     given, over_seeds = swept(rows), repeated(rows, objective)
@@ -80,7 +74,7 @@ def _images(rows: Sequence[Row], objective: Objective, keys: list[str]) -> dict[
     figure.suptitle(_title(rows, objective, len(keys), over_seeds), fontsize=10, x=0.01, ha="left")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
-    return encoded(figure)
+    return figure
 
 
 def _title(rows: Sequence[Row], objective: Objective, keys: int, over_seeds: Sequence[Repeated]) -> str:

@@ -6,12 +6,18 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.sweep import pictures
 from ddp_hydra.sweep.pbt.population import ranked
-from ddp_hydra.sweep.pictures import BEST, JOB, STYLE, encoded, undisturbed
+from ddp_hydra.sweep.pictures import BEST, JOB
 from ddp_hydra.sweep.rows import Objective
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _FAINT = "#b8bec6"
 
@@ -127,48 +133,43 @@ def draw(folder: Path, generations: Generations, objective: Objective) -> bool:
     """
     if not any(entry.score is not None for generation in generations for entry in generation):
         return False
-    with undisturbed("lineage") as state:
-        for kind, content in _images(generations, objective).items():
-            write_atomic(folder / f"lineage.{kind}", content)
-    return state.is_done
+    return pictures.draw(partial(_figure, generations, objective), folder, "lineage")
 
 
-def _images(generations: Generations, objective: Objective) -> dict[str, bytes]:
-    from matplotlib import rc_context
+def _figure(generations: Generations, objective: Objective) -> Figure:
     from matplotlib.figure import Figure
 
     best = best_of(generations, objective)
     line = ancestors(generations, best) if best else []
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
-        axes = figure.subplots()
-        labels: set[str] = set()
-        for generation in generations[1:]:
-            for entry in generation:
-                parent = generations[entry.generation - 1][entry.parent or 0]
-                if entry.score is None or parent.score is None:
-                    continue
-                is_copy, is_best = entry.parent != entry.member, entry in line
-                label = "copied, with other values" if is_copy else "went on"
-                axes.plot(
-                    [parent.generation, entry.generation], [parent.score, entry.score], zorder=2 if is_best else 1,
-                    color=BEST if is_best else JOB if is_copy else _FAINT, linewidth=2.4 if is_best else 1.2,
-                    linestyle="--" if is_copy else "-", label="" if label in labels or is_best else label,
-                )  # fmt: skip
-                labels |= set() if is_best else {label}
-        points = [(one.generation, one.score) for every in generations for one in every if one.score is not None]
-        axes.scatter([at for at, _ in points], [score for _, score in points], s=26, color=JOB, zorder=3)
-        if best is not None and best.score is not None:
-            axes.scatter(
-                best.generation, best.score, marker="*", s=200, color=BEST, edgecolor="#5a3f00", linewidth=0.8,
-                zorder=4, label=f"the best: member {best.member}",
+    figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    labels: set[str] = set()
+    for generation in generations[1:]:
+        for entry in generation:
+            parent = generations[entry.generation - 1][entry.parent or 0]
+            if entry.score is None or parent.score is None:
+                continue
+            is_copy, is_best = entry.parent != entry.member, entry in line
+            label = "copied, with other values" if is_copy else "went on"
+            axes.plot(
+                [parent.generation, entry.generation], [parent.score, entry.score], zorder=2 if is_best else 1,
+                color=BEST if is_best else JOB if is_copy else _FAINT, linewidth=2.4 if is_best else 1.2,
+                linestyle="--" if is_copy else "-", label="" if label in labels or is_best else label,
             )  # fmt: skip
-        axes.set_xticks(range(len(generations)))
-        axes.set_xlabel("generation")
-        axes.set_ylabel(objective.metric)
-        axes.tick_params(which="both", length=0)
-        figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8.5)
-        return encoded(figure)
+            labels |= set() if is_best else {label}
+    points = [(one.generation, one.score) for every in generations for one in every if one.score is not None]
+    axes.scatter([at for at, _ in points], [score for _, score in points], s=26, color=JOB, zorder=3)
+    if best is not None and best.score is not None:
+        axes.scatter(
+            best.generation, best.score, marker="*", s=200, color=BEST, edgecolor="#5a3f00", linewidth=0.8,
+            zorder=4, label=f"the best: member {best.member}",
+        )  # fmt: skip
+    axes.set_xticks(range(len(generations)))
+    axes.set_xlabel("generation")
+    axes.set_ylabel(objective.metric)
+    axes.tick_params(which="both", length=0)
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8.5)
+    return figure
 
 
 def _described(entry: Entry) -> str:

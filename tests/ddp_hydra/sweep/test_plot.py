@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ddp_hydra.sweep import plot
+from ddp_hydra.sweep.pictures import Scale, shown
 from ddp_hydra.sweep.plot import draw
-from ddp_hydra.sweep.plot_scale import Scale, shown
 from ddp_hydra.sweep.rows import Objective, Row, State, swept
 
 ACCURACY = Objective("val/accuracy", maximize=True)
@@ -200,7 +200,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path, caplog):
 
 
 def test_a_picture_that_fails_ends_no_sweep(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(plot, "_images", lambda *_: 1 / 0)
+    monkeypatch.setattr(plot, "_figure", lambda *_: 1 / 0)
     assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path)
     assert "there is no picture of the sweep: division by zero" in caplog.text
 
