@@ -86,10 +86,7 @@ class GangLauncher(Launcher):
 
         ours = is_ours(self.config)
         settings = Settings(**self.settings)
-        if ours:
-            settings.check_ours()
-        else:
-            settings.check_others()
+        settings.check(ours)
         dry = ours and self.config.get("dry_run")
         folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
         folder.mkdir(parents=True, exist_ok=True)

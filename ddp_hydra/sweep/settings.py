@@ -55,24 +55,18 @@ class Settings:
         limit_s = self.job_timeout_s
         if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
             raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
-
         number_kept(self.keep)
 
-    def check_others(self) -> None:
-        """Refuse the options that are not for other apps.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        if number_kept(self.keep) is not None:
-            raise ConfigError(f"hydra.launcher.keep={self.keep}: only jobs of ddp_hydra's configs have checkpoints")
-
-    def check_ours(self) -> None:
-        """Refuse the options that are only for other apps.
+    def check(self, is_ours: bool) -> None:
+        """Refuse the options that are only for jobs with our configs, or only for other apps.
 
         Raises:
             ConfigError: the message says what to give instead.
         """
+        if not is_ours:
+            if number_kept(self.keep) is not None:
+                raise ConfigError(f"hydra.launcher.keep={self.keep}: only jobs of ddp_hydra's configs have checkpoints")
+            return
         if self.ranks is not None or self.cluster is not None:
             raise ConfigError(
                 "hydra.launcher.ranks and hydra.launcher.cluster are for apps whose config is not one of ours: give "

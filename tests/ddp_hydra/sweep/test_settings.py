@@ -32,10 +32,10 @@ def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
     with pytest.raises(ConfigError, match=r"give hydra\.launcher\.ranks=2"):
         Settings(cluster={"n_workers": 2})
     with pytest.raises(ConfigError, match=r"give dispatch\.ranks and cluster instead"):
-        Settings(ranks=2).check_ours()
+        Settings(ranks=2).check(is_ours=True)
     with pytest.raises(ConfigError, match=r"give objective\.direction instead"):
-        Settings(direction="maximize").check_ours()
-    Settings(max_jobs=2).check_ours()
+        Settings(direction="maximize").check(is_ours=True)
+    Settings(max_jobs=2).check(is_ours=True)
 
 
 @pytest.mark.parametrize("keep", ["best", "best:0", "best:-1", "best:x", "some", 5, True])
@@ -46,9 +46,9 @@ def test_what_to_keep_is_checked(keep):
 
 def test_other_apps_have_no_checkpoints_to_keep():
     with pytest.raises(ConfigError, match="only jobs of ddp_hydra's configs have checkpoints"):
-        Settings(keep="none").check_others()
-    Settings(keep=None).check_others()
-    Settings(keep="none").check_ours()
+        Settings(keep="none").check(is_ours=False)
+    Settings(keep=None).check(is_ours=False)
+    Settings(keep="none").check(is_ours=True)
 
 
 @pytest.mark.parametrize(
