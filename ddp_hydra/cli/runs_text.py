@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from ddp_hydra.console.numbers import counted, duration
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import counted, duration, plain
 from ddp_hydra.runs.describe import Row, number, numbers, text
 from ddp_hydra.runs.disk import KINDS
 from ddp_hydra.runs.reproduce import Again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ddp_hydra.console.numbers import counted
+from ddp_hydra.console.text import counted
 from ddp_hydra.results import Record
 
 KINDS = {"metrics": "metrics record", "text": "text", "image": "image", "file": "file"}

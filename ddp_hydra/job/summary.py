@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 import ddp_hydra
 from ddp_hydra.config import project
-from ddp_hydra.console.numbers import counted
+from ddp_hydra.console.text import counted
 from ddp_hydra.errors import ConfigError, Failure, JobFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step

@@ -10,8 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ddp_hydra.console.numbers import duration
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import duration, plain
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
 
 REFRESH_S = 0.5

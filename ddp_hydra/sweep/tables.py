@@ -9,8 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ddp_hydra.console.numbers import duration
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import duration, plain
 from ddp_hydra.sweep.rows import DATA_KEYS, Objective, Row, State, best_first, describe_counts, group_of, swept
 from ddp_hydra.sweep.seeds import Repeated
 

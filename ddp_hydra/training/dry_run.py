@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import objective
-from ddp_hydra.console.numbers import counted
+from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, header, setup

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
-from ddp_hydra.console.numbers import counted
+from ddp_hydra.console.text import counted
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training.monitoring.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ddp_hydra.console.numbers import duration
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import duration, plain
 from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import metric_values
 
