@@ -2,7 +2,7 @@
 
     base               the protocol of a writer
     default            the writers of a run directory
-    handler            checks each record of a job, and gives it to every writer
+    handler            checks each record of a job, and gives it to every writer; waits for a full disk
     validate           the fields of each kind of record
 
     jsonl              metrics.jsonl
@@ -17,7 +17,6 @@
     hparams            TensorBoard's HParams tab; not a writer, because it needs to know how the job ended
 
     receive_file       receives a file completely or not at all
-    disk_retry         waits for a full disk
     tfevents           encodes TensorBoard's event files
     progress_state     describes the progress of a job in words
 

@@ -71,7 +71,7 @@ class Waiting(logging.Handler):
 @pytest.fixture
 def freed():
     """Have a full disk freed while somebody waits."""
-    log = logging.getLogger("ddp_hydra.writers.disk_retry")
+    log = logging.getLogger("ddp_hydra.writers.handler")
     watching: list[Waiting] = []
 
     def free(ballast: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_record_that_found_the_disk_full_lands_once_it_is_freed(small, freed, 
         freed(fill(small))
         for record in coming[first:] + coming[:first]:
             handler.handle(record)
-    said = [record.getMessage() for record in caplog.records if record.name == "ddp_hydra.writers.disk_retry"]
+    said = [record.getMessage() for record in caplog.records if record.name == "ddp_hydra.writers.handler"]
     assert re.fullmatch(r"cannot write .*: no space left on device; trying again for up to 60 s: free some.*", said[0])
     assert re.fullmatch(r"written, after \d+ s of retrying: .*", said[1])
     check_run(small / "run", coming)
