@@ -16,7 +16,7 @@ from distributed import Client
 
 from benchmarks import commands, report, scale_stub
 from benchmarks.report import Figure, Goal
-from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank import task
@@ -119,7 +119,7 @@ def workers(n: int) -> Iterator[tuple[Client, psutil.Process]]:
         address = scheduler.stdout.readline().strip()
         for first in range(0, n, PER_PROCESS):
             start(stack, sys.executable, "-m", "benchmarks.scale_workers", address, str(min(PER_PROCESS, n - first)))
-        client = stack.enter_context(connect.Scheduler(address).client())
+        client = stack.enter_context(Scheduler(address).client())
         client.wait_for_workers(n, timeout=120)
         yield client, psutil.Process(scheduler.pid)
 

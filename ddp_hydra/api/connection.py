@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_hydra.api.compose import Composed
 from ddp_hydra.cluster import connect as cluster
+from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.errors import ConfigError
 
 _open: list[Connection] = []
@@ -33,7 +34,7 @@ class Connection:
             raise ConfigError("cluster=inline is no cluster: leave connect out")
         try:
             self.client: Any = cluster.start(cfg, self._stack, notify=print)
-            cluster.use_existing(cluster.Scheduler(self.client.scheduler.address, self.client.security))
+            cluster.use_existing(Scheduler(self.client.scheduler.address, self.client.security))
         except BaseException:
             self._stack.close()
             raise

@@ -26,19 +26,6 @@ from ddp_hydra.cluster.kinds.ssh import Ssh
 from ddp_hydra.cluster.wait_for_workers import count, wait_for_workers
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
-__all__ = [
-    "Scheduler",
-    "connect",
-    "has_existing",
-    "is_inline",
-    "is_local",
-    "is_remote",
-    "load",
-    "start",
-    "sweep",
-    "use_existing",
-]
-
 log = logging.getLogger(__name__)
 MANAGERS: dict[str, type[Manager]] = {
     "GatewayCluster": Gateway,

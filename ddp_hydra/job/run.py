@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster import connect
+from ddp_hydra.cluster import connect, connection
 from ddp_hydra.config import checkpoint_config, schema
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline
@@ -63,7 +63,7 @@ def run_job(
             refuse_other_run(run_dir, cfg.resume)
         print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
         if cfg.results.handler is schema.Handler.cluster:
-            connect.load()
+            connection.load()
             from ddp_hydra.job.remote.client import run_remote_job
 
             return run_remote_job(cfg, run_dir, overrides)

@@ -16,7 +16,7 @@ import dask
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.cluster.connect import Scheduler
+from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep.forked_process import ForkedProcess
 

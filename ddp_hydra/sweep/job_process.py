@@ -13,7 +13,7 @@ from hydra.core.utils import JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 
 from ddp_hydra.cluster import connect, worker_probe
-from ddp_hydra.cluster.connect import Scheduler
+from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.errors import ConfigError

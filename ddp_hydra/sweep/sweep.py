@@ -18,7 +18,7 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster import connect
+from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, Interrupts
 from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client, garbage
@@ -94,7 +94,7 @@ class Sweep:
         self.first_result: CompactReturn | None = None
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
-        connect.load()  # before the cluster's process is forked, which needs it, too
+        connection.load()  # before the cluster's process is forked, which needs it, too
         if not earlier:  # start it while Hydra checks the jobs; of a resumed sweep, all jobs may be done
             self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
             self.plotter.prepare()

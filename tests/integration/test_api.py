@@ -12,6 +12,7 @@ import pytest
 
 import ddp_hydra
 from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.errors import ConfigError, Interrupted, JobFailed
 from ddp_hydra.results import finite
 
@@ -40,7 +41,7 @@ def imported() -> list[str]:
 @pytest.fixture
 def warm(folder, client2):
     """The test session's cluster in place of one that `connect` starts."""
-    connect.use_existing(connect.Scheduler(client2.scheduler.address))
+    connect.use_existing(Scheduler(client2.scheduler.address))
     yield
     connect.use_existing(None)
 

@@ -14,6 +14,7 @@ from PIL import Image
 from data.digits import DigitMasks
 from ddp_hydra.cli import evaluate, predict
 from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import Scheduler
 from models.unet import UNet
 from tests.integration.project.data.tiny import Points
 from tests.integration.project.models.tiny import Tiny
@@ -70,7 +71,7 @@ def project_here(project, monkeypatch) -> None:
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request, client4, project_here):
     """A running cluster in place of the command's own, and how many ranks to use of it."""
-    connect.use_existing(connect.Scheduler(client4.scheduler.address))
+    connect.use_existing(Scheduler(client4.scheduler.address))
     yield request.param
     connect.use_existing(None)
 
@@ -93,7 +94,7 @@ def test_any_number_of_ranks_makes_the_same_file_and_the_same_numbers(ranks, run
 
 
 def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(client4, project_here, run, tmp_path, caplog):
-    connect.use_existing(connect.Scheduler(client4.scheduler.address))
+    connect.use_existing(Scheduler(client4.scheduler.address))
     try:
         words = ["dispatch.ranks=2", "data.batch_size=3", "+fault=kill,rank=1,step=4,at=validate"]
         predict.predict(str(run), tmp_path / "out.csv", changes=words)
@@ -132,7 +133,7 @@ def expected_stream(run: Path, n: int) -> list[int]:
 
 
 def test_an_iterable_data_set_is_predicted_in_its_order_by_any_number_of_ranks(client4, project_here, run, tmp_path):
-    connect.use_existing(connect.Scheduler(client4.scheduler.address))
+    connect.use_existing(Scheduler(client4.scheduler.address))
     words = ["data=stream", "data.val.n=2900", "data.batch_size=200"]
     try:
         found = predict.predict(str(run), tmp_path / "two.csv", changes=[*words, "dispatch.ranks=2"])

@@ -23,7 +23,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.cluster.connect import Scheduler
+from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
@@ -46,7 +46,7 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    connect.load()
+    load()
     spec, context = pickle.load(sys.stdin.buffer)  # noqa: S301, from the worker that has started this process
     setproctitle(f"ddp_hydra driver {spec.url}")
     try:
