@@ -21,9 +21,7 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra.cli import completion, overrides, prestart, search_path
-from ddp_hydra.cli.composed_once import composed_once
-from ddp_hydra.cli.groups import listed_without_copies
+from ddp_hydra.cli import hydra_patches, overrides, prestart, search_path
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN
 from ddp_hydra.console import output, signals
@@ -107,13 +105,13 @@ def compose_and_run() -> None:
     project.make_importable(project.layers())
     schema.register()
     sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
-    completion.offer_choices()
+    hydra_patches.offer_choices()
     given = get_args_parser().parse_known_args(sys.argv[1:])[0]
     try:
         with (
             search_path.layered(given.config_dir) as folder,
-            listed_without_copies(),
-            composed_once(given.multirun),
+            hydra_patches.listed_without_copies(),
+            hydra_patches.composed_once(given.multirun),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
     finally:

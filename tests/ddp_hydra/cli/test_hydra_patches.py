@@ -1,4 +1,4 @@
-"""A job's config is composed once, and is the one that Hydra composes by itself."""
+"""Hydra, as the command changes it, composes, lists and completes what it does by itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 
 import hydra
 import pytest
+from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
-from ddp_hydra.cli.composed_once import composed_once
+from ddp_hydra.cli.hydra_patches import choices, composed_once, listed_without_copies
+from ddp_hydra.cli.search_path import config_folders
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
+from ddp_hydra.config.schema import Config
 
 
 @pytest.fixture
@@ -115,3 +120,36 @@ def test_a_mistake_is_reported_as_hydra_does(app, words, config):
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
     assert not Path("out").exists()
+
+
+@pytest.mark.medium
+def test_the_options_are_those_that_hydra_lists(monkeypatch):
+    before = ConfigLoaderImpl.get_group_options
+    with initialize_config_dir(str(config_folders()[0].absolute()), **VERSION_BASE):
+        loader = GlobalHydra.instance().config_loader()
+        groups = loader.list_groups("")
+        kinds = (ObjectType.CONFIG, ObjectType.GROUP, None)
+        wanted = [loader.get_group_options(group, kind) for group in groups for kind in kinds]
+        with listed_without_copies():
+            monkeypatch.setattr("hydra._internal.config_repository.copy.deepcopy", None)
+            assert [loader.get_group_options(group, kind) for group in groups for kind in kinds] == wanted
+    assert {"cluster", "data", "model"} <= set(groups)
+    assert ConfigLoaderImpl.get_group_options is before
+
+
+@pytest.mark.parametrize(
+    ("word", "offered"),
+    [
+        ("trainer.precision=", ["fp32", "tf32", "bf16", "fp16"]),
+        ("trainer.precision=fp", ["fp32", "fp16"]),
+        ("trainer.compile=", ["default", "reduce_overhead", "max_autotune", "max_autotune_no_cudagraphs", "null"]),
+        ("trainer.channels_last=", ["false", "true", "null"]),
+        ("detach=t", ["true"]),
+        ("trainer.precision", []),
+        ("trainer.epochs=", []),
+        ("trainer.nothing=", []),
+        ("nothing.at.all=", []),
+    ],
+)
+def test_all_values_of_an_enum_are_offered(word, offered):
+    assert choices(OmegaConf.structured(Config), word) == [f"{word.partition('=')[0]}={value}" for value in offered]

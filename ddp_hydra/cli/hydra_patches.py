@@ -1,0 +1,126 @@
+"""Change Hydra inside the command: it composes once, lists options quickly, and completes all values of a key."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra.core.object_type import ObjectType
+from hydra.plugins.completion_plugin import CompletionPlugin
+from hydra.types import RunMode
+from omegaconf import BooleanNode, DictConfig, EnumNode, OmegaConf
+
+from ddp_hydra.config.hydra_compat import IS_1_3
+
+
+@contextmanager
+def composed_once(multirun: bool) -> Iterator[None]:
+    """Let Hydra use, inside the block, the config from which it has read the mode.
+
+    To find out whether a command line is a sweep (`hydra.mode`), Hydra 1.3 composes all of the config, throws it away,
+    and composes it again. That is a good part of the time to the first step of a job whose fork server is warm. Hydra
+    1.4 finds it without.
+
+    Args:
+        multirun: the command line has -m.
+    """
+    if not IS_1_3:
+        yield
+        return
+    wanted = RunMode.MULTIRUN if multirun else RunMode.RUN
+    word = f"hydra.mode={wanted.name}"
+    load: Any = ConfigLoaderImpl.load_configuration
+    find_mode: Any = Hydra.get_mode
+    kept: dict[tuple[str | None, tuple[str, ...]], DictConfig] = {}
+
+    def get_mode(self: Any, config_name: str | None, overrides: list[str]) -> Any:
+        try:
+            cfg = self.config_loader.load_configuration(config_name, overrides, run_mode=wanted)
+            mode = cfg.hydra.mode
+        except Exception:  # a sweep, or a mistake that Hydra reports when it composes again
+            return find_mode(self, config_name, overrides)
+        if mode is None:  # Hydra adds this word, and composes again
+            cfg.hydra.mode = wanted
+            cfg.hydra.overrides.hydra.append(word)
+            kept[config_name, (*overrides, word)] = cfg
+        return mode
+
+    def load_configuration(
+        self: Any, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
+    ) -> Any:
+        cfg = kept.pop((config_name, tuple(overrides)), None) if run_mode is wanted else None
+        return load(self, config_name, overrides, run_mode, *args, **kwargs) if cfg is None else cfg
+
+    ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
+    Hydra.get_mode = get_mode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+        Hydra.get_mode = find_mode  # type: ignore[method-assign]
+
+
+@contextmanager
+def listed_without_copies() -> Iterator[None]:
+    """Let Hydra ask its repository of configs directly inside the block, where no override can change the answer.
+
+    Otherwise it copies all configs for each group: `--help` takes a second more, and the tab key does not answer at
+    once.
+    """
+    original: Any = ConfigLoaderImpl.get_group_options
+
+    def get_group_options(
+        self: Any,
+        group_name: str,
+        results_filter: ObjectType | None = ObjectType.CONFIG,
+        config_name: str | None = None,
+        overrides: list[str] | None = None,
+    ) -> list[str]:
+        if config_name is None and not overrides:
+            return list(self.repository.get_group_options(group_name, results_filter))
+        return list(original(self, group_name, results_filter, config_name, overrides))
+
+    ConfigLoaderImpl.get_group_options = get_group_options  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.get_group_options = original  # type: ignore[method-assign]
+
+
+def offer_choices() -> None:
+    """Let Hydra's completion offer all values of an enum or a boolean, if the shell has asked for completion.
+
+    Hydra itself offers only the present value of a key.
+    """
+    if {"-sc", "--shell-completion"} & set(sys.argv):
+        original = CompletionPlugin._get_matches
+        CompletionPlugin._get_matches = staticmethod(  # type: ignore[method-assign]
+            lambda config, word: choices(config, word) or original(config, word)
+        )
+
+
+def choices(config: Any, word: str) -> list[str]:
+    """Return the completions of "key=" or "key=beginning"; none if the key is no enum or boolean.
+
+    Args:
+        config: as composed so far.
+        word: the word to complete.
+    """
+    key, equals, beginning = word.partition("=")
+    parent, _, name = key.rpartition(".")
+    holder = OmegaConf.select(config, parent) if parent else config
+    if not equals or not OmegaConf.is_dict(holder) or name not in holder:
+        return []
+    node = holder._get_node(name)
+    if isinstance(node, EnumNode):
+        values = [one.name for one in node.enum_type]
+    elif isinstance(node, BooleanNode):
+        values = ["false", "true"]
+    else:
+        return []
+    values += ["null"] if node._is_optional() else []
+    return [f"{key}={value}" for value in values if value.startswith(beginning)]
