@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_hydra.results import Record
-from ddp_hydra.writers.loggers.base import Logger, Refused, RunInfo, StartedRun
-
-EXPERIMENT = "ddp_hydra"
+from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 
+@dataclass(eq=False)
 class AimLogger(Logger):
     """Log to a repository of Aim, or to its server. The sweep of a job is a tag of its run, "sweep <name>".
 
@@ -28,17 +27,11 @@ class AimLogger(Logger):
 
     advice = "Start `aim server`, or give a folder with results.aim.repo=..., or leave it out with results.loggers=[]"
 
-    def __init__(
-        self,
-        repo: str | None = None,
-        experiment: str | None = None,
-        run_name: str | None = None,
-        tags: Sequence[str] = (),
-        checkpoints: str | None = None,
-    ) -> None:
-        super().__init__(checkpoints)
-        self.repo, self.experiment, self.run_name, self.tags = repo, experiment, run_name, list(tags)
-        self.run: Any = None
+    repo: str | None = None
+    experiment: str | None = None
+    run_name: str | None = None
+    tags: Sequence[str] = ()
+    run: Any = field(init=False, default=None)
 
     def begin(self, job: RunInfo) -> StartedRun:
         """Open a run, or the earlier one. Aim adds neither output nor hardware by itself."""
@@ -50,13 +43,13 @@ class AimLogger(Logger):
         self.run = aim.Run(
             run_hash=job.earlier or None,
             repo=self.repo or ".",
-            experiment=self.experiment or EXPERIMENT,
+            experiment=self.experiment or PROJECT,
             system_tracking_interval=None,
             log_system_params=False,
             capture_terminal_logs=False,
         )
         self.run.name = self.run_name or job.name
-        for tag in dict.fromkeys([*self.tags, *job.tags, *([f"sweep {job.sweep}"] if job.sweep else [])]):
+        for tag in dict.fromkeys([*(self.tags or ()), *job.labels]):
             if tag not in self.run.tags:
                 self.run.add_tag(tag)
         self.run["hparams"] = dict(job.params)
@@ -84,9 +77,8 @@ class AimLogger(Logger):
     def image(self, name: str, png: bytes, step: int) -> None:
         """Track an image."""
         from aim import Image
-        from PIL import Image as Picture
 
-        self.run.track(Image(Picture.open(io.BytesIO(png))), name=name, step=step)
+        self.run.track(Image(picture(png)), name=name, step=step)
 
     def end(self, status: str) -> None:
         """Close the run; how it ended is its parameter "status"."""

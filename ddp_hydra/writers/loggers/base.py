@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import metric_values
 
 FINISHED, FAILED, KILLED = "finished", "failed", "killed"
 """How a run ends; killed: it was interrupted, or its command was killed."""
+PROJECT = "ddp_hydra"
+"""The project, or experiment, at the service if none is given."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class RunInfo:
     params: dict[str, Any] = field(default_factory=dict)
     earlier: str = ""
 
+    @property
+    def labels(self) -> list[str]:
+        """The tags of a run at a service that has no sweeps: the sweep is one of them."""
+        return [*self.tags, *([f"sweep {self.sweep}"] if self.sweep else [])]
+
 
 @dataclass(frozen=True)
 class StartedRun:
@@ -55,6 +63,7 @@ class Refused(Exception):
     """The service, or the logger's settings, refuse what was sent: to repeat it is no use."""
 
 
+@dataclass(eq=False)
 class Logger:
     """Send records to one service. An error of a method is repeated until it succeeds, unless it is `Refused`.
 
@@ -62,12 +71,11 @@ class Logger:
         checkpoints: which checkpoints are uploaded: None, "best" or "all".
     """
 
-    advice = "look at its log"
+    advice: ClassVar[str] = "look at its log"
     """What to type if the service does not answer."""
 
-    def __init__(self, checkpoints: str | None = None) -> None:
-        self.checkpoints = checkpoints
-        self.run_dir = Path()
+    checkpoints: str | None = None
+    run_dir: Path = field(init=False, default=Path())
 
     def begin(self, job: RunInfo) -> StartedRun:
         """Open the run at the service, or continue the earlier one."""
@@ -106,3 +114,10 @@ class Logger:
             # The run directory keeps only the newest: one that is gone had its turn too late.
             if (self.checkpoints == "all" or (self.checkpoints == "best" and is_best)) and path.is_file():
                 self.checkpoint(path, step or int(described.get("step") or 0), is_best)
+
+
+def picture(png: bytes) -> Any:
+    """Return an image as one of Pillow."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.results import Record
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, Logger, Refused, RunInfo, StartedRun
-
-PROJECT = "ddp_hydra"
+from ddp_hydra.writers.loggers.base import FAILED, FINISHED, PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 
+@dataclass(eq=False)
 class ClearmlLogger(Logger):
     """Log to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>".
 
@@ -27,16 +26,10 @@ class ClearmlLogger(Logger):
 
     advice = "Type `clearml-init`, or set CLEARML_OFFLINE_MODE=1, or leave it out with results.loggers=[]"
 
-    def __init__(
-        self,
-        project: str | None = None,
-        run_name: str | None = None,
-        tags: Sequence[str] = (),
-        checkpoints: str | None = None,
-    ) -> None:
-        super().__init__(checkpoints)
-        self.project, self.run_name, self.tags = project, run_name, list(tags)
-        self.task: Any = None
+    project: str | None = None
+    run_name: str | None = None
+    tags: Sequence[str] = ()
+    task: Any = field(init=False, default=None)
 
     def begin(self, job: RunInfo) -> StartedRun:
         """Open a task, or the earlier one. ClearML adds neither output nor hardware by itself."""
@@ -47,7 +40,7 @@ class ClearmlLogger(Logger):
             self.task = Task.init(
                 project_name=self.project or os.environ.get("CLEARML_PROJECT") or PROJECT,
                 task_name=self.run_name or os.environ.get("CLEARML_TASK") or job.name,
-                tags=[*self.tags, *job.tags, *([f"sweep {job.sweep}"] if job.sweep else [])],
+                tags=[*(self.tags or ()), *job.labels],
                 reuse_last_task_id=False,
                 continue_last_task=job.earlier if job.earlier and not Task.is_offline() else False,
                 auto_connect_arg_parser=False,
@@ -77,11 +70,8 @@ class ClearmlLogger(Logger):
 
     def image(self, name: str, png: bytes, step: int) -> None:
         """Report an image as a debug sample."""
-        from PIL import Image
-
         title, _, series = name.rpartition("/")
-        picture = Image.open(io.BytesIO(png))
-        self.task.get_logger().report_image(title or name, series, iteration=step, image=picture)
+        self.task.get_logger().report_image(title or name, series, iteration=step, image=picture(png))
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
         """Upload a checkpoint as an artifact of the task."""

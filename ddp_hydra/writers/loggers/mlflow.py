@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.results import Record
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, Logger, Refused, RunInfo, StartedRun
+from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
-STATUS = {FINISHED: "FINISHED", FAILED: "FAILED", KILLED: "KILLED"}
-EXPERIMENT = "ddp_hydra"
 MAX_METRICS, MAX_PARAMS, MAX_KEY = 1000, 100, 250
 """MLflow's limits for one request, and for a name."""
 TEMPORARY = {
@@ -23,6 +21,7 @@ TEMPORARY = {
 }  # fmt: skip
 
 
+@dataclass(eq=False)
 class MlflowLogger(Logger):
     """Log to an MLflow server, or to a local store of MLflow.
 
@@ -38,19 +37,13 @@ class MlflowLogger(Logger):
 
     advice = "Start its server, or give results.mlflow.tracking_uri=<address>, or leave it out with results.loggers=[]"
 
-    def __init__(
-        self,
-        tracking_uri: str | None = None,
-        experiment: str | None = None,
-        run_name: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        checkpoints: str | None = None,
-    ) -> None:
-        super().__init__(checkpoints)
-        self.tracking_uri, self.experiment, self.run_name, self.tags = tracking_uri, experiment, run_name, tags or {}
-        self.id = ""
-        self.client: Any = None
-        self._metrics: list[Any] = []
+    tracking_uri: str | None = None
+    experiment: str | None = None
+    run_name: str | None = None
+    tags: Mapping[str, str] | None = None
+    id: str = field(init=False, default="")
+    client: Any = field(init=False, default=None)
+    _metrics: list[Any] = field(init=False, default_factory=list)
 
     def begin(self, job: RunInfo) -> StartedRun:
         """Create a run, or open the earlier one, and log the parameters."""
@@ -96,12 +89,8 @@ class MlflowLogger(Logger):
 
     def image(self, name: str, png: bytes, step: int) -> None:
         """Store an image, which MLflow's page shows with a slider for the step."""
-        from PIL import Image
-
         with refusals():
-            self.client.log_image(
-                self.id, Image.open(io.BytesIO(png)), key=allowed_name(name), step=step, synchronous=True
-            )
+            self.client.log_image(self.id, picture(png), key=allowed_name(name), step=step, synchronous=True)
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
         """Upload a checkpoint as an artifact."""
@@ -111,9 +100,9 @@ class MlflowLogger(Logger):
                 self.client.set_tag(self.id, "best_checkpoint", f"checkpoints/{path.name}")
 
     def end(self, status: str) -> None:
-        """End the run."""
+        """End the run; MLflow has the same words in capitals."""
         with refusals():
-            self.client.set_terminated(self.id, STATUS[status])
+            self.client.set_terminated(self.id, status.upper())
 
     def _existing(self, run_id: str) -> Any:
         """Return a run, running again; None if the server has no such run."""
@@ -133,8 +122,8 @@ class MlflowLogger(Logger):
         return run
 
     def _create(self, job: RunInfo) -> Any:
-        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-        tags = {"run_dir": job.name, **{str(key): str(value) for key, value in self.tags.items()}}
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        tags = {"run_dir": job.name, **{str(key): str(value) for key, value in (self.tags or {}).items()}}
         if job.sweep:
             tags["sweep"] = job.sweep
         if job.tags:
@@ -171,16 +160,12 @@ def allowed_name(name: str) -> str:
 
 
 @contextmanager
-def refusals(wrong: Callable[[str], bool] = lambda code: code not in TEMPORARY) -> Iterator[None]:
-    """Turn errors that a further try cannot mend into `Refused`.
-
-    Args:
-        wrong: whether an error code of MLflow is such an error.
-    """
+def refusals() -> Iterator[None]:
+    """Turn errors that a further try cannot mend into `Refused`."""
     try:
         yield
     except Exception as error:
         code = getattr(error, "error_code", None)
-        if isinstance(error, ImportError) or (isinstance(code, str) and wrong(code)):
+        if isinstance(error, ImportError) or (isinstance(code, str) and code not in TEMPORARY):
             raise Refused(str(error)) from error
         raise

@@ -173,16 +173,12 @@ class Session:
                     raise Refused(f"{type(error).__name__}: {message_of(error)}") from error
                 self.explain("away", error)
             else:
-                self.answer_once("back", wait_s > FIRST_WAIT_S)
+                if wait_s > FIRST_WAIT_S and "away" in self.warned:
+                    self.warned.discard("away")
+                    self.answer("back", "")
                 return found
             self.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-
-    def answer_once(self, kind: str, is_true: bool) -> None:
-        """Say that the service answers again, if it was said that it is away."""
-        if is_true and "away" in self.warned:
-            self.warned.discard("away")
-            self.answer(kind, "")
 
     def explain(self, kind: str, error: Exception) -> None:
         """Write an error's traceback to the log, and answer with its message, once for each kind."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import html
-import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.results import Record
-from ddp_hydra.writers.loggers.base import FINISHED, Logger, Refused, RunInfo, StartedRun
+from ddp_hydra.writers.loggers.base import FINISHED, PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
-PROJECT = "ddp_hydra"
 STEP = "trainer/global_step"
 """The x-axis. W&B's own step may never go back, but that of a restarted job does."""
 
 
+@dataclass(eq=False)
 class WandbLogger(Logger):
     """Log to W&B, or offline into the run directory. The sweep of a job is its W&B group.
 
@@ -32,20 +32,13 @@ class WandbLogger(Logger):
 
     advice = "Type `wandb login`, or set WANDB_MODE=offline, or leave it out with results.loggers=[]"
 
-    def __init__(
-        self,
-        project: str | None = None,
-        entity: str | None = None,
-        run_name: str | None = None,
-        group: str | None = None,
-        mode: str | None = None,
-        tags: Sequence[str] = (),
-        checkpoints: str | None = None,
-    ) -> None:
-        super().__init__(checkpoints)
-        self.project, self.entity, self.run_name, self.group = project, entity, run_name, group
-        self.mode, self.tags = mode, list(tags)
-        self.run: Any = None
+    project: str | None = None
+    entity: str | None = None
+    run_name: str | None = None
+    group: str | None = None
+    mode: str | None = None
+    tags: Sequence[str] = ()
+    run: Any = field(init=False, default=None)
 
     def begin(self, job: RunInfo) -> StartedRun:
         """Open the run; W&B's own process keeps its records on the disk and sends them."""
@@ -82,7 +75,7 @@ class WandbLogger(Logger):
             entity=self.entity,
             name=self.run_name or os.environ.get("WANDB_NAME") or job.name,
             group=self.group or job.sweep or None,
-            tags=[*self.tags, *job.tags] or None,
+            tags=[*(self.tags or ()), *job.tags] or None,
             config=dict(job.params),
             allow_val_change=True,
             dir=str(job.run_dir),
@@ -106,9 +99,8 @@ class WandbLogger(Logger):
     def image(self, name: str, png: bytes, step: int) -> None:
         """Log an image."""
         import wandb
-        from PIL import Image
 
-        self.run.log({name: wandb.Image(Image.open(io.BytesIO(png))), STEP: step})
+        self.run.log({name: wandb.Image(picture(png)), STEP: step})
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
         """Log a checkpoint as a version of the run's model artifact."""
