@@ -21,7 +21,8 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra.cli import hydra_patches, overrides, prestart, search_path
+from ddp_hydra.cli import hydra_patches, overrides, prestart
+from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN
 from ddp_hydra.console import output, signals
@@ -109,7 +110,7 @@ def compose_and_run() -> None:
     given = get_args_parser().parse_known_args(sys.argv[1:])[0]
     try:
         with (
-            search_path.layered(given.config_dir) as folder,
+            layered(given.config_dir) as folder,
             hydra_patches.listed_without_copies(),
             hydra_patches.composed_once(given.multirun),
         ):

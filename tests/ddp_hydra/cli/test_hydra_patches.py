@@ -19,8 +19,8 @@ from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from ddp_hydra.cli.compose import config_folders
 from ddp_hydra.cli.hydra_patches import choices, composed_once, listed_without_copies
-from ddp_hydra.cli.search_path import config_folders
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.config.schema import Config
 
