@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Callable, Iterable
 from typing import Self
 
 from ddp_hydra.errors import RecordError
@@ -44,7 +43,7 @@ class ResultsHandler:
     def __init__(self, writers: Iterable[Writer], retry_s: float = 0.0, give_up: threading.Event | None = None) -> None:
         self.writers = list(writers)
         self.give_up = give_up or threading.Event()
-        self._retry = DiskRetry(retry_s, self.give_up)
+        self._retry_s, self._is_spent = retry_s, retry_s <= 0
         self.metrics: dict[str, float] = {}
         self.step: int | None = None
         self.epoch: float | None = None
@@ -59,21 +58,19 @@ class ResultsHandler:
         check_record(record)
         if record.kind == "metrics" and record.rank == 0:
             self._note_metrics(record)
-        self._each("write", record)
+        self._each(lambda writer: self._write(writer, record))
 
     def close(self) -> None:
         """Close every writer, then raise the first error if there is one. A second call does nothing."""
         try:
-            self._each("close")
+            self._each(lambda writer: writer.close())
         finally:
             self.writers = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as failure:
@@ -87,14 +84,11 @@ class ResultsHandler:
         self.epoch = record.data.get("epoch", self.epoch)
         self.samples = record.data.get("samples", self.samples)
 
-    def _each(self, action: str, *args: Record) -> None:
+    def _each(self, call: Callable[[Writer], None]) -> None:
         first: Exception | None = None
         for writer in self.writers:
             try:
-                if action == "write":
-                    self._retry.write(writer, *args)
-                else:
-                    getattr(writer, action)()
+                call(writer)
             except OSError as error:
                 first = first or cannot_write(type(writer).__name__, error)
             except Exception as error:
@@ -102,27 +96,10 @@ class ResultsHandler:
         if first is not None:
             raise first
 
+    def _write(self, writer: Writer, record: Record) -> None:
+        """Give a record to a writer, and again after an OSError, as long as the disk's error may be temporary.
 
-class DiskRetry:
-    """Retry the write of a record while the disk's error may be temporary.
-
-    After the first write that failed for `retry_s`, every error is raised at once.
-
-    Args:
-        retry_s: how long one write is retried; 0: not at all.
-        give_up: an event that ends all waiting at once.
-    """
-
-    def __init__(self, retry_s: float, give_up: threading.Event) -> None:
-        self._retry_s = retry_s
-        self._give_up = give_up
-        self._is_spent = retry_s <= 0
-
-    def write(self, writer: Writer, record: Record) -> None:
-        """Give `record` to `writer`, which must accept the same record again after an OSError.
-
-        Raises:
-            RecordError: the record cannot be written, and the error is not temporary or lasted too long.
+        After the first write that failed for `retry_s`, every error is raised at once.
         """
         backoff = None
         while True:
@@ -135,7 +112,7 @@ class DiskRetry:
                     raise
                 what = f"{_CANNOT}{obstacle.filename or type(writer).__name__}"
                 if backoff is None:  # not made before: the first try may have copied for minutes
-                    backoff = Backoff(self._retry_s, self._give_up.wait, LONGEST_PAUSE_S)
+                    backoff = Backoff(self._retry_s, self.give_up.wait, LONGEST_PAUSE_S)
                     self._warn(what, obstacle)
                 if not backoff.wait():
                     self._is_spent = True
