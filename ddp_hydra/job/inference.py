@@ -13,7 +13,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, validate
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.job.gang_settings import backend, gang_settings
+from ddp_hydra.job.job_config import gang_settings, inline_settings
 from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import check_record
 
@@ -99,11 +99,8 @@ class Inference:
             fn,
             self.arguments(more()),
             on_record=on_record,
-            threads=self.cfg.trainer.threads,
-            backend=backend(self.cfg),
-            timeout_s=self.cfg.dispatch.timeout_s,
-            retry_s=self.cfg.results.retry_s,
             files={"checkpoint": str(self.checkpoint)},
+            **inline_settings(self.cfg),
         )
 
     def run_on_dask(self, fn: str, more: Any, receive: Any, packed: project.Project) -> list[Any]:

@@ -13,8 +13,7 @@ from ddp_hydra.config import schema
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.restarts import repeated
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
-from ddp_hydra.job.checks import check
-from ddp_hydra.job.gang_settings import backend, gang_settings
+from ddp_hydra.job.job_config import check, gang_settings, inline_settings
 from ddp_hydra.job.local import TRAIN
 from ddp_hydra.job.resume import weights_path
 from ddp_hydra.job.summary import why_stopped
@@ -29,11 +28,8 @@ if TYPE_CHECKING:  # it imports Dask
 def rank_job(cfg: DictConfig) -> dict[str, Any]:
     """Return how a rank works; see `torchrun_rank.run`."""
     return {
-        "backend": backend(cfg),
-        "timeout_s": cfg.dispatch.timeout_s,
+        **inline_settings(cfg),
         "wait_s": cfg.cluster.get("wait_timeout_s") or cfg.dispatch.timeout_s,
-        "threads": cfg.trainer.threads,
-        "retry_s": cfg.results.retry_s,
         "interface": cfg.dispatch.interface,
     }
 

@@ -23,7 +23,7 @@ from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
-from ddp_hydra.job import checks, loggers
+from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.remote.messages import LivenessWatch, stop_topic
@@ -119,7 +119,7 @@ def started_driver(
     """
     check(cfg)
     config = schema.resolved(cfg)
-    packed = checks.packed_project(cfg, config)
+    packed = job_config.packed_project(cfg, config)
     url = results_root.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
@@ -160,7 +160,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the message says what to give instead.
     """
-    checks.check(cfg)
+    job_config.check(cfg)
     if connect.is_inline(cfg.cluster):
         raise ConfigError("results.handler=cluster needs a cluster, and cluster=inline is none: leave one of them out")
     stays = cfg.cluster.get("keep") or connect.is_remote(cfg.cluster)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.config import loggers, schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job import checks
+from ddp_hydra.job import job_config
 
 CONF = Path(__file__).parents[3] / "conf"
 
@@ -66,7 +66,7 @@ def test_a_node_is_a_logger_by_the_name_of_its_class():
 )
 def test_wrong_settings_are_refused_with_a_sentence(overrides, sentence):
     with pytest.raises(ConfigError) as raised:
-        checks.check(composed(*overrides))
+        job_config.check(composed(*overrides))
     assert str(raised.value).startswith(sentence)
 
 
@@ -74,7 +74,7 @@ def test_wrong_settings_are_refused_with_a_sentence(overrides, sentence):
 def test_a_writer_of_the_project_that_does_not_exist_is_found_before_the_cluster(monkeypatch):
     cfg = composed("results.loggers=[{_target_:models.resnet.Writer}]")
     with pytest.raises(ConfigError, match=r"results.loggers.0._target_=models.resnet.Writer: models/resnet.py has no"):
-        checks.packed_project(cfg, OmegaConf.to_container(cfg))
+        job_config.packed_project(cfg, OmegaConf.to_container(cfg))
 
 
 @pytest.mark.medium

@@ -33,7 +33,7 @@ from ddp_hydra.errors import (
     RankFailed,
     RecordError,
 )
-from ddp_hydra.job import checks, gang_settings, summary
+from ddp_hydra.job import job_config, summary
 from ddp_hydra.job.explain import explain
 from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
@@ -76,10 +76,8 @@ def config(**changes: Any) -> DictConfig:
 )
 def test_ranks_that_compute_on_the_cpu_leave_the_gpus_alone(device, given, wanted):
     cfg = config(trainer__device=device, dispatch__backend=given)
-    assert gang_settings.backend(cfg) == wanted
-    assert (
-        gang_settings.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted
-    )  # a driver's
+    assert job_config.backend(cfg) == wanted
+    assert job_config.backend(OmegaConf.create(OmegaConf.to_container(cfg, enum_to_str=True))) == wanted  # a driver's
 
 
 LOCAL = "distributed.LocalCluster"
@@ -102,13 +100,13 @@ def test_torch_stays_imported_on_this_machine_only_unless_it_is_asked_for(
     if variable:
         monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", variable)
     cfg = config(cluster___target_=target, dispatch__keep_warm_s=given)
-    assert gang_settings.gang_settings(cfg)["keep_warm_s"] == seconds
+    assert job_config.gang_settings(cfg)["keep_warm_s"] == seconds
 
 
 def test_a_variable_that_is_no_number_is_a_mistake(monkeypatch):
     monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", "ever")
     with pytest.raises(ConfigError, match="DDP_HYDRA_KEEP_WARM_S=ever: give seconds"):
-        gang_settings.keep_warm_s(config(cluster___target_=LOCAL))
+        job_config.keep_warm_s(config(cluster___target_=LOCAL))
 
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
@@ -290,8 +288,8 @@ def returned(monkeypatch) -> dict[str, Any]:
         return value
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
-    monkeypatch.setattr(checks.project, "find", Path)
-    monkeypatch.setattr(checks.project, "pack", lambda root: PACKED)
+    monkeypatch.setattr(job_config.project, "find", Path)
+    monkeypatch.setattr(job_config.project, "pack", lambda root: PACKED)
     return value
 
 

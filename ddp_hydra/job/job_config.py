@@ -1,4 +1,4 @@
-"""Reads the settings of a gang from a config."""
+"""Read what a job takes from its config: refuse what cannot run, pack the project space, and set up the gang."""
 
 from __future__ import annotations
 
@@ -8,11 +8,37 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
+from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import fault_injection
 
 KEEP_WARM_S = 300.0
 WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 """Replaces it, for machines where nothing may stay behind a command."""
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a config that no job can run.
+
+    Raises:
+        ConfigError: the message says what is allowed.
+    """
+    unknown_keys.check(cfg)
+    validate.check(cfg)
+    loggers.check(cfg)
+    fault_injection.parse(cfg.faults)
+
+
+def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
+    """Check that the project space holds what the config names, and pack it.
+
+    Args:
+        cfg: the composed config.
+        config: the same as plain values.
+    """
+    roots = project.layers()
+    targets.check(config, roots, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
+    return project.pack(*roots)
 
 
 def inline_settings(cfg: DictConfig) -> dict[str, Any]:
