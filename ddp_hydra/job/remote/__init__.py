@@ -3,9 +3,8 @@
 The job runs in a driver, a process on the host of a worker. It does what the command does otherwise: it reserves
 workers, watches the gang and writes the results into a temporary folder, which is uploaded to the store.
 
-    job_spec      what the command sends to the driver
     client        the command's part: start a driver and show its progress, or leave it alone (detach=true)
-    start_driver  start the driver's process; runs on a worker
+    start_driver  what the command sends to the driver; start the driver's process, on a worker
     driver        the driver's process: run the job
     messages      what the driver sends to the command: records, log lines, the end
     status        status.json in the store: where a run is, for commands that can reach only the store

@@ -26,9 +26,9 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
 from ddp_hydra.job.remote.messages import EventChannel, LivenessWatch, stop_topic
 from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.start_driver import DriverContext, JobSpec
 from ddp_hydra.job.remote.status import LOST, DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run

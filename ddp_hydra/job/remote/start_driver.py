@@ -1,4 +1,4 @@
-"""Start a driver's process. This runs on a worker, called by the client or the supervisor."""
+"""Describe a job to a driver, and start the driver's process."""
 
 from __future__ import annotations
 
@@ -10,19 +10,73 @@ import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ddp_hydra
-from ddp_hydra.job.remote.job_spec import DriverContext, JobSpec
+from ddp_hydra.config.project import Project
+from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.rank.fork_environment import without_dasks_limits
 
 STDERR_BYTES = 2000
 """How much of stderr an error message contains."""
 
 
+@dataclass(frozen=True)
+class JobSpec:
+    """Describe a job to a driver. It is sent through Dask and a pipe, and never written to a disk.
+
+    Args:
+        name: the driver's name, which is also the topic of its messages.
+        url: the URL of the results.
+        config: the config as plain values.
+        saved_config: the config as checkpoints contain it.
+        overrides: the overrides it was composed with.
+        project: the packed project space.
+        hydra_files: the files that Hydra has saved of the job, by name.
+        cwd: the folder where the command was typed.
+        client: the id of the command's client at the scheduler; None: the run goes on without the command.
+        sweep: the sweep that workers are reserved for.
+        logged: the job as loggers see it.
+        resume: the checkpoint to resume from, as the worker finds it; "" for none.
+        max_restarts: how many more drivers may follow, each when the one before is lost.
+        is_restart: whether another driver has run this job before.
+    """
+
+    name: str
+    url: str
+    config: dict[str, Any]
+    saved_config: dict[str, Any]
+    overrides: tuple[str, ...]
+    project: Project
+    hydra_files: dict[str, bytes]
+    cwd: str
+    client: str | None
+    sweep: str
+    logged: LoggedJob
+    resume: str = ""
+    max_restarts: int = 0
+    is_restart: bool = False
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """Carry what a driver needs to know from the worker that starts it.
+
+    Args:
+        scheduler: address of the scheduler, as workers reach it.
+        security: of the worker's own connections.
+        scratch: the folder for temporary files.
+    """
+
+    scheduler: str
+    security: Any
+    scratch: str
+
+
 async def start(spec: JobSpec, dask_worker: Any = None) -> dict[str, Any]:
-    """Start a driver, and wait until it answers.
+    """Start a driver, and wait until it answers. Runs on a worker, called by the client or the supervisor.
 
     The driver outlives this worker, which Dask may restart at any time, but not the scheduler.
 

@@ -13,7 +13,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.job_spec import JobSpec
+from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, read
 from ddp_hydra.storage.base import WritableStore
 

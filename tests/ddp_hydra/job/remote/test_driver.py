@@ -16,8 +16,8 @@ from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.driver import RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.job_spec import JobSpec
 from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended
 from ddp_hydra.rank import outbox
