@@ -63,6 +63,7 @@ class RemoteContext:
     checkpoints: results_root.ResultsFolder
 
 
+@dataclass(eq=False)
 class Job:
     """Run one job and write its results.
 
@@ -77,24 +78,21 @@ class Job:
         loggers: further writers, which get each record last.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        cfg: DictConfig,
-        config: dict[str, Any],
-        files: dict[str, Path],
-        summary: dict[str, Any],
-        remote: RemoteContext | None = None,
-        saved_config: dict[str, Any] | None = None,
-        loggers: Sequence[Writer] = (),
-    ) -> None:
-        self.run_dir, self.cfg, self.config, self.files, self.summary = run_dir, cfg, config, files, summary
-        self.remote, self.saved_config, self.loggers = remote, saved_config, loggers
-        self.shown_dir = remote.spec.url if remote else shown_path(run_dir)
+    run_dir: Path
+    cfg: DictConfig
+    config: dict[str, Any]
+    files: dict[str, Path]
+    summary: dict[str, Any]
+    remote: RemoteContext | None = None
+    saved_config: dict[str, Any] | None = None
+    loggers: Sequence[Writer] = ()
+
+    def __post_init__(self) -> None:
+        self.shown_dir = self.remote.spec.url if self.remote else shown_path(self.run_dir)
         self.give_up = threading.Event()
         self.begun = time.monotonic()
-        self.first_attempt = next_attempt(run_dir)
-        self.earlier_attempts = read_summary(run_dir).get("attempts") or []
+        self.first_attempt = next_attempt(self.run_dir)
+        self.earlier_attempts = read_summary(self.run_dir).get("attempts") or []
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ CONNECT_S = 10.0
 """Seconds that the scheduler may take to answer, and its file to appear."""
 
 
+@dataclass(frozen=True)
 class Remote:
     """`cluster=remote`: a scheduler that was started by somebody else, and that stays after the job.
 
@@ -26,10 +28,9 @@ class Remote:
             the settings of Dask's own config.
     """
 
-    def __init__(
-        self, address: str | None = None, scheduler_file: str | None = None, security: Mapping[str, Any] | None = None
-    ) -> None:
-        self.address, self.scheduler_file, self.security = address, scheduler_file, security
+    address: str | None = None
+    scheduler_file: str | None = None
+    security: Mapping[str, Any] | None = None
 
     def __enter__(self) -> Self:
         return self
