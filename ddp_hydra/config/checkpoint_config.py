@@ -141,7 +141,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         before: config of a checkpoint.
         now: config of the job that continues from it.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     return [
         f"{key} {_shown(old, key)} -> {_shown(new, key)}"
@@ -159,9 +159,10 @@ def _shown(leaves: Mapping[str, Any], key: str) -> str:
     return "null" if leaves[key] is None else str(leaves[key])
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a config, each by its key: ("optimizer.lr", 0.1)."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import redact
+from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.unknown_keys import meant
 from ddp_hydra.errors import ConfigError
 
@@ -84,22 +84,14 @@ def parameters(cfg: DictConfig) -> dict[str, Any]:
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)
     kept = redact.without({key: value for key, value in raw.items() if key not in _NOT_LOGGED})
-    leaves = dict(_leaves(kept))
-    return {key: _followed(value, leaves) for key, value in leaves.items()}
+    values = dict(leaves(kept))
+    return {key: _followed(value, values) for key, value in values.items()}
 
 
-def _followed(value: Any, leaves: dict[str, Any]) -> Any:
+def _followed(value: Any, values: dict[str, Any]) -> Any:
     for _ in range(10):  # chains are short; a circle has been refused long before
         match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[1] not in leaves:
+        if match is None or match[1] not in values:
             break
-        value = leaves[match[1]]
+        value = values[match[1]]
     return value
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
