@@ -71,7 +71,7 @@ class Sources:
         """
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
-            if installed_here and not _is_installed(parts[0]):
+            if installed_here and not is_installed(parts[0]):
                 raise ConfigError(
                     f"there is no package {parts[0]}{_hint(parts[0], PACKAGES)}: install it, or name something in "
                     f"{' or '.join(f'{name}/' for name in PACKAGES)}"
@@ -163,7 +163,7 @@ class Sources:
         """Refuse a module that does not exist, or does not have the names."""
         parts = tuple(module.split("."))
         if parts[0] not in PACKAGES:
-            if self.installed_here and parts[0] and not _is_installed(parts[0]):
+            if self.installed_here and parts[0] and not is_installed(parts[0]):
                 raise ConfigError(f"No module named {parts[0]!r}: install it")
             return
         path = self.find(module)
@@ -225,9 +225,9 @@ def defined(body: Iterable[ast.stmt]) -> set[str] | None:
     return None if names & {"*", "__getattr__", "globals", "exec", "setattr"} else names
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Tell whether a package can be found, without importing it."""
-    try:
+    try:  # a module may have no spec, such as __main__ of a sweep's processes
         return package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import shlex
 import signal
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ClusterError
 
 OURS = {"n_workers": None, "wait_timeout_s": 60.0, "keep": False, "client_timeout_s": 60.0, "pip": None}
@@ -86,7 +86,7 @@ class Manager:
             ClusterError: it cannot work; says what to install, or what to give instead.
         """
         for package in (self.target.partition(".")[0], *self.required_packages):
-            if is_missing(package):
+            if not is_installed(package):
                 extra = EXTRAS.get(package)
                 install = f"pip install 'ddp-hydra[{extra}]'" if extra else f"it is in cluster._target_={self.target}"
                 raise ClusterError(f"{self.name} needs the package {package}, which is not installed here: {install}")
@@ -176,11 +176,3 @@ def signals_kept() -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is not handler and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler)
-
-
-def is_missing(package: str) -> bool:
-    """Return whether a package is not installed, without importing it."""
-    try:
-        return importlib.util.find_spec(package) is None
-    except ValueError:  # a module without a spec, such as __main__ of a sweep's processes
-        return False

@@ -28,7 +28,7 @@ def test_a_ray_that_ends_with_the_command_keeps_nothing():
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch):
-    monkeypatch.setattr(base, "is_missing", lambda package: package == "ray")
+    monkeypatch.setattr(base, "is_installed", lambda package: package != "ray")
     with pytest.raises(ClusterError, match=r"pip install 'ddp-hydra\[ray\]'"):
         manager().check()
 
