@@ -12,6 +12,7 @@ from typing import IO
 
 from ddp_hydra.errors import TakenOver
 from ddp_hydra.storage.base import ObjectChangedError, WritableStore
+from ddp_hydra.storage.results_root import ResultsFolder
 
 OWNER = "owner"
 """The object with the token of the driver that may write."""
@@ -20,7 +21,7 @@ TRIES = 5
 log = logging.getLogger(__name__)
 
 
-class FencedStore:
+class FencedStore(ResultsFolder):
     """Write to a store as its owner, until another process acquires it.
 
     A small object is replaced only if nobody else has changed it since this process became the owner (If-Match,
@@ -31,7 +32,8 @@ class FencedStore:
     """
 
     def __init__(self, store: WritableStore) -> None:
-        self.store, self.url, self.token = store, store.url, secrets.token_hex(8)
+        super().__init__(store.url, store)
+        self.token = secrets.token_hex(8)
         self.lost = False
         self._conditional = True
         self._tags: dict[str, str | None] = {}
@@ -94,49 +96,33 @@ class FencedStore:
             f"there; see ddp-hydra attach run={self.url}"
         )
 
-    def put(self, name: str, content: bytes | IO[bytes], size: int = 0) -> None:
+    def put(self, key: str, content: bytes | IO[bytes], size: int = 0) -> None:
         """Write an object as the owner; errors as of `check` and of the store."""
         if self.lost or not isinstance(content, bytes) or not self._conditional:
             self.check()
-            self.store.put(name, content, size)
+            self.store.put(key, content, size)
             return
         with self._lock:
             for _ in range(TRIES):
-                if name not in self._tags:
-                    tag = self.store.etag(name)
+                if key not in self._tags:
+                    tag = self.store.etag(key)
                     self.check()  # after the tag was read, so that it is not the tag of a later owner's object
-                    self._tags[name] = tag
+                    self._tags[key] = tag
                 try:
-                    self._tags[name] = self.store.put_if(name, content, self._tags[name])
+                    self._tags[key] = self.store.put_if(key, content, self._tags[key])
                     return
                 except ObjectChangedError:  # by the owner before us, or by our own write whose answer was lost
-                    del self._tags[name]
-        raise ConnectionError(f"{self.url}/{name} changes all the time")
+                    del self._tags[key]
+        raise ConnectionError(f"{self.url}/{key} changes all the time")
 
-    def delete(self, name: str) -> None:
+    def delete(self, key: str) -> None:
         """Remove an object as the owner."""
         self.check()
         with self._lock:
-            self._tags.pop(name, None)
-            self.store.delete(name)
+            self._tags.pop(key, None)
+            self.store.delete(key)
 
-    def get(self, name: str) -> bytes:
-        """Return the content of a small object."""
-        return bytes(self.store.get(name))
-
-    def get_range(self, name: str, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (exclusive) of an object."""
-        return bytes(self.store.get_range(name, start, end))
-
-    def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if there is none."""
-        return self.store.size(name)
-
-    def etag(self, name: str) -> str | None:
-        """Return a text that differs for each content of an object, None if there is no object."""
-        return self.store.etag(name)
-
-    def put_if(self, name: str, content: bytes, etag: str | None) -> str:
+    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
         """Write an object if it still has this ETag, and return its new ETag; see `WritableStore`."""
         self.check()
-        return self.store.put_if(name, content, etag)
+        return self.store.put_if(key, content, etag)
