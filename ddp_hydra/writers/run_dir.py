@@ -144,8 +144,16 @@ def next_attempt(run_dir: Path) -> int:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Return the content of summary.json; {} if there is none or it is no JSON object."""
     try:
-        found = json.loads((run_dir / SUMMARY).read_text())
-    except (OSError, ValueError, RecursionError):
+        return json_object((run_dir / SUMMARY).read_bytes())
+    except OSError:
+        return {}
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Return a JSON object; {} if the content is none."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -13,7 +13,7 @@ from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
 from ddp_hydra.results import Record
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
-from ddp_hydra.writers.run_dir import SUMMARY
+from ddp_hydra.writers.run_dir import SUMMARY, json_object
 from ddp_hydra.writers.status import NAME
 
 POLL_S = 1.0
@@ -126,7 +126,7 @@ class Attached:
         content = self.store.get_range(METRICS, self.position, size)
         complete = content.rpartition(b"\n")[0]
         self.position += len(complete) + 1 if complete else 0
-        lines = [line for line in map(_decode_line, complete.split(b"\n")) if line]
+        lines = [line for line in map(json_object, complete.split(b"\n")) if line]
         if is_first and lines:
             latest = {name: value for line in lines for name, value in line.items() if value is not None}
             self.show_start(step=latest.get("step"))
@@ -159,12 +159,3 @@ class Attached:
             self.handler.handle(Record("metrics", data, line.get("rank") or 0, line.get("step"), 0.0, attempt))
         except RecordError as error:
             log.warning("%s", plain(str(error)))
-
-
-def _decode_line(text: bytes) -> dict[str, Any]:
-    """Return a line of metrics.jsonl; {} if it is incomplete."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return line if isinstance(line, dict) else {}

@@ -10,6 +10,7 @@ from typing import Any
 import ddp_hydra
 from ddp_hydra.results import Record
 from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.writers.run_dir import json_object
 from ddp_hydra.writers.status import NAME, JobStatus, encode
 
 STOP = "stop"
@@ -124,7 +125,6 @@ def read(store: WritableStore) -> dict[str, Any]:
 def read_object(store: WritableStore, name: str) -> dict[str, Any]:
     """Return a JSON object from a store; {} if there is none."""
     try:
-        content = json.loads(store.get(name))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return json_object(store.get(name))
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
