@@ -118,11 +118,15 @@ def _link(source: Path, target: Path) -> None:
 
 def saved_step(run_dir: Path) -> int | None:
     """Return the step of the newest checkpoint, None if there is none."""
-    try:
+    newest = _newest_checkpoint(run_dir)
+    return None if newest is None else int(newest.get("step") or 0)
+
+
+def _newest_checkpoint(run_dir: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(CheckpointError):
         entries = read_manifest(run_dir / FOLDER)
-    except CheckpointError:
-        return None
-    return next((int(entries[name].get("step") or 0) for name in newest_first(entries)), None)
+        return next((entries[name] for name in newest_first(entries)), None)
+    return None
 
 
 def best_checkpoint(run_dir: Path, metric: str) -> dict[str, float] | None:
@@ -150,13 +154,9 @@ def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float]:
     """
     if not is_resumed(run_dir, resume):
         return {}
-    with contextlib.suppress(CheckpointError):
-        entries = read_manifest(run_dir / FOLDER)
-        for name in newest_first(entries):
-            metrics = entries[name].get("metrics")
-            known = metrics.items() if isinstance(metrics, dict) else ()
-            return {key: value for key, value in known if isinstance(value, float)}
-    return {}
+    metrics = (_newest_checkpoint(run_dir) or {}).get("metrics")
+    known = metrics.items() if isinstance(metrics, dict) else ()
+    return {key: value for key, value in known if isinstance(value, float)}
 
 
 def full_disk_advice(run_dir: Path, shown_dir: str) -> str:
