@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
+
+from rich.cells import cell_len
 
 from ddp_hydra.console.text import counted, duration, plain
 from ddp_hydra.runs.describe import Row, number, numbers, text
@@ -29,15 +30,6 @@ def shown(value: object, most: int = 0) -> str:
     return f"{line[: most - 1]}…" if most and len(line) > most else line
 
 
-def width(line: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    if line.isascii():
-        return len(line)
-    return sum(
-        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in line
-    )
-
-
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
     """Return a table as text.
 
@@ -47,11 +39,11 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequen
         right: headings of the columns whose cells are at the right.
     """
     every = [tuple(headings), *map(tuple, lines)]
-    widths = [max(map(width, column)) for column in zip(*every, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(*every, strict=True)]
     ends = [heading in right for heading in headings]
 
     def cell(word: str, wide: int, at_end: bool) -> str:
-        space = " " * (wide - width(word))
+        space = " " * (wide - cell_len(word))
         return space + word if at_end else word + space
 
     return "\n".join("  ".join(map(cell, line, widths, ends)).rstrip() for line in every)
