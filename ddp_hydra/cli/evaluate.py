@@ -21,13 +21,7 @@ USAGE = """ddp-hydra evaluate run=<run directory, its URL, or checkpoint> [which
 
 @dataclass
 class Options:
-    """The options of this command.
-
-    Args:
-        run: run directory or checkpoint file, or the URL of a run.
-        which: the checkpoint of a run directory.
-        split: the data set of the config, "val" or "train".
-    """
+    """The options of this command; see `evaluate`."""
 
     run: str = MISSING
     which: str = "best"

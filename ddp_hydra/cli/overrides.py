@@ -13,31 +13,19 @@ from ddp_hydra.errors import ConfigError
 
 
 def read(arguments: list[str]) -> list[str]:
-    """Return the arguments for Hydra.
-
-    Args:
-        arguments: as they were typed.
-    """
+    """Return the arguments for Hydra, from those that were typed."""
     return with_faults(with_resumed_sweep(with_resumed_overrides(with_search(arguments))))
 
 
 def with_search(arguments: list[str]) -> list[str]:
-    """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun.
-
-    Args:
-        arguments: the command line.
-    """
+    """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun."""
     modes = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {_key(word) for word in arguments}
     names = [word.partition("=")[2] for word in arguments if _key(word) == "hparams_search"]
     return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
 
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
-    """Add to `resume=<run>` the overrides that the run was started with; those typed now have priority.
-
-    Args:
-        arguments: the command line.
-    """
+    """Add to `resume=<run>` the overrides that the run was started with; those typed now have priority."""
     resumed = next((word.partition("=")[2] for word in arguments if word.startswith("resume=")), "").strip("'\"")
     saved = _overrides_of(resumed)
     if saved is None:
@@ -110,11 +98,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def with_faults(arguments: list[str]) -> list[str]:
-    """Quote `+fault=kill,rank=1,step=20`, because Hydra reads commas as a sweep.
-
-    Args:
-        arguments: the command line.
-    """
+    """Quote `+fault=kill,rank=1,step=20`, because Hydra reads commas as a sweep."""
     given = [word for word in arguments if word.startswith(("+fault=", "fault="))]
     if not given:
         return arguments

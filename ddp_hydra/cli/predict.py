@@ -30,15 +30,7 @@ USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint> [out=pr
 
 @dataclass
 class Options:
-    """The options of this command.
-
-    Args:
-        run: run directory or checkpoint file, or the URL of a run.
-        out: where the predictions go: a CSV, Parquet or NPZ file, or a folder of PNGs.
-        which: the checkpoint of a run directory.
-        split: the data set of the config, "val" or "train".
-        overwrite: replace `out`, and what an interrupted prediction with another config has left.
-    """
+    """The options of this command; see `predict`."""
 
     run: str = MISSING
     out: str = "predictions.csv"
