@@ -11,6 +11,7 @@ from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 
 TEMPLATE = Path(__file__).parent / "template"
+MAIN_CONFIG = "conf/config.yaml"
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +46,10 @@ def write(folder: Path, minimal: bool = False) -> None:
     Raises:
         ConfigError: a file is there already, or the folder can't be written.
     """
-    files = _main_config() if minimal else _template(folder.resolve().name)
+    if minimal:
+        files = {MAIN_CONFIG: (project.starter() / MAIN_CONFIG).read_text(encoding="utf-8")}
+    else:
+        files = _template(folder.resolve().name)
     if there := [name for name in files if (folder / name).exists()]:
         raise ConfigError(
             f"{folder} has {', '.join(there[:3])}{' …' if there[3:] else ''} already, and nothing is overwritten: name "
@@ -59,12 +63,6 @@ def write(folder: Path, minimal: bool = False) -> None:
                 file.write(text)
     except OSError as error:
         raise ConfigError(f"{folder} can't be written ({error.strerror}: {error.filename}): name another") from None
-
-
-def _main_config() -> dict[str, str]:
-    """Return the starter's main config, by its path in the project."""
-    name = "conf/config.yaml"
-    return {name: (project.starter() / name).read_text(encoding="utf-8")}
 
 
 def _template(name: str) -> dict[str, str]:

@@ -85,7 +85,8 @@ def differing_words(rows: Sequence[Row]) -> list[list[str]]:
 def details_text(found: Mapping[str, Any]) -> str:
     """Return the text of `show`."""
     row = Row(**{name: found[name] for name in Row.__dataclass_fields__})
-    lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), _took(row)))))]
+    took = f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
+    lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), took))))]
     lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))
     if row.value is not None:
         better = "" if row.maximize is None else f" ({'more' if row.maximize else 'less'} is better)"
@@ -120,10 +121,6 @@ def _without_repeats(lines: Iterable[tuple[str, str]]) -> list[str]:
         found.append(f"  {'' if name == before else name:<11} {value}")
         before = name
     return found
-
-
-def _took(row: Row) -> str:
-    return f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
 
 
 def _attempt(attempt: Mapping[str, Any]) -> str:

@@ -107,8 +107,9 @@ def check_packages(found: Probes) -> None:
         }
         needs = dict.fromkeys(need for missing in lacking.values() for need, _ in missing)
         groups = _grouped(texts)
+        install = " ".join(["pip install", *(f"'{need}'" for need in needs)])
         raise ClusterError(
-            "\n".join(["cluster.pip asks for what some workers lack:", *groups, f"type there: {_pip(needs)}"])
+            "\n".join(["cluster.pip asks for what some workers lack:", *groups, f"type there: {install}"])
         )
 
 
@@ -139,10 +140,6 @@ def check_network(found: Probes, interface: str | None) -> None:
             log.warning(
                 "%s of the workers' environment overrides dispatch.interface:\n%s", name, "\n".join(_grouped(texts))
             )
-
-
-def _pip(needs: Iterable[str]) -> str:
-    return " ".join(["pip install", *(f"'{need}'" for need in needs)])
 
 
 def _versions_text(versions: Mapping[str, str | None]) -> str:

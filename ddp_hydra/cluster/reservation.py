@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
-from types import TracebackType
 from typing import Any, Self
 
 from distributed import Client
@@ -61,7 +60,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A scheduler that cannot be reached now will notice that the client is gone.
         if self.client.status == "running":
             was_lost = isinstance(error, ClusterError)

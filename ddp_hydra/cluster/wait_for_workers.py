@@ -54,7 +54,7 @@ def wait_for_workers(
     raise ClusterError(
         f"{came} of {n_workers} workers came in {waited_s:.0f} s: "
         f"{'; '.join(reasons) or hint or 'the logs of the cluster may say why'}. Ask for fewer with "
-        f"cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s={_longer(timeout_s)}"
+        f"cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s={max(60, round(3 * timeout_s))}"
     )
 
 
@@ -86,7 +86,3 @@ def _call_within(timeout_s: float, status: Callable[[], str]) -> str:
     thread.start()
     thread.join(timeout_s)
     return answers[0] if answers else ""
-
-
-def _longer(timeout_s: float) -> int:
-    return max(60, round(3 * timeout_s))

@@ -104,7 +104,8 @@ class Sources:
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
         """Return the error for a module that does not exist, with the one that may be meant."""
         folders = [root.joinpath(*parts[:-1]) for root in self.roots]
-        names = [path.stem for folder in folders for path in folder.glob("[!_]*") if _is_module(path)]
+        paths = [path for folder in folders for path in folder.glob("[!_]*")]
+        names = [path.stem for path in paths if path.suffix == ".py" or path.is_dir()]
         near = difflib.get_close_matches(parts[-1], names, 1)
         meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.roots[0]}"
         return ConfigError(f"there is no {'/'.join(parts)}.py{meant}")
@@ -231,10 +232,6 @@ def is_installed(package: str) -> bool:
         return package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _is_module(path: Path) -> bool:
-    return path.suffix == ".py" or path.is_dir()
 
 
 def _hint(name: str, names: Iterable[str]) -> str:

@@ -151,7 +151,22 @@ def session(
         return
     config.check_installed(cfg)
     runs = RunsFile(run_dir, _earlier_runs(cfg, run_dir, job, in_driver=packed is not None))
-    senders = [_start(name, node, cfg, run_dir, job, runs, packed) for name, node in nodes.items()]
+
+    def started(name: str, node: dict[str, Any]) -> LoggerProcess:
+        roots: tuple[Path, ...] = ()
+        if str(node["_target_"]).split(".")[0] in project.PACKAGES:
+            roots = (packed.unpack(run_dir / ".project"),) if packed else project.layers()
+        earlier = runs.runs.get(name, {}).get("id", "")
+        info = RunInfo(job.name, run_dir.absolute(), list(cfg.tags), job.sweep, job.params, earlier)
+        order = {
+            "node": node,
+            "job": asdict(info) | {"run_dir": str(info.run_dir)},
+            "roots": [str(root.absolute()) for root in roots],
+        }
+        log_file = run_dir / "logs" / f"{name}.log"
+        return LoggerProcess(name, order, log_file, partial(runs.add, name), cfg.results.loggers_timeout_s)
+
+    senders = [started(name, node) for name, node in nodes.items()]
     status = FAILED
     try:
         yield senders
@@ -169,29 +184,6 @@ def _earlier_runs(cfg: DictConfig, run_dir: Path, job: LoggedJob, in_driver: boo
         return job.earlier
     is_new = not cfg.resume or job.earlier or job.sweep or cfg.results.new_logger_runs
     return {**job.earlier, **({} if is_new else read_runs(cfg.resume)), **read_runs(str(run_dir))}
-
-
-def _start(
-    name: str,
-    node: dict[str, Any],
-    cfg: DictConfig,
-    run_dir: Path,
-    job: LoggedJob,
-    runs: RunsFile,
-    packed: project.Project | None,
-) -> LoggerProcess:
-    roots: tuple[Path, ...] = ()
-    if str(node["_target_"]).split(".")[0] in project.PACKAGES:
-        roots = (packed.unpack(run_dir / ".project"),) if packed else project.layers()
-    earlier = runs.runs.get(name, {}).get("id", "")
-    info = RunInfo(job.name, run_dir.absolute(), list(cfg.tags), job.sweep, job.params, earlier)
-    order = {
-        "node": node,
-        "job": asdict(info) | {"run_dir": str(info.run_dir)},
-        "roots": [str(root.absolute()) for root in roots],
-    }
-    log_file = run_dir / "logs" / f"{name}.log"
-    return LoggerProcess(name, order, log_file, partial(runs.add, name), cfg.results.loggers_timeout_s)
 
 
 def end(senders: list[LoggerProcess], status: str, timeout_s: float) -> None:

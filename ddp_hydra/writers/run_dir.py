@@ -105,21 +105,15 @@ def _open_locked(path: Path) -> int:
 def _lock(handle: int) -> None:
     for look in range(_LOOKS):
         try:
-            with _tolerated():
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if look == _LOOKS - 1:
                 raise
             time.sleep(_LOOK_S)
-
-
-@contextmanager
-def _tolerated() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return
             raise
 
 

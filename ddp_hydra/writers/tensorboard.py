@@ -47,7 +47,8 @@ class TensorBoardWriter:
         self._empty = True
         self._seen: set[str] = set()  # counts that have been more than 0
         self._attempt: int | None = None
-        self._purge = bool(_events_in(path.parent))  # the job runs again, or continues, in its old folder
+        earlier = path.parent.glob("events.out.tfevents.*")  # the job runs again, or continues, in its old folder
+        self._purge = any(events.suffix != ".hparams" for events in earlier)
 
     def write(self, record: Record) -> None:
         """Append the event of a metrics, text, image or histogram record; a start record may drop points.
@@ -94,11 +95,6 @@ class TensorBoardWriter:
             self._file.append(encoded(Event(wall_time=event.wall_time, file_version="brain.Event:2")))
             self._empty = False
         self._file.append(encoded(event))
-
-
-def _events_in(folder: Path) -> list[Path]:
-    """Return the event files of earlier writers."""
-    return [path for path in folder.glob("events.out.tfevents.*") if path.suffix != ".hparams"]
 
 
 def _tag(name: str) -> str:

@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 import dask
@@ -138,9 +137,7 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

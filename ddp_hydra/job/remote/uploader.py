@@ -174,29 +174,26 @@ class Uploader:
         Args:
             at_once: files whose names start like this are always due.
         """
-        with self._lock:
-            return self._upload_one_by_one(at_once)
-
-    def _upload_one_by_one(self, at_once: tuple[str, ...]) -> str:
         failure = ""
-        for name, path in self._files():
-            try:
-                stat = path.stat()
-                state = (stat.st_size, stat.st_mtime_ns)
-                before, due = self._uploaded.get(name, (None, 0.0))
-                if state == before or not (name.startswith(at_once) or time.monotonic() >= due):
+        with self._lock:
+            for name, path in self._files():
+                try:
+                    stat = path.stat()
+                    state = (stat.st_size, stat.st_mtime_ns)
+                    before, due = self._uploaded.get(name, (None, 0.0))
+                    if state == before or not (name.startswith(at_once) or time.monotonic() >= due):
+                        continue
+                    with path.open("rb") as file:
+                        self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])
+                except FileNotFoundError:  # removed in the meantime
                     continue
-                with path.open("rb") as file:
-                    self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])
-            except FileNotFoundError:  # removed in the meantime
-                continue
-            except TakenOver:
-                raise
-            except (ConfigError, ConnectionError, OSError) as error:
-                failure = failure or str(error)
-                continue
-            self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
-            self.status.files = sorted({*self.status.files, *self._uploaded})
+                except TakenOver:
+                    raise
+                except (ConfigError, ConnectionError, OSError) as error:
+                    failure = failure or str(error)
+                    continue
+                self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
+                self.status.files = sorted({*self.status.files, *self._uploaded})
         return failure
 
     def _note_failure(self, work: str, failure: str) -> None:
