@@ -134,7 +134,7 @@ def end_epoch(run: Run) -> None:
     if validated:
         run.callbacks.call("validation")
     validated |= run.validation is None
-    is_unknown = validated and objective.is_unknown(run.metric, run.metrics)
+    is_unknown = validated and objective.is_unknown(run.cfg.objective.metric, run.metrics)
     ends_early = validated and run.early_stopping.update(run.metrics)
     run.state.validation_due = bool(run.stop) or is_unknown  # a resume with another objective validates first
     may_be_best = validated and not run.stop
@@ -145,7 +145,7 @@ def end_epoch(run: Run) -> None:
     if is_unknown:
         run.checkpoints.wait()
         run.consensus.decide()  # no rank ends before the run is saved
-        raise objective.unknown(run.metric, run.metrics)
+        raise objective.unknown(run.cfg.objective.metric, run.metrics)
 
 
 def validate(run: Run) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader, MicroBatch
@@ -33,12 +34,9 @@ class Run:
     """A training run on one rank.
 
     Args:
+        cfg: the resolved config.
         rank: this rank.
         seed: of everything random.
-        metric: the objective's metric.
-        direction: maximize or minimize it.
-        accumulation_steps: micro-batches in a step.
-        train_set: the training data.
         sampler: orders the training data.
         loader: of the training data.
         model: the model, not wrapped.
@@ -54,24 +52,19 @@ class Run:
         cadence: decides when to log, validate and save.
         consensus: reduces votes over the ranks.
         nonfinite: handles steps that are not.
-        epochs: the run ends after so many, if the data ends before its last step; None: it does not.
         checkpoints: writes checkpoints.
         monitor: measures the run.
         fault: faults to inject into this rank.
         stop_signal: tells whether this rank should stop.
         log_clock: tells when it is time to log.
         callbacks: of the user.
-        pause_after: pause after so many validations of the run; None: never.
         metrics: the last value of each metric.
         stop: the reason to stop early, a number of `heartbeat.REASONS`; 0 for none.
     """
 
+    cfg: DictConfig
     rank: int
     seed: int
-    metric: str
-    direction: str
-    accumulation_steps: int
-    train_set: Any
     sampler: Any
     loader: Loader
     model: torch.nn.Module
@@ -87,14 +80,12 @@ class Run:
     cadence: Cadence
     consensus: StepConsensus
     nonfinite: NonFinite
-    epochs: int | None
     checkpoints: CheckpointWriter
     monitor: Monitor
     fault: fault_injection.FaultInjector
     stop_signal: StopSignal
     log_clock: LogClock
     callbacks: Callbacks
-    pause_after: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     stop: int = 0
 
@@ -125,16 +116,16 @@ class Run:
 
     def pause_if_due(self) -> None:
         """Stop the run if it has had the validations after which it pauses. All ranks count them alike."""
-        is_due = self.pause_after is not None and self.state.validations >= self.pause_after
-        if is_due and not self.is_over:
+        after = self.cfg.trainer.pause_after_validations
+        if after is not None and self.state.validations >= after and not self.is_over:
             self.stop = heartbeat.REASONS.index("pause")
 
     # -- epochs and steps --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         """Prepare data and model for the epoch at the position."""
-        if hasattr(self.train_set, "set_epoch"):
-            self.train_set.set_epoch(self.position.epoch)
+        if hasattr(self.loader.dataset, "set_epoch"):
+            self.loader.dataset.set_epoch(self.position.epoch)
         self.model.train()
         for layer in self.frozen_norms:
             layer.eval()
@@ -143,7 +134,7 @@ class Run:
         """Yield the micro-batches of each step that is left in the epoch; none where only its validation is due."""
         heartbeat.at("load", self.step)
         batches = () if self.state.validation_due else self.sampler.batches(self.position.epoch, self.position.offset)
-        for micro_batches in self.loader.steps(batches, self.accumulation_steps):
+        for micro_batches in self.loader.steps(batches, self.cfg.trainer.gradient_accumulation_steps):
             yield micro_batches
             if not self.epoch_is_over:
                 heartbeat.at("load", self.step)
@@ -199,7 +190,8 @@ class Run:
         if self._samples_are_used_up():
             self.position.end_epoch()
             self.schedule_progress.move(self.state.scheduler)
-            if self.epochs is not None and self.position.epoch >= self.epochs:
+            epochs = self.cfg.trainer.epochs
+            if epochs is not None and self.position.epoch >= epochs:  # the data may end before the run's last step
                 self.cadence = replace(self.cadence, total_steps=self.position.step)
 
     def synchronise(self) -> None:
@@ -244,7 +236,8 @@ class Run:
             may_be_best: these very weights were validated, or there is no validation.
         """
         heartbeat.at("save", self.position.step)
-        self._save(best=may_be_best and self.state.improves_best(self.metrics.get(self.metric), self.direction))
+        metric, direction = self.cfg.objective.metric, self.cfg.objective.direction
+        self._save(best=may_be_best and self.state.improves_best(self.metrics.get(metric), direction))
 
     def _save(self, best: bool) -> None:
         self.callbacks.call("checkpoint")

@@ -93,12 +93,9 @@ def build(
     profiler.check_length(total_steps)
     callbacks = state.extras.get("callbacks") or Callbacks({}, state)
     run = Run(
+        cfg=cfg,
         rank=rank,
         seed=cfg.seed,
-        metric=cfg.objective.metric,
-        direction=cfg.objective.direction,
-        accumulation_steps=cfg.trainer.gradient_accumulation_steps,
-        train_set=train_set,
         sampler=sampler,
         loader=loader,
         model=bare,
@@ -114,14 +111,12 @@ def build(
         cadence=Cadence.from_config(cfg.trainer, total_steps),
         consensus=consensus,
         nonfinite=nonfinite,
-        epochs=cfg.trainer.epochs,
         checkpoints=CheckpointWriter(),
         monitor=Monitor(consensus, task, loader, updates.values(), profiler, position.samples),
         fault=fault,
         stop_signal=stop_signal,
         log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
         callbacks=callbacks,
-        pause_after=cfg.trainer.pause_after_validations,
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
