@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import objective
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
-from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, header, setup
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
@@ -63,7 +61,8 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         scheduler.step()
     metrics = named("train", task.metrics(meter.result()))
     losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
-    predicted = predict(task, model.eval(), batches[0].batch, autocast)
+    with torch.no_grad(), autocast:
+        predicted = described(task.predict(model.eval(), batches[0].batch))
     if val_set is not None:
         metrics |= builders.evaluation(cfg, val_set, task, device, channels_last).run(model, stop=lambda: True)
     if objective.is_unknown(cfg.objective.metric, metrics):
@@ -79,10 +78,3 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         f"metrics   {', '.join(metrics)}; best.pt goes by {cfg.objective.metric}",
         "dry run: all of it works",
     ]
-
-
-@torch.no_grad()
-def predict(task: Task, model: nn.Module, batch: Any, autocast: torch.autocast) -> str:
-    """Predict one batch; return a description of the predictions."""
-    with autocast:
-        return described(task.predict(model, batch))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -135,19 +136,12 @@ def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path
         from safetensors.torch import load_model, save_model
     except ModuleNotFoundError:
         raise missing("safetensors", "safetensors") from None
-    config = redact.without({name: plain(trained.cfg[name]) for name in ("model", "task", "data")})
+    config = redact.without({name: OmegaConf.to_container(trained.cfg[name]) for name in ("model", "task", "data")})
     meta = {"format": "pt", "config": json.dumps(config), "classes": json.dumps(trained.classes.as_dict())}
     save_model(model, str(path), {**meta, "step": str(trained.step)})
     again = builders.model(trained.cfg, trained.classes).eval()
     load_model(again, str(path))
     return again, True
-
-
-def plain(node: Any) -> Any:
-    """Return a node of the config as plain values."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
 
 
 def torch_export(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:

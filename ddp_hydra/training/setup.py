@@ -16,12 +16,12 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import build_data, builders, parameter_groups, pretrained, resume
+from ddp_hydra.training import build_data, builders, parameter_groups, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.caller import Callbacks
-from ddp_hydra.training.checkpoint import CheckpointWriter, read
+from ddp_hydra.training.checkpoint import CheckpointWriter, load_fitting, read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
@@ -155,7 +155,7 @@ def build_model(
     """
     model = builders.model(cfg, train_set).to(device)
     memory.watch(model)
-    untouched = pretrained.load(model, weights) if weights is not None else []
+    untouched = load_fitting(model, weights) if weights is not None else []
     channels_last = builders.channels_last(cfg, model)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
