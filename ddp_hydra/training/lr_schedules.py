@@ -16,9 +16,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-Factor = Callable[[float], float]
-"""Maps the progress of the run to a factor of the rate."""
-
 
 class FactorLR:
     """Sets the learning rate by the steps done, which need not be a whole number.
@@ -34,7 +31,7 @@ class FactorLR:
         last_epoch: steps done.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Factor) -> None:
+    def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
         self.optimizer, self.factor = optimizer, factor
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -71,7 +68,7 @@ class FactorLR:
 
 def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **options: Any) -> FactorLR:
     """Keep the optimizer's rate after the warm-up."""
-    return _by_share(optimizer, lambda done: 1.0, total_steps, epoch_steps, **options)
+    return _schedule(optimizer, lambda _, share: 1.0, total_steps, epoch_steps, **options)
 
 
 def linear(
@@ -82,7 +79,7 @@ def linear(
     Args:
         min_factor: factor at the last step.
     """
-    return _by_share(optimizer, lambda done: 1 - (1 - min_factor) * done, total_steps, epoch_steps, **options)
+    return _schedule(optimizer, lambda _, share: 1 - (1 - min_factor) * share, total_steps, epoch_steps, **options)
 
 
 def cosine(
@@ -93,7 +90,9 @@ def cosine(
     Args:
         min_factor: factor at the last step.
     """
-    return _by_share(optimizer, lambda done: _half_cosine(1.0, min_factor, done), total_steps, epoch_steps, **options)
+    return _schedule(
+        optimizer, lambda _, share: _half_cosine(1.0, min_factor, share), total_steps, epoch_steps, **options
+    )
 
 
 def step(
@@ -111,9 +110,11 @@ def step(
         gamma: the factor.
     """
     limits = [milestone * total_steps for milestone in milestones]
-    return _by_step(
-        optimizer, lambda step: gamma ** sum(step >= limit for limit in limits), total_steps, epoch_steps, **options
-    )
+
+    def factor(step: float, share: float) -> float:
+        return gamma ** sum(step >= limit for limit in limits)
+
+    return _schedule(optimizer, factor, total_steps, epoch_steps, **options)
 
 
 def one_cycle(
@@ -134,51 +135,44 @@ def one_cycle(
         min_factor: factor at the last step.
     """
 
-    def factor(done: float) -> float:
-        if done < rise:
-            return _half_cosine(first_factor, 1.0, done / rise)
-        return _half_cosine(1.0, min_factor, (done - rise) / (1 - rise) if rise < 1 else 1.0)
+    def factor(step: float, share: float) -> float:
+        if share < rise:
+            return _half_cosine(first_factor, 1.0, share / rise)
+        return _half_cosine(1.0, min_factor, (share - rise) / (1 - rise) if rise < 1 else 1.0)
 
-    return _by_share(optimizer, factor, total_steps, epoch_steps)
+    return _schedule(optimizer, factor, total_steps, epoch_steps)
 
 
 def _half_cosine(begin: float, end: float, done: float) -> float:
     return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _by_share(
+def _schedule(
     optimizer: Optimizer,
-    factor: Factor,
+    factor: Callable[[float, float], float],
     total_steps: int,
     epoch_steps: int,
     warmup_steps: int = 0,
     warmup_epochs: float = 0.0,
     by: str = "step",
 ) -> FactorLR:
-    """Build a schedule whose factor depends on the share of the steps after the warm-up that is done, 0..1."""
-    warmup = warmup_steps + round(warmup_epochs * epoch_steps)
-    length = max(1, total_steps - warmup)
-    done: Factor = lambda step: min(1.0, max(0, step - warmup) / length)  # noqa: E731
-    return _by_step(optimizer, lambda step: factor(done(step)), total_steps, epoch_steps, warmup, by=by)
+    """Build a schedule that begins with a linear warm-up from 1 / (warm-up steps + 1).
 
-
-def _by_step(
-    optimizer: Optimizer,
-    factor: Factor,
-    total_steps: int,
-    epoch_steps: int,
-    warmup_steps: int = 0,
-    warmup_epochs: float = 0.0,
-    by: str = "step",
-) -> FactorLR:
-    """Build a schedule whose factor depends on the step, after a linear warm-up from 1 / (warm-up steps + 1)."""
+    Args:
+        optimizer: its learning rate is scheduled.
+        factor: (steps done, share that is done of the steps after the warm-up, 0..1) -> factor of the rate.
+        total_steps, epoch_steps, warmup_steps, warmup_epochs, by: as of the schedules.
+    """
     if by not in ("step", "epoch"):
         raise ValueError(f"by={by!r}: give scheduler.by=step or scheduler.by=epoch")
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
+    length = max(1, total_steps - warmup)
 
     def with_warmup(step: float) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return factor(step // epoch_steps * epoch_steps if by == "epoch" else step)
+        if by == "epoch":
+            step = step // epoch_steps * epoch_steps
+        return factor(step, min(1.0, max(0, step - warmup) / length))
 
     return FactorLR(optimizer, with_warmup)
