@@ -43,7 +43,7 @@ A sampler takes n_samples, batch_size, rank, world_size, and the arguments in th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +74,19 @@ def dataset(node: DictConfig | None) -> Any:
 @contextmanager
 def datasets(cfg: DictConfig) -> Iterator[tuple[Any, Any]]:
     """Build the training set and the validation set (or None), and close them at the end."""
-    with ExitStack() as stack:
-        built = []
-        for node in (cfg.data.train, cfg.data.get("val")):
-            built.append(dataset(node))
-            if hasattr(built[-1], "close"):
-                stack.callback(built[-1].close)
-        yield built[0], built[1]
+    with opened(cfg.data.train) as train_set, opened(cfg.data.get("val")) as val_set:
+        yield train_set, val_set
+
+
+@contextmanager
+def opened(node: DictConfig | None) -> Iterator[Any]:
+    """Build a data set, see `dataset`, and close it at the end."""
+    built = dataset(node)
+    try:
+        yield built
+    finally:
+        if hasattr(built, "close"):
+            built.close()
 
 
 def built_once(node: DictConfig) -> bool:

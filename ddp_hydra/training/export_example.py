@@ -81,8 +81,7 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
     cfg = trained.cfg
-    data = build_data.dataset(cfg.data.get(split) or cfg.data.train)
-    try:
+    with build_data.opened(cfg.data.get(split) or cfg.data.train) as data:
         loader = build_data.loader(cfg, data, trained.device, channels_last=False)
         if streams.is_stream(data):
             with closing(loader.each_once(SIZES[0], 0, 1)) as batches:  # type: ignore[type-var]
@@ -96,9 +95,6 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
             )
         task = builders.task(cfg, trained.classes, trained.device)
         return called_with(trained.model, lambda: task.predict(trained.model, batch))
-    finally:
-        if hasattr(data, "close"):
-            data.close()
 
 
 def called_with(model: nn.Module, call: Callable[[], Any]) -> Example:

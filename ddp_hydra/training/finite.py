@@ -103,9 +103,9 @@ def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[
         buffers: names of the model's buffers; only those in `STATISTICS` are checked.
     """
     unchecked = {name for name in buffers if name.rpartition(".")[2] not in STATISTICS}
-    return [
-        name for name, tensor in _checked(content, unchecked) if tensor.is_floating_point() and not _is_finite(tensor)
-    ]
+    tensors = [(name, tensor) for name, tensor in _checked(content, unchecked) if tensor.is_floating_point()]
+    # The sum is checked first: it needs no memory.
+    return [name for name, tensor in tensors if not tensor.sum().isfinite() and not tensor.isfinite().all()]
 
 
 def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -117,8 +117,3 @@ def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[
             for slot, value in slots.items():
                 if isinstance(value, Tensor):
                     yield f"{slot} of parameter {number} in {name}", value
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite. The sum is checked first: it needs no memory."""
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())

@@ -79,12 +79,8 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     seed_numpy_and_python(cfg.seed)  # as in training: all ranks split a data set alike
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
-    data = build_data.dataset(cfg.data[split])
-    try:
+    with build_data.opened(cfg.data[split]) as data:
         yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data, rank, world_size)
-    finally:
-        if hasattr(data, "close"):
-            data.close()
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
