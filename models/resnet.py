@@ -34,20 +34,7 @@ def resnet18(
 def resnet50(
     num_classes: int, weights: str | None = None, small_images: bool = False, norm_momentum: float = 0.1
 ) -> ResNet:
-    """Build a ResNet-50 (23.5 M parameters at 10 classes).
-
-    Args:
-        num_classes: as of `resnet18`.
-        weights: as of `resnet18`, from `ResNet50_Weights`.
-        small_images: as of `resnet18`.
-        norm_momentum: as of `resnet18`.
-
-    Returns:
-        A module: images float (batch, 3, height, width) -> logits (batch, num_classes).
-
-    Raises:
-        ValueError: as `resnet18`.
-    """
+    """Build a ResNet-50 (23.5 M parameters at 10 classes), as `resnet18` does; `weights` is of `ResNet50_Weights`."""
     chosen = _weights(ResNet50_Weights, weights)
     return _adapt(_resnet50(weights=chosen), _positive(num_classes), chosen is not None, small_images, norm_momentum)
 

@@ -160,13 +160,7 @@ def part_length(n_samples: int | None, batch_size: int) -> int:
 
 
 def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
-    """Predict this rank's share of the samples; return the number of all, and why it stopped early, or "".
-
-    Args:
-        run: model and data.
-        done: parts that are there.
-        kind: of the result, see `predictions.KINDS`.
-    """
+    """Predict this rank's share of the parts that aren't done; return the number of all samples, and `interrupted`."""
     cfg, n_samples = run.trained.cfg, len(run.data)
     length = part_length(n_samples, cfg.data.batch_size)
     results.emit("start", {"samples": n_samples, "rows": length})  # on each rank, before its parts
@@ -183,7 +177,7 @@ def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, st
 
 
 def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
-    """Predict this rank's share of an iterable data set; arguments and result as of `send_samples`.
+    """Do as `send_samples` with an iterable data set.
 
     Each rank reads all samples, as their numbers are known only by counting, and predicts every so many parts.
     """

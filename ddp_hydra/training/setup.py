@@ -123,13 +123,7 @@ def build(
 
 
 def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:
-    """Build the sampler of this rank.
-
-    Args:
-        cfg: the resolved config.
-        train_set: the training data.
-        consensus: tells the ranks of a stream when it has ended for one of them.
-    """
+    """Build the sampler of this rank. The ranks of a stream tell each other when it has ended for one of them."""
     sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size())
     if isinstance(sampler, StreamSampler):
         consensus.counts, consensus.take = sampler.counts, sampler.heard
@@ -173,16 +167,7 @@ def build_state(
     kept: Mapping[str, Any] | None,
     saved: dict[str, Any],
 ) -> tuple[State, str]:
-    """Put together what a checkpoint holds, and restore it from one.
-
-    Args:
-        cfg: the resolved config.
-        model: the model.
-        updates: of a step, by name.
-        progress: of the schedules.
-        callbacks: of the user, by their names.
-        kept: the part of the config that checkpoints keep; None: all but the cluster.
-        saved: the checkpoint to resume; empty for none.
+    """Put together what a checkpoint holds, and restore it from `saved`, a checkpoint, unless that is empty.
 
     Returns:
         The state; the settings that differ from the checkpoint's, "" for none.
