@@ -89,8 +89,7 @@ def build(
             header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
         results.emit("start", header, position.step)
 
-    profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision)
-    profiler.check_length(total_steps)
+    profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision, total_steps)
     callbacks = state.extras.get("callbacks") or Callbacks({}, state)
     run = Run(
         cfg=cfg,

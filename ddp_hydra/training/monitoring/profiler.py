@@ -44,31 +44,27 @@ class Profiler:
         model: the model inside DDP.
         device: of the model.
         precision: trainer.precision.
+        total_steps: of the run.
+
+    Raises:
+        ConfigError: the run is too short for the profile.
     """
 
-    def __init__(self, steps: int, rank: int, model: nn.Module, device: torch.device, precision: str) -> None:
+    def __init__(
+        self, steps: int, rank: int, model: nn.Module, device: torch.device, precision: str, total_steps: int
+    ) -> None:
+        needed = WARM_UP + steps
+        if steps and total_steps < needed:
+            raise ConfigError(
+                f"trainer.profile_steps={steps} takes {needed} steps with the {WARM_UP} before them, but this run "
+                f"has {total_steps}: give trainer.max_steps={needed} or more, or a smaller trainer.profile_steps"
+            )
         self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
         self.steps_seen = self.samples = 0
         self.cost: flops.Cost | None = None
         self.trace: Any = None
         self.span: Any = None
         self.spent_s: defaultdict[str, float] = defaultdict(float)  # by phase; on a GPU, the time to launch its work
-
-    def check_length(self, steps: int) -> None:
-        """Raise an error if the run is too short for the profile.
-
-        Args:
-            steps: of the run.
-
-        Raises:
-            ConfigError: it is too short.
-        """
-        needed = WARM_UP + self.steps
-        if self.steps and steps < needed:
-            raise ConfigError(
-                f"trainer.profile_steps={self.steps} takes {needed} steps with the {WARM_UP} before them, but this run "
-                f"has {steps}: give trainer.max_steps={needed} or more, or a smaller trainer.profile_steps"
-            )
 
     def count_batch(self, batch: MicroBatch, forward: Callable[[Any], Any]) -> None:
         """Count the samples of a micro-batch; with the first one, count the operations of a sample.
