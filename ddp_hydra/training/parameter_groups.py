@@ -40,7 +40,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
             raise ConfigError(
                 f"trainer.freeze has {pattern!r}, but no parameter has such a name; some names: "
-                f"{', '.join(_some(names))}"
+                f"{', '.join(names if len(names) <= 6 else [*names[:3], '…', *names[-3:]])}"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_chosen(name, patterns))
@@ -56,10 +56,6 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
     return [
         norm for norm in norms if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters())
     ]
-
-
-def _some(names: list[str]) -> list[str]:
-    return names if len(names) <= 6 else [*names[:3], "…", *names[-3:]]
 
 
 def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:

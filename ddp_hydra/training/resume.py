@@ -40,9 +40,8 @@ def restore(state: State, content: dict[str, Any]) -> str:
     state.restore(content)
     for one in settings:
         one.put_back()
-    if (ema := state.extras.get("ema")) is not None and not content.get(
-        "ema"
-    ):  # the checkpoint has no average: start from its weights
+    if (ema := state.extras.get("ema")) is not None and not content.get("ema"):
+        # The checkpoint has no average: start from its weights.
         ema.model.load_state_dict(state.model.state_dict())
     if before != now and _objective(before) != _objective(now):
         state.best = None
@@ -75,7 +74,9 @@ class _Settings:
         self.schedule = {key: vars(scheduler)[key] for key in changed if key in vars(scheduler)}
         self.is_other_schedule = "_target_" in changed
         self.changed = _changed_keys(before, now, "optimizer", name)
-        self.has_other_rates = "lr" in self.changed or any(_base_batch_size(config) for config in (before, now))
+        # If trainer.base_batch_size is set, the learning rate depends on the global batch.
+        by_batch = any((config.get("trainer") or {}).get("base_batch_size") for config in (before, now))
+        self.has_other_rates = "lr" in self.changed or by_batch
 
     def put_back(self) -> None:
         """Replace the checkpoint's settings by those that changed."""
@@ -118,11 +119,6 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: st
         for key in {**old, **new}
         if old.get(key, absent) != new.get(key, absent) or (isinstance(new.get(key), str) and "${" in new[key])
     }
-
-
-def _base_batch_size(config: Mapping[str, Any]) -> Any:
-    """Return trainer.base_batch_size: if it is set, the learning rate depends on the global batch."""
-    return (config.get("trainer") or {}).get("base_batch_size")
 
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:

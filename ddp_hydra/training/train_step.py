@@ -81,14 +81,13 @@ def explained(batch: Any) -> Iterator[None]:
 def _lines(error: BaseException, batch: Any) -> Iterator[str]:
     """Yield lines about the batch, the tensors where the user's code failed, and the model's output if it had one."""
     yield f"the batch: {described(batch)}"
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    numbers = [number for _, number in traceback.walk_tb(error.__traceback__)]
-    for frame, number in reversed(list(zip(frames, numbers, strict=True))):
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, number in reversed(frames):
         path = user_path(frame.f_code.co_filename)
         if path is not None and (found := _tensors(frame)):
             yield f"{path}, line {number}, in {frame.f_code.co_name}: {', '.join(found)}"
             return
-    for frame in reversed(frames):
+    for frame, _ in reversed(frames):
         for name in _OUTPUTS:
             if isinstance(output := frame.f_locals.get(name), Tensor):
                 yield f"the model's output: {described(output)}"
