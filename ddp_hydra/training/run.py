@@ -16,7 +16,7 @@ from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.cadence import Cadence, LogClock
-from ddp_hydra.training.callbacks.caller import Callbacks
+from ddp_hydra.training.callbacks.base import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping

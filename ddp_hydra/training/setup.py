@@ -20,7 +20,7 @@ from ddp_hydra.training import build_data, builders, parameter_groups, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
-from ddp_hydra.training.callbacks.caller import Callbacks
+from ddp_hydra.training.callbacks.base import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter, load_fitting, read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.early_stopping import EarlyStopping
