@@ -141,11 +141,7 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
 
 
 def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
-    """Refuse what needs the length of an epoch, where nobody knows it.
-
-    Raises:
-        ConfigError: it says what to give.
-    """
+    """Refuse what needs the length of an epoch, where nobody knows it."""
     needs = []
     if cfg.trainer.max_steps is None:
         needs.append(f"trainer.epochs={cfg.trainer.epochs} without trainer.max_steps")

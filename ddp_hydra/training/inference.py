@@ -45,15 +45,11 @@ class Opened:
         trained: the model.
         task: says what a prediction is.
         data: the data set.
-        rank: this rank.
-        world_size: number of ranks.
     """
 
     trained: Trained
     task: Task
     data: Any
-    rank: int
-    world_size: int
 
 
 @contextmanager
@@ -67,7 +63,6 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     """
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     content = from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
     split, other = job["split"], {"train": "data.val", "val": "data.train"}[job["split"]]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], without=[other])
@@ -80,7 +75,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
     with build_data.opened(cfg.data[split]) as data:
-        yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data, rank, world_size)
+        yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data)
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
@@ -96,7 +91,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
     """
     with opened(job, files["checkpoint"]) as run:
         cfg, trained = run.trained.cfg, run.trained
-        check_labels(run.data, trained.classes, run.rank)
+        check_labels(run.data, trained.classes)
         evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.channels_last)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
@@ -110,12 +105,12 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
         }
 
 
-def check_labels(data: Any, classes: Classes, rank: int) -> None:
+def check_labels(data: Any, classes: Classes) -> None:
     """Refuse a data set without labels; warn if its classes are not those of the model."""
     if not getattr(data, "labelled", True):
         raise ConfigError(f"{type(data).__name__} has no labels here, so there is nothing to compare with: use predict")
     own = Classes.of(data).classes
-    if rank == 0 and own and classes.classes and own != classes.classes:
+    if dist.get_rank() == 0 and own and classes.classes and own != classes.classes:
         results.warn(
             f"the data set's classes are {shown(own)}, and the model was trained on {shown(classes.classes)}: the "
             "metrics compare their numbers"
@@ -166,7 +161,8 @@ def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, st
     results.emit("start", {"samples": n_samples, "rows": length})  # on each rank, before its parts
     missing = [part for part in range(-(-n_samples // length)) if part not in done]
     # Neighbouring parts go to one rank, which then opens few shards.
-    share = [len(missing) * rank // run.world_size for rank in (run.rank, run.rank + 1)]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    share = [len(missing) * one // ranks for one in (rank, rank + 1)]
     batches = [
         list(range(begin, min(begin + cfg.data.batch_size, n_samples)))
         for part in missing[slice(*share)]
@@ -183,12 +179,13 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     """
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
-    reader = streams.whole(run.data, run.world_size, cfg.data.get("shard_by"), heartbeat.progress)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    reader = streams.whole(run.data, ranks, cfg.data.get("shard_by"), heartbeat.progress)
     results.emit("start", {"samples": None, "rows": length})
 
     def wanted(first: int) -> bool:
         part = first // length
-        return part % run.world_size == run.rank and part not in done
+        return part % ranks == rank and part not in done
 
     loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last)
     assert isinstance(loader, streams.StreamLoader)

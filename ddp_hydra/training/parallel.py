@@ -248,11 +248,6 @@ def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: DDP) -> Cal
 
 
 def _ranks_per_host() -> int:
-    """Return the number of ranks of each host.
-
-    Raises:
-        ConfigError: some hosts have more than others.
-    """
     local = _ranks_on_host()
     every = set(gather_objects(local))
     if len(every) > 1:
@@ -264,7 +259,6 @@ def _ranks_per_host() -> int:
 
 
 def _ranks_on_host() -> int:
-    """Return the number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 

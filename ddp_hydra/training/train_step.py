@@ -95,6 +95,5 @@ def _lines(error: BaseException, batch: Any) -> Iterator[str]:
 
 
 def _tensors(frame: FrameType) -> list[str]:
-    """Describe the tensors among the variables of a function."""
     found = [f"{name} {described(value)}" for name, value in frame.f_locals.items() if isinstance(value, Tensor)]
     return found[:_SHOWN]

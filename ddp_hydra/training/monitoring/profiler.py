@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import shutil
 import tempfile
 import time
@@ -142,7 +140,6 @@ class Profiler:
         return "\n".join(lines) + "\n"
 
     def _computed(self, total_s: float) -> list[str]:
-        """Return the lines about the operations of the model."""
         assert self.cost is not None
         if not self.cost.forward:
             return ["Operations: torch can't count those of this model."]
@@ -171,8 +168,7 @@ class Profiler:
 
 def _export(profiler: Any, target: Path) -> None:
     """Write the trace, compressed, in the format of Perfetto and TensorBoard."""
-    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, contextlib.ExitStack() as stack:
-        plain = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(plain))
-        source = stack.enter_context(plain.open("rb"))
-        shutil.copyfileobj(source, stack.enter_context(gzip.open(target, "wb")))
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
+        packed = Path(folder) / "trace.json.gz"  # torch compresses by this name
+        profiler.export_chrome_trace(str(packed))
+        shutil.copyfile(packed, target)
