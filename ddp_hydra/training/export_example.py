@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_hydra.data import streams
-from ddp_hydra.data.batch import mapped, tensors
+from ddp_hydra.data.batch import described, mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import build_data, builders
 from ddp_hydra.training.load_run import Trained
@@ -62,11 +62,7 @@ class Example:
     def described(self) -> Mapping[str, str]:
         """Return the shape and type of each argument."""
         named = {**{f"input {number}": part for number, part in enumerate(self.args)}, **self.kwargs}
-        return {
-            name: f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
-            for name, part in named.items()
-            if isinstance(part, Tensor)
-        }
+        return {name: described(part) for name, part in named.items() if isinstance(part, Tensor)}
 
 
 def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) -> Example:

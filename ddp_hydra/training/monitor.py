@@ -82,15 +82,6 @@ class Monitor:
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
 
-    def restart_interval(self, samples: int) -> None:
-        """Forget what was counted since the last interval: its steps are taken again.
-
-        Args:
-            samples: samples that all ranks have seen at the step to which the run went back.
-        """
-        self.meter.clear()
-        self.throughput.interval(samples)
-
     def totals(self, samples: int) -> dict[str, Any]:
         """Return the time, the speed, the cost of data and exchange, and the slowest rank of the whole run."""
         return {

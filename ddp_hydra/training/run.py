@@ -171,7 +171,8 @@ class Run:
         if not self.nonfinite.handle(found, self.rank, samples):
             return False
         self.stop = 0  # the next step will stop the run: only then there is something to save
-        self.monitor.restart_interval(self.position.samples)
+        self.monitor.meter.clear()  # the steps since the last logged point are taken again
+        self.monitor.throughput.interval(self.position.samples)
         return True
 
     def advance(self, updated: bool) -> None:

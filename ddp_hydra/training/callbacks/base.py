@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,26 +187,21 @@ class Callbacks:
             ConfigError: a callback has changed the training without `changes_training`.
         """
         for name, callback in self.callbacks.items():
-            with self._unchanged(name, callback):
-                getattr(callback, f"on_{event}")(self.view)
-
-    @contextmanager
-    def _unchanged(self, name: str, callback: Callback) -> Iterator[None]:
-        modes = [(module, module.training) for module in self.state.model.modules()]
-        before = self._fingerprint()
-        yield
-        for module, mode in modes:
-            module.training = mode
-        unfroze = self.state.unfrozen != before["unfrozen"]
-        if callback.changes_training or unfroze:
-            return
-        after = self._fingerprint()
-        if changed := [what for what, value in before.items() if value != after[what]]:
-            raise ConfigError(
-                f"callbacks.{name} ({type(callback).__name__}) has changed {' and '.join(changed)}, which a resumed "
-                "run would not repeat: use run.unfreeze(...) to train frozen parameters, or set changes_training=True "
-                "in its class, and keep in its state_dict() what a resume needs"
-            )
+            modes = [(module, module.training) for module in self.state.model.modules()]
+            before = self._fingerprint()
+            getattr(callback, f"on_{event}")(self.view)
+            for module, mode in modes:
+                module.training = mode
+            unfroze = self.state.unfrozen != before["unfrozen"]
+            if callback.changes_training or unfroze:
+                continue
+            after = self._fingerprint()
+            if changed := [what for what, value in before.items() if value != after[what]]:
+                raise ConfigError(
+                    f"callbacks.{name} ({type(callback).__name__}) has changed {' and '.join(changed)}, which a "
+                    "resumed run would not repeat: use run.unfreeze(...) to train frozen parameters, or set "
+                    "changes_training=True in its class, and keep in its state_dict() what a resume needs"
+                )
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return numbers that change when the training is changed."""
