@@ -16,6 +16,7 @@ from ddp_hydra.training import build_data, builders, header, setup
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.schedule_progress import steps_in_epoch
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
 
@@ -36,7 +37,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     device = builders.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build_data.sampler(cfg, train_set, 0, world_size)
-    epoch_steps = header.steps_in_epoch(sampler)
+    epoch_steps = steps_in_epoch(sampler)
     builders.set_float32(cfg)
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
     task, meter = builders.task(cfg, train_set, device), Meter(device)

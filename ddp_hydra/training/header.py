@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training.monitoring.data_stats import skipped_by
-from ddp_hydra.training.schedule_progress import planned_steps
+from ddp_hydra.training.schedule_progress import steps_in_epoch
 from ddp_hydra.training.state import Position
 
 
@@ -53,12 +52,6 @@ def describe(
         )
     of_epochs = {"epochs": -(-total_steps // epoch_steps), "steps_per_epoch": epoch_steps} if epoch_steps else {}
     return {"lines": lines, "total_steps": total_steps, **of_epochs, "world_size": world_size}
-
-
-def steps_in_epoch(sampler: Any) -> int | None:
-    """Return how many steps an epoch has; None if nobody knows."""
-    length = planned_steps(sampler)
-    return int(length) if length < math.inf else None
 
 
 def samples_in(train_set: Any, val_set: Any) -> str:

@@ -159,9 +159,7 @@ def _schedule(
     """Build a schedule that begins with a linear warm-up from 1 / (warm-up steps + 1).
 
     Args:
-        optimizer: its learning rate is scheduled.
         factor: (steps done, share that is done of the steps after the warm-up, 0..1) -> factor of the rate.
-        total_steps, epoch_steps, warmup_steps, warmup_epochs, by: as of the schedules.
     """
     if by not in ("step", "epoch"):
         raise ValueError(f"by={by!r}: give scheduler.by=step or scheduler.by=epoch")

@@ -105,11 +105,7 @@ class _Settings:
 def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
     """Return the keys of a section whose values changed. A value that interpolates another key may have changed.
 
-    Args:
-        before: the checkpoint's config.
-        now: the new config.
-        section: of the config.
-        name: of an update that may have a node of its own in the section.
+    The update called `name` may have a node of its own in the section.
     """
     old, new = (config.get(section) or {} for config in (before, now))
     old, new = (node.get(name) or {} if name and "_target_" not in node else node for node in (old, new))

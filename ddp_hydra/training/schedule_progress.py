@@ -29,11 +29,11 @@ class ScheduleProgress:
     """
 
     def __init__(self, epochs: int | None, max_steps: int | None, sampler: Any, position: Position) -> None:
-        length = planned_steps(sampler)
-        self.epochs = epochs if length < math.inf else None
+        length = steps_in_epoch(sampler)
+        self.epochs = epochs if length is not None else None
         self.max_steps, self.sampler, self.position = max_steps, sampler, position
         self.global_batch: int = sampler.global_batch
-        self.epoch_steps = int(length) if length < math.inf else 0
+        self.epoch_steps = length or 0
         self.taken = 0
 
     @property
@@ -85,6 +85,12 @@ class ScheduleProgress:
         self.global_batch = int(state["global_batch"])
         self.epoch_steps = int(state["epoch_steps"]) or self.epoch_steps
         self.taken = int(state["taken"])
+
+
+def steps_in_epoch(sampler: Any) -> int | None:
+    """Return how many steps an epoch has; None if nobody knows."""
+    length = planned_steps(sampler)
+    return int(length) if length < math.inf else None
 
 
 def planned_steps(sampler: Any, position: int = 0) -> float:
