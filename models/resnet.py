@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from torchvision.models import ResNet, ResNet18_Weights, ResNet50_Weights, WeightsEnum
 from torchvision.models import resnet18 as _resnet18
@@ -27,41 +29,37 @@ def resnet18(
     Raises:
         ValueError: `weights` is not a known name, or `num_classes` is not a positive number.
     """
-    chosen = _weights(ResNet18_Weights, weights)
-    return _adapt(_resnet18(weights=chosen), _positive(num_classes), chosen is not None, small_images, norm_momentum)
+    return _build(_resnet18, ResNet18_Weights, num_classes, weights, small_images, norm_momentum)
 
 
 def resnet50(
     num_classes: int, weights: str | None = None, small_images: bool = False, norm_momentum: float = 0.1
 ) -> ResNet:
     """Build a ResNet-50 (23.5 M parameters at 10 classes), as `resnet18` does; `weights` is of `ResNet50_Weights`."""
-    chosen = _weights(ResNet50_Weights, weights)
-    return _adapt(_resnet50(weights=chosen), _positive(num_classes), chosen is not None, small_images, norm_momentum)
+    return _build(_resnet50, ResNet50_Weights, num_classes, weights, small_images, norm_momentum)
 
 
-def _weights(known: type[WeightsEnum], name: str | None) -> WeightsEnum | None:
-    if name is None:
-        return None
-    if name not in known.__members__:
+def _build(
+    build: Callable[..., ResNet],
+    known: type[WeightsEnum],
+    num_classes: int,
+    weights: str | None,
+    small_images: bool,
+    norm_momentum: float,
+) -> ResNet:
+    """Build a network; replace its last layer and its stem as needed, and set the momentum of the norms."""
+    if weights is not None and weights not in known.__members__:
         raise ValueError(
-            f"there are no weights {name!r}; allowed are null and {', '.join(known.__members__)}: "
+            f"there are no weights {weights!r}; allowed are null and {', '.join(known.__members__)}: "
             "type model.weights=null or one of these"
         )
-    return known[name]
-
-
-def _positive(num_classes: int) -> int:
+    network = build(weights=None if weights is None else known[weights])
     if not isinstance(num_classes, int) or num_classes < 1:
         raise ValueError(
             f"num_classes is {num_classes!r}, and must be a positive whole number: type "
             "model.num_classes=10, or use a data set that has `classes`"
         )
-    return num_classes
-
-
-def _adapt(network: ResNet, num_classes: int, pretrained: bool, small_images: bool, norm_momentum: float) -> ResNet:
-    """Replace the last layer and the stem as needed, and set the momentum of the norms."""
-    if not (pretrained and num_classes == network.fc.out_features):
+    if weights is None or num_classes != network.fc.out_features:
         network.fc = nn.Linear(network.fc.in_features, num_classes)
     if small_images:
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
