@@ -65,20 +65,7 @@ class StepConsensus:
                 otherwise it travels by itself.
         """
         if callable(good):
-            return functools.cache(lambda: self._cast(good(), stop, log)())
-        return self._cast(good, stop, log, send_along)
-
-    def decide(self, good: bool = True, stop: int = 0) -> Decision:
-        """Cast this rank's vote, see `vote`, and wait for the decision. A collective."""
-        return self.vote(good, stop)()
-
-    def _cast(
-        self,
-        good: bool,
-        stop: int,
-        log: bool,
-        send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None,
-    ) -> Callable[[], Decision]:
+            return functools.cache(lambda: self.vote(good(), stop, log)())
         counts = (-count for count in self.counts())
         # All are reduced to their maximum over the ranks.
         votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts])
@@ -95,6 +82,10 @@ class StepConsensus:
             return Decision(stop, self.world_size - bad if bad else None, bool(log))
 
         return decision
+
+    def decide(self, good: bool = True, stop: int = 0) -> Decision:
+        """Cast this rank's vote, see `vote`, and wait for the decision. A collective."""
+        return self.vote(good, stop)()
 
     def gather(self, *parts: list[float]) -> list[list[list[float]]]:
         """Gather lists of numbers from all ranks, in one exchange. A collective.
