@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, plain, shorten
@@ -175,10 +175,8 @@ class Failure:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that summary.json shows."""
-        fields = asdict(self)
-        return {
-            key: fields[key] for key in ("kind", "rank", "host", "attempt", "step", "message", "place", "traceback")
-        }
+        names = ("kind", "rank", "host", "attempt", "step", "message", "place", "traceback")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_end(cls, end: Mapping[str, Any], rank: int, host: str, attempt: int) -> Failure | None:

@@ -171,7 +171,9 @@ class Gang(Settings):
             workers = reservation.reserve(topic, self.queue_timeout_s, checks.probe_ahead)
             checks.check(workers)
             while True:
-                self.workers_on_host = self.count_workers() if self.sweep else Counter()
+                if self.sweep:  # those of its other jobs count, too
+                    known = self.client.scheduler_info(n_workers=-1)["workers"].values()
+                    self.workers_on_host = Counter(worker["host"] for worker in known)
                 self.attempt = Attempt(
                     self, number, topic, placement.plan(workers), self.interrupts, self.read, self.launch_spec
                 )
@@ -188,10 +190,6 @@ class Gang(Settings):
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
-
-    def count_workers(self) -> Counter[str]:
-        """Return the number of workers on each host, those of other jobs included."""
-        return Counter(worker["host"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values())
 
     def check_stop(self) -> None:
         """Raise KeyboardInterrupt if a gang that runs in the background is to end."""

@@ -146,7 +146,8 @@ class Watchdog:
         """
         running = [(self.specs[rank], self.futures[rank]) for rank in self.rank_states.running]
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
-        if self.client_is_closed or any(future.status in ("cancelled", "lost") for _, future in running):
+        is_closed = self.settings.client.status == "closed"
+        if is_closed or any(future.status in ("cancelled", "lost") for _, future in running):
             how = "is lost, or was restarted"
             if self.health.away_s > SUSPENDED_S:
                 how = f"has given the workers to others: this program was suspended for {self.health.away_s:.0f} s"
@@ -167,11 +168,6 @@ class Watchdog:
         if late and time.monotonic() - self.begun_at > self.settings.start_timeout_s:
             message = f"rank {ranges(late)} of {len(self.specs)} {how}"
             self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
-
-    @property
-    def client_is_closed(self) -> bool:
-        """Return whether Dask's client is closed."""
-        return self.settings.client.status == "closed"
 
     def scheduler_lost(self, how: str) -> SchedulerLost:
         """Return the error for a lost scheduler, and call it no more."""

@@ -75,7 +75,7 @@ class Launcher:
         self.stack.callback(os.close, self.output)
         their_output = self.stack.enter_context(os.fdopen(output, "wb", buffering=0))
         share = self.share()
-        launch_file = self.stack.enter_context(self.write_launch_file(share))
+        launch_file = self.write_launch_file(share)
         fds = [theirs.fileno(), their_output.fileno(), shared_status_fd, launch_file.fileno()]
         up: dict[str, Any] = {}
         if spec.rank == 0:
@@ -168,14 +168,13 @@ class Launcher:
                 "nanny": os.getppid() if self.worker.nanny else 0,
             },
         }
-        with ExitStack() as stack:
-            if hasattr(os, "memfd_create"):
-                file: IO[bytes] = stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))
-            else:
-                file = stack.enter_context(tempfile.TemporaryFile())
-            file.write(json.dumps(header).encode() + b"\n" + launch_spec.call)
-            file.flush()
-            stack.pop_all()
+        file: IO[bytes]
+        if hasattr(os, "memfd_create"):
+            file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))
+        else:
+            file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        file.write(json.dumps(header).encode() + b"\n" + launch_spec.call)
+        file.flush()
         return file
 
     def with_room(self, action: Callable[[], T]) -> T:

@@ -46,7 +46,7 @@ class RecordRelay:
         unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
         end: data of the rank's end record. It is not passed on: the rank task sends it when the process has ended.
         tail: the last output of the rank.
-        captured: output since `capture` was called; None if it was not.
+        captured: a copy of the output since this was set to b""; None before.
     """
 
     def __init__(self, worker: Worker, launch_spec: LaunchSpec, selector: selectors.BaseSelector) -> None:
@@ -83,10 +83,6 @@ class RecordRelay:
         """Note that the client has processed so many bytes."""
         self.unacknowledged -= size
         self._update_selector()
-
-    def capture(self) -> None:
-        """Keep a copy of the output from now on."""
-        self.captured = b""
 
     def log(self, text: str) -> None:
         """Add a text to the rank's log."""

@@ -217,7 +217,7 @@ class RankTask:
         """Have the rank print its stacks; a suspended process has to be woken for it."""
         if self.stack_until is None:
             self.stack_until = time.monotonic() + STACK_S
-            self.relay.capture()
+            self.relay.captured = b""
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 self.signal(number, alone=True)
 
