@@ -22,10 +22,9 @@ from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import WorkerClient
-from ddp_hydra.errors import RankFailed, RecordError
+from ddp_hydra.errors import RankFailed, RecordError, explain
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
-from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.storage import retry

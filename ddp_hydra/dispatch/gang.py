@@ -34,8 +34,7 @@ from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.dispatch.worker_checks import WorkerChecks
-from ddp_hydra.errors import ClusterError, ConfigError, RankFailed
-from ddp_hydra.rank.failure import explain
+from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
 from ddp_hydra.writers.run_dir import next_attempt

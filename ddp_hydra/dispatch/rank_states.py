@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 from ddp_hydra.dispatch.health import HealthMonitor
-from ddp_hydra.errors import Failure, JobFailed, RankFailed
-from ddp_hydra.rank.failure import explain, root_cause
+from ddp_hydra.errors import Failure, JobFailed, RankFailed, explain, root_cause
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 

@@ -22,9 +22,8 @@ from ddp_hydra.dispatch.gang import Gang
 from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
 from ddp_hydra.dispatch.unread_records import UnreadRecords
-from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, JobFailed, RankFailed
+from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, JobFailed, RankFailed, explain
 from ddp_hydra.rank import inbox, return_values
-from ddp_hydra.rank.failure import explain
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG, Channel, Outcome, connect
 from ddp_hydra.rank.torchrun_task import TorchrunTask, TorchrunWorker

@@ -15,5 +15,5 @@ fault_injection faults on purpose
 environment network gpus processes               of this host; processes that a rank leaves behind
 garbage         Python's search for garbage, while modules are imported
 lazy_dynamo     imports torch's compiler only when something is compiled
-spec failure return_values            data that goes to the rank and comes back
+spec return_values                    data that goes to the rank and comes back
 """

@@ -22,10 +22,9 @@ from typing import Any
 import psutil
 from distributed import Worker, get_worker
 
-from ddp_hydra.errors import ConfigError, DiskFull
+from ddp_hydra.errors import ConfigError, DiskFull, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
 from ddp_hydra.rank import inbox, outbox
-from ddp_hydra.rank.failure import describe_exit
 from ddp_hydra.rank.launcher import Launcher, Stopped
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordRelay, publish
 from ddp_hydra.rank.spec import LaunchSpec

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.errors import Failure
-from ddp_hydra.rank.failure import describe_exit, explain, root_cause
+from ddp_hydra.errors import Failure, describe_exit, explain, root_cause
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
 
