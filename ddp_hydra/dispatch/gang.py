@@ -29,9 +29,9 @@ from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, check_arguments, pickled, show, signature_of
+from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.settings import Settings
-from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.dispatch.worker_checks import WorkerChecks
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain

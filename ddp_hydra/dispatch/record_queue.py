@@ -1,4 +1,4 @@
-"""Queues the records of a gang, and has them read on a thread of its own.
+"""Queues the records of a gang, has them read on a thread of its own, and counts those that nobody reads.
 
 Fetching a checkpoint, or waiting for room on a full disk, may take a minute. Meanwhile the client must still notice
 that a rank dies.
@@ -11,13 +11,17 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
+from ddp_hydra.console.text import counted
 from ddp_hydra.results import Record
 
 log = logging.getLogger(__name__)
 CLOSE_S = 5.0
 """Seconds that the end waits for the record that is being read."""
+FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "file": "file"}
+"""Kinds of records that `results.log`, `text`, `image` and `submit` send, with a name for one record."""
 
 
 class RecordQueue:
@@ -103,3 +107,30 @@ class RecordQueue:
                     self.resume.wait()
             self.busy = None
             self.read_count += 1
+
+
+class UnreadRecords:
+    """Counts dropped records by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bytes = 0
+
+    def note(self, record: Record) -> None:
+        """Count a record, if it is one of `results.*`."""
+        if record.kind in FOR_READERS:
+            self.counts[record.kind] += 1
+            size = record.data.get("size", 0)
+            self.bytes += size if isinstance(size, int) and size > 0 else 0
+
+    def sentence(self) -> str:
+        """Say what was dropped and how to receive it; "" if nothing was."""
+        if not self.counts:
+            return ""
+        named = [counted(self.counts[kind], name) for kind, name in FOR_READERS.items() if self.counts[kind]]
+        size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
+        return (
+            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; have it "
+            "written with run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
+            "and files in there with the gang's fetch(record, path)"
+        )

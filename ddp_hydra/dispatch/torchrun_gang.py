@@ -19,9 +19,9 @@ from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call
 from ddp_hydra.dispatch.gang import Gang
+from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
-from ddp_hydra.dispatch.unread_records import UnreadRecords
 from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, JobFailed, RankFailed, explain
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.spec import RankSpec
