@@ -111,27 +111,20 @@ class TorchrunAttempt(Attempt):
 
     Args:
         gang: its settings.
-        number: of the attempt.
-        specs: the ranks' places.
         own: the rank task of rank 0.
-        job: how the ranks work, see `torchrun_rank.run`; and `run_dir`, the path of the run directory.
-        read: called with this attempt and each record that is not for it, on another thread.
+        job: how the ranks work, see `torchrun_rank.run`.
+        run_dir: the path of the run directory.
     """
 
     watchdog_class = TorchrunWatchdog
 
-    def __init__(
-        self,
-        gang: Gang,
-        number: int,
-        specs: list[RankSpec],
-        own: TorchrunTask,
-        job: Mapping[str, Any],
-        read: Callable[[Attempt, Record], None],
-    ) -> None:
-        self.own, self.job = own, job
-        self.server = Server(own.spec, self.put, self.note_host, self.note_loss)
-        super().__init__(gang, number, GANG, specs, gang.interrupts, read, gang.launch_spec)
+    def __init__(self, gang: Gang, own: TorchrunTask, job: Mapping[str, Any], run_dir: str) -> None:
+        self.own, self.job, self.run_dir = own, job, run_dir
+        first = own.spec
+        specs = [replace(first, rank=rank, worker=f"rank {rank}", host="a host") for rank in range(first.world_size)]
+        specs[0] = first
+        self.server = Server(first, self.put, self.note_host, self.note_loss)
+        super().__init__(gang, gang.first_attempt, GANG, specs, gang.interrupts, gang.read, gang.launch_spec)
 
     def reach_workers(self) -> WorkerClient:
         """Return the processes that torchrun has started."""
@@ -147,9 +140,8 @@ class TorchrunAttempt(Attempt):
         own = Thread(target=self.own.run_to_end, name="ddp_hydra-rank-task", daemon=True)
         self.own.own_worker.send_by(self.put)
         self.server.thread.start()
-        job = dict(self.job)
-        server = self.server.describe() | {"run_dir": job.pop("run_dir")}
-        self.own.give(call, attempt=self.number, server=server, **job)
+        server = self.server.describe() | {"run_dir": self.run_dir}
+        self.own.give(call, attempt=self.number, server=server, **self.job)
         own.start()
         try:
             yield

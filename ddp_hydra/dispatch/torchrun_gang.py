@@ -19,8 +19,6 @@ from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call
 from ddp_hydra.dispatch.gang import Gang
-from ddp_hydra.dispatch.record_queue import UnreadRecords
-from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
 from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, JobFailed, RankFailed, explain
 from ddp_hydra.rank import inbox, return_values
@@ -50,16 +48,11 @@ class TorchrunGang(Gang):
         Args:
             call_of: returns what it runs, for its number and world size.
         """
-        first = self.own.spec
-        specs = [replace(first, rank=rank, worker=f"rank {rank}", host="a host") for rank in range(first.world_size)]
-        specs[0] = first
-        self.restarts, self.unread = Restarts(0), UnreadRecords()
-        job = {**self.job, "run_dir": self.run_dir_path, "numbers": self.numbers}
+        job = {**self.job, "numbers": self.numbers}
         with self.interrupts.caught(self.grace_s > 0):
-            attempt = TorchrunAttempt(self, self.first_attempt, specs, self.own, job, self.read)
-            self.attempt = attempt
+            self.attempt = attempt = TorchrunAttempt(self, self.own, job, self.run_dir_path)
             try:
-                return self.run_attempt(attempt, call_of(self.first_attempt, first.world_size))
+                return self.run_attempt(attempt, call_of(self.first_attempt, len(attempt.specs)))
             except RankFailed as error:
                 self.decide_restart(error)  # which notes the attempt, and raises
                 raise
