@@ -83,8 +83,8 @@ def start(
 
 
 def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | None) -> Gang:
-    signature = signature_of(fn)
-    if run_dir is not None and signature is not None and "run_dir" in signature.parameters:
+    signature = None if run_dir is None else signature_of(fn)
+    if signature is not None and "run_dir" in signature.parameters:
         raise ConfigError(
             "the function has a parameter run_dir itself, so that it is not known whose this one is: type "
             "dispatch.Gang(client, run_dir=<folder>).run(function, ..., run_dir=<the function's>)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from ddp_hydra.cluster.scheduler_plugin import natural
 from ddp_hydra.rank.spec import RankSpec
 
 
@@ -13,19 +14,17 @@ def plan(workers: Mapping[str, str]) -> list[RankSpec]:
     Args:
         workers: worker address -> host.
     """
-    from ddp_hydra.cluster.scheduler_plugin import natural  # it imports Dask, which --help does not need
-
     by_host: dict[str, list[str]] = {}
     for address in sorted(workers, key=natural):
         by_host.setdefault(workers[address], []).append(address)
-    return [
-        RankSpec(rank, len(workers), local_rank, len(by_host[host]), node_rank, address, host, len(by_host))
-        for rank, (node_rank, host, local_rank, address) in enumerate(
-            (node_rank, host, local_rank, address)
-            for node_rank, (host, addresses) in enumerate(by_host.items())
-            for local_rank, address in enumerate(addresses)
-        )
-    ]
+    specs: list[RankSpec] = []
+    for node_rank, (host, addresses) in enumerate(by_host.items()):
+        for local_rank, address in enumerate(addresses):
+            rank = len(specs)
+            specs.append(
+                RankSpec(rank, len(workers), local_rank, len(addresses), node_rank, address, host, len(by_host))
+            )
+    return specs
 
 
 def ranges(numbers: Iterable[int]) -> str:
