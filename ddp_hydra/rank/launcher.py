@@ -134,9 +134,8 @@ class Launcher:
         wanted = environment.preferred_gpu(spec)
         if environment.is_placed():
             seen = seen[:1]
-        owner = self.launch_spec.owner or self.launch_spec.gang
         share = self.stack.enter_context(
-            device_leases.acquire(owner, spec.local_world_size, self.cores(), seen, wanted)
+            device_leases.acquire(self.launch_spec.owner, spec.local_world_size, self.cores(), seen, wanted)
         )
         if share.others_on_gpu and share.position is not None:
             self.relay.log_sentence(
@@ -154,7 +153,6 @@ class Launcher:
         ranks = max(spec.local_world_size + share.other_ranks, launch_spec.ranks_on_host)
         header = {
             "spec": asdict(spec),
-            "gang": launch_spec.gang,
             "attempt": launch_spec.attempt,
             "backend": launch_spec.backend,
             "timeout_s": launch_spec.timeout_s,

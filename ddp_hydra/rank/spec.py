@@ -52,7 +52,7 @@ class LaunchSpec:
         ports: first and last port allowed for the rendezvous, None for any free one.
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
-        owner: the gang's name, without its attempt; "" for `gang`.
+        owner: the gang's name, without its attempt.
         keep_warm_s: how long the host's fork server stays after its last rank.
         ranks_on_host: that a sweep may have there at the same time, so that its jobs get equally many threads whichever
             starts first; 0 outside of a sweep.

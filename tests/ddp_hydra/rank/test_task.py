@@ -150,7 +150,7 @@ def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_u
             assert os.fstat(launch_file.fileno()).st_nlink == 0
     inbox.remove("gang", 0)
     inbox._ended.clear()
-    assert (json.loads(header)["gang"], call) == ("gang", b"the call")
+    assert (json.loads(header)["spec"]["world_size"], call) == (2, b"the call")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
