@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -79,10 +78,6 @@ class TorchrunWorkers(WorkerClient):
             name, offset = args
             return self.client.call(rank, "read", is_lost, name=name, offset=offset)
         return self.client.call(rank, "remove", is_lost, name=args[0])
-
-    def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
-        """Return the paths of files: rank 0 is on this host."""
-        return {name: str(path) for name, path in files.items()}
 
 
 class TorchrunWatchdog(Watchdog):

@@ -203,7 +203,7 @@ def forked(spec: RankSpec, on_server: Callable[[Mapping[str, Any]], None]) -> It
         on_server: called when the rank has heard where the process of rank 0 is.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, ExitStack() as stack:
-        task = TorchrunTask(spec, TorchrunWorker(spec.rank, folder), on_server, stack)
+        task = TorchrunTask(spec, TorchrunWorker(folder), on_server, stack)
         stack.callback(inbox.remove, GANG, spec.rank)
         stack.callback(task.kill)
         task.fork()

@@ -33,7 +33,6 @@ class TorchrunWorker:
     """Has what a rank task needs of a Dask worker.
 
     Args:
-        rank: its rank.
         folder: for files on their way; this user's only.
 
     Attributes:
@@ -41,8 +40,8 @@ class TorchrunWorker:
         unsent: lines that wait for it.
     """
 
-    def __init__(self, rank: int, folder: str) -> None:
-        self.address, self.local_directory = f"rank {rank}", folder
+    def __init__(self, folder: str) -> None:
+        self.local_directory = folder
         self.send: Callable[[bytes], None] | None = None
         self.unsent: list[bytes] = []
         self.lock = threading.Lock()

@@ -64,7 +64,7 @@ def joined(server: Server, worker: TorchrunWorker) -> Iterator[Channel]:
 def worker(tmp_path) -> TorchrunWorker:
     folder = tmp_path / "worker"
     folder.mkdir(mode=0o700)
-    return TorchrunWorker(1, str(folder))
+    return TorchrunWorker(str(folder))
 
 
 def line(rank: int = 1, kind: str = "text", **data: Any) -> bytes:
