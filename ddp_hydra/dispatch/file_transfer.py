@@ -14,7 +14,6 @@ from typing import Any
 
 from distributed import Client
 
-from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import outbox
 
 PIECE_S = 15.0
@@ -109,18 +108,3 @@ def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str
             piece = file.read(outbox.CHUNK_BYTES)
             path = call(client, worker, outbox.write, gang, rank, source.name, piece, not path)
     return path
-
-
-def verify(path: Path, size: int, sha256: str) -> None:
-    """Check a file against its announcement.
-
-    Raises:
-        RecordError: size or hash differ.
-    """
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if path.stat().st_size != size or found != sha256:
-        raise RecordError(
-            f"{path.name} arrived damaged: {path.stat().st_size} of {size} bytes, sha256 {found[:12]}… instead of "
-            f"{sha256[:12]}…; it was not put in place"
-        )
