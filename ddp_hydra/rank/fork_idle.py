@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LEAST_SHARE = 0.1
@@ -33,14 +33,14 @@ class Idling:
 
     def __init__(self, address: Path) -> None:
         self.address, self.inode = address, address.stat().st_ino
-        self.loaded = LoadedFiles()
+        self.loaded = loaded_files()
         self.since = self.looked_at = time.monotonic()
         self.keep_warm_s, self.stay_s = 0.0, FIRST_S
         self.is_retired = self.has_served = False
 
     def begin_waiting(self) -> None:
         """Note what has been imported, and wait for the first connection from now on."""
-        self.loaded = LoadedFiles()
+        self.loaded = loaded_files()
         self.since = self.looked_at = time.monotonic()
 
     def begin(self) -> None:
@@ -72,22 +72,18 @@ class Idling:
 
     def is_current(self) -> bool:
         """Return whether what was imported is still what is there."""
-        return not self.has_served or self.loaded.are_current()
+        return not self.has_served or are_current(self.loaded)
 
 
-class LoadedFiles:
-    """Remembers the files of the modules that this process has imported."""
+def loaded_files() -> dict[str, tuple[int, int, int]]:
+    """Return the state of the files of the modules that this process has imported."""
+    paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return {path: found for path in paths if isinstance(path, str) and (found := _state(path))}
 
-    def __init__(self) -> None:
-        self.files = {}
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__file__", None)
-            if isinstance(path, str) and (found := _state(path)):
-                self.files[path] = found
 
-    def are_current(self) -> bool:
-        """Return whether all of them are still as they were. A few thousand take some milliseconds."""
-        return all(_state(path) == found for path, found in self.files.items())
+def are_current(files: Mapping[str, tuple[int, int, int]]) -> bool:
+    """Return whether all files are still as they were. A few thousand take some milliseconds."""
+    return all(_state(path) == found for path, found in files.items())
 
 
 def _state(path: str) -> tuple[int, int, int] | None:

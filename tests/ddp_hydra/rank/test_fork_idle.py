@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.rank import fork_idle
-from ddp_hydra.rank.fork_idle import Idling, LoadedFiles, memory_is_short
+from ddp_hydra.rank.fork_idle import Idling, are_current, loaded_files, memory_is_short
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def test_what_was_imported_is_out_of_date_after_a_change(tmp_path, monkeypatch, 
     module = types.ModuleType("library_of_this_test")
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    loaded = LoadedFiles()
-    assert loaded.are_current()
+    loaded = loaded_files()
+    assert are_current(loaded)
     if change == "edited":
         file.write_text("one = 1.0")
     elif change == "replaced":
@@ -111,11 +111,11 @@ def test_what_was_imported_is_out_of_date_after_a_change(tmp_path, monkeypatch, 
         copy.replace(file)
     else:
         file.unlink()
-    assert not loaded.are_current()
+    assert not are_current(loaded)
 
 
 def test_it_looks_at_what_was_imported_now_and_then(idling, monkeypatch):
-    monkeypatch.setattr(idling.loaded, "are_current", lambda: False)
+    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
     assert not idling.is_over()
     monkeypatch.setattr(fork_idle, "CURRENT_S", 0.0)
     assert idling.is_over()

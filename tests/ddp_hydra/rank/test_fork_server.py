@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hydra.rank import fork_idle
 from ddp_hydra.rank import fork_server as module
 from ddp_hydra.rank.fork_server import Server
 
@@ -180,7 +181,7 @@ def test_questions_do_not_keep_it(server):
 def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monkeypatch):
     starts = []
     server.start_anew = lambda: starts.append(len(server.callers))
-    monkeypatch.setattr(server.idling.loaded, "are_current", lambda: False)
+    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
     with call(server, NOBODY), call(server, NOBODY):
         assert not starts  # nothing has been served before: it has just imported all
         server.idling.begin()
@@ -194,7 +195,7 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
 
 def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, monkeypatch):
     server.start_anew = lambda: pytest.fail("started anew for nobody")
-    monkeypatch.setattr(server.idling.loaded, "are_current", lambda: False)
+    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
     server.idling.begin()
     assert server.leave()
     assert not server.address.exists()
