@@ -235,7 +235,7 @@ class Gang(Settings):
         assert self.attempt is not None
         done = max(self.attempt.health.steps_done, error.failure.step - 1)
         wall_s = time.monotonic() - self.attempt.begun_at
-        ended = Ended(self.attempt.number, self.world_size, done, error.failure, wall_s, time.time() - wall_s)
+        ended = Ended(self.attempt.number, self.world_size, done, time.time() - wall_s, wall_s, error.failure)
         why_not = self.restarts.note(ended)
         if why_not is not None or self.interrupts.wanted or self.attempt.records.error:
             if why_not:

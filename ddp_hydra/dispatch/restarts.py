@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ddp_hydra.errors import Failure
@@ -22,28 +22,21 @@ class Ended:
         attempt: its number.
         world_size: its number of ranks.
         steps_done: number of optimizer steps that were done before.
-        failure: the root cause.
-        wall_s: how many seconds it took.
         started: when it began, in seconds since 1970.
+        wall_s: how many seconds it took.
+        failure: the root cause.
     """
 
     attempt: int
     world_size: int
     steps_done: int
+    started: float
+    wall_s: float
     failure: Failure
-    wall_s: float = 0.0
-    started: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
-        return {
-            "attempt": self.attempt,
-            "world_size": self.world_size,
-            "steps_done": self.steps_done,
-            "started": self.started,
-            "wall_s": self.wall_s,
-            "failure": self.failure.as_dict(),
-        }
+        return {**asdict(self), "failure": self.failure.as_dict()}
 
 
 def repeated(attempts: Sequence[Mapping[str, Any]]) -> str | None:

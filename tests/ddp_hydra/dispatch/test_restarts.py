@@ -13,7 +13,8 @@ LOST = ("lost", "its worker tcp://10.0.0.1:4711 left the cluster")
 
 
 def failed(kind="raised", message="ValueError: bad", step=20, attempt=0, **more) -> Ended:
-    return Ended(attempt, 4, max(0, step - 1), Failure(kind, 1, "h", message, step=step, attempt=attempt, **more))
+    failure = Failure(kind, 1, "h", message, step=step, attempt=attempt, **more)
+    return Ended(attempt, 4, max(0, step - 1), 0.0, 0.0, failure)
 
 
 def are_the_same(*messages: str) -> bool:
@@ -90,9 +91,8 @@ def test_words_do_make_another_failure():
 
 
 def test_an_attempt_is_told_in_plain_fields():
-    shown = json.loads(
-        json.dumps(Ended(2, 4, 19, Failure("hung", 1, "h", "m", step=20, attempt=2), 3.5, 1.79e9).as_dict())
-    )
+    failure = Failure("hung", 1, "h", "m", step=20, attempt=2)
+    shown = json.loads(json.dumps(Ended(2, 4, 19, 1.79e9, 3.5, failure).as_dict()))
     assert shown["failure"]["kind"] == "hung"
     assert {name: shown[name] for name in shown.keys() - {"failure"}} == {
         "attempt": 2,

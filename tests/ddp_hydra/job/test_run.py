@@ -212,7 +212,7 @@ def test_without_a_limit_there_is_none(tmp_path):
 )
 def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
     made, handled = make(tmp_path), []
-    ended = [Ended(0, 4, 19, Failure("lost", 1, "h", "m"))]
+    ended = [Ended(0, 4, 19, 0.0, 0.0, Failure("lost", 1, "h", "m"))]
     gang = SimpleNamespace(restarts=SimpleNamespace(ended=ended))
     made.on_record(record, SimpleNamespace(handle=handled.append), gang)
     assert (handled, made.summary["steps_lost"]) == ([record], lost)
