@@ -48,10 +48,6 @@ class Heartbeat:
         place, stopped = Place(0, step, phase, bool(data.get("first"))), bool(data.get("stopped"))
         return cls(place, age_s, stopped, now, bool(data.get("saving")))
 
-    def stuck_s(self, now: float) -> float:
-        """Return for how many seconds the rank has not moved."""
-        return self.age_s + now - self.at_s
-
 
 @dataclass(frozen=True, slots=True)
 class Hang:
@@ -127,7 +123,7 @@ class HealthMonitor:
 
     def stuck_s(self, beat: Heartbeat, now: float) -> float:
         """Return for how many seconds a rank has not moved, since it was last excused."""
-        return min(beat.stuck_s(now), now - self.excused_s)
+        return min(beat.age_s + now - beat.at_s, now - self.excused_s)
 
     def overdue(self, running: Collection[int], now: float, after_s: float) -> list[int]:
         """Return the ranks of `running` without a message for so many seconds."""

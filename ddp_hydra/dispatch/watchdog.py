@@ -85,7 +85,9 @@ class Watchdog:
         self.check_tasks()
         if self.events.empty():  # events that still wait may change the picture
             self.check_silence()
-            self.check_progress()
+            hang = self.health.hang(self.rank_states.running, time.monotonic())
+            if hang is not None:
+                self.report_hang(hang)
 
     def check_records(self, records: RecordQueue) -> None:
         """Raise the error of a record that could not be read, unless it was about a file of a lost host."""
@@ -206,14 +208,8 @@ class Watchdog:
         self.check_silence()
         return self.health.overdue(self.rank_states.running, time.monotonic(), 2.5 * task.BEAT_S)
 
-    def check_progress(self) -> None:
-        """Report a hang as a failure."""
-        hang = self.health.hang(self.rank_states.running, time.monotonic())
-        if hang is not None:
-            self.report_hang(hang)
-
     def report_hang(self, hang: Hang) -> None:
-        """Have all ranks print their stacks, and name the rank that holds up the others."""
+        """Report a hang as a failure: have all ranks print their stacks, and name the rank that holds up the others."""
         states, now, time_s, beats = self.rank_states, time.monotonic(), time.time(), dict(self.health.heartbeats)
         running = states.running
         self.workers.send({rank: {"stacks": True} for rank in running})

@@ -75,7 +75,8 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
 
     def work() -> Any:
         set_threads(job["threads"], spec["local_world_size"])
-        host, port = receive_rendezvous(control)
+        with control.makefile("rb") as lines:  # the rank task sends where rank 0 listens
+            host, port = json.loads(lines.readline())["rendezvous"]
         store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
         with process_group(store, spec["rank"], spec["world_size"], job["backend"], job["timeout_s"], job["group"]):
             print(f"rank {spec['rank']} of {spec['world_size']}: {describe_place(job['project'])}")  # noqa: T201
@@ -159,13 +160,6 @@ class PipeSender:
             before = files
             time.sleep(0.01)
         return self._outbox
-
-
-def receive_rendezvous(control: socket.socket) -> tuple[str, int]:
-    """Wait until the rank task sends the host and port on which rank 0 listens."""
-    with control.makefile("rb") as lines:
-        host, port = json.loads(lines.readline())["rendezvous"]
-    return host, port
 
 
 def set_threads(threads: int, local_world_size: int) -> None:

@@ -234,7 +234,7 @@ def test_malformed_beats_are_harmless(said, now):
 def test_odd_values_become_harmless_ones(beat, step, phase, age_s):
     found = Heartbeat.of(beat, 7.0)
     assert (found.place.step, found.place.phase, found.age_s, found.at_s) == (step, phase, age_s, 7.0)
-    assert found.stuck_s(9.0) == age_s + 2.0
+    assert health().stuck_s(found, 9.0) == age_s + 2.0
 
 
 # -- how far the gang is -----------------------------------------------------------------------------------
