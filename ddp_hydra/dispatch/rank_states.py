@@ -70,12 +70,6 @@ class RankStates:
         if ended:
             self.ended.add(spec.rank)
 
-    def lose(self, worker: str, how: str) -> None:
-        """Note that a worker is lost, and its rank with it."""
-        for spec in self.specs:
-            if spec.worker == worker and spec.rank not in self.ended:
-                self.fail(spec, "lost", how)
-
     def failure(self, kind: str, spec: RankSpec, message: str, **more: Any) -> Failure:
         """Return a failure that happened now, with the last known place of the rank."""
         beat = self.health.heartbeats.get(spec.rank)

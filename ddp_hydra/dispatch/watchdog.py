@@ -199,9 +199,11 @@ class Watchdog:
             )
 
     def lose_worker(self, address: str, how: str) -> None:
-        """Give up a worker and its rank."""
+        """Give up a worker, and its rank with it."""
         self.workers.lost.add(address)
-        self.rank_states.lose(address, how)
+        for spec in self.specs:
+            if spec.worker == address and spec.rank not in self.rank_states.ended:
+                self.rank_states.fail(spec, "lost", how)
 
     def overdue(self) -> list[int]:
         """Return the ranks that have missed one or two heartbeats."""
