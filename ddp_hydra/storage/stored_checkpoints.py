@@ -87,13 +87,12 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
         RecordError: the folder cannot be written.
     """
     remote = folder_of(url)
-    manifest = read_stored_manifest(remote, retry_s)
-    entries = entries_of(manifest, remote.url)
+    entries, removed = _read_manifest(remote, retry_s)
     names = newest_first(entries)
     if which == "best":
         digest = entries.get("best.pt", {}).get("sha256")
         names = [name for name in names if entries[name].get("sha256") == digest][:1]
-    if not entries and (removed := why_removed(manifest)):
+    if not entries and removed:
         raise CheckpointError(f"the checkpoints in {remote.url} were removed: {removed}")
     if not names:
         advice = "; for the last one type which=last" if "last.pt" in entries else ""
@@ -114,30 +113,21 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
     raise CheckpointError(f"checkpoint {remote.url}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 
-def read_stored_manifest(remote: WritableStore, retry_s: float) -> bytes:
-    """Return the content of a manifest in a store.
+def _read_manifest(remote: WritableStore, retry_s: float) -> tuple[Entries, str]:
+    """Return the entries of a manifest in a store, and why all checkpoints were removed, if they were.
 
     Raises:
-        CheckpointError: there is none, or the store did not answer in time.
+        CheckpointError: there is none, it is no manifest, or the store did not answer in time.
     """
     try:
-        return bytes(retried(lambda: remote.get(NAME), retry_s))
+        manifest = bytes(_retried(lambda: remote.get(NAME), retry_s))
+        return read_manifest_text(manifest), why_removed(manifest)
     except FileNotFoundError:
         raise CheckpointError(
             f"{remote.url} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was given"
         ) from None
-
-
-def entries_of(manifest: bytes, url: str) -> Entries:
-    """Return the entries of a manifest from a store; `url` is for the message.
-
-    Raises:
-        CheckpointError: it is no manifest.
-    """
-    try:
-        return read_manifest_text(manifest)
     except ValueError as error:
-        raise CheckpointError(f"{url}/{NAME} is not the manifest of checkpoints ({error})") from None
+        raise CheckpointError(f"{remote.url}/{NAME} is not the manifest of checkpoints ({error})") from None
 
 
 class _Damaged(Exception):
@@ -158,7 +148,7 @@ def _download(remote: WritableStore, name: str, wanted: dict[str, Any], target: 
         return
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    found = retried(lambda: remote.size(name), retry_s)
+    found = _retried(lambda: remote.size(name), retry_s)
     if found is None:
         raise _Damaged("it is missing")
     if found != size:
@@ -176,7 +166,7 @@ def _download_pieces(remote: WritableStore, name: str, size: int, part: Path, re
         for start in range(0, size, PIECE_BYTES):
             end = min(size, start + PIECE_BYTES)
             try:
-                piece = retried(partial(remote.get_range, name, start, end), retry_s)
+                piece = _retried(partial(remote.get_range, name, start, end), retry_s)
             except FileNotFoundError:
                 raise _Damaged("it is missing") from None
             digest.update(piece)
@@ -201,21 +191,21 @@ def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_
         ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
     """
     remote = folder_of(url)
-    entries = entries_of(read_stored_manifest(remote, retry_s), remote.url)
+    entries, _ = _read_manifest(remote, retry_s)
     if own is None:
-        ours = {key for key, _ in retried(lambda: list(remote.objects()), retry_s) if STEP_FILE.fullmatch(key)}
+        ours = {key for key, _ in _retried(lambda: list(remote.objects()), retry_s) if STEP_FILE.fullmatch(key)}
     else:
         ours = {name_in_store(name, entry) for name, entry in own.items() if STEP_FILE.fullmatch(name)}
     left = {name: entry for name, entry in entries.items() if STEP_FILE.fullmatch(name) and name not in ours}
     sums = {entry.get("sha256") for entry in left.values()}
     left |= {name: entries[name] for name in ALIASES if name in entries and entries[name].get("sha256") in sums}
     manifest = write_manifest_text(left, removed="" if left else reason)
-    retried(partial(remote.put, NAME, manifest), retry_s)
+    _retried(partial(remote.put, NAME, manifest), retry_s)
     for key in sorted(ours):
-        retried(partial(remote.delete, key), retry_s)
+        _retried(partial(remote.delete, key), retry_s)
 
 
-def retried(ask: Callable[[], T], retry_s: float) -> T:
+def _retried(ask: Callable[[], T], retry_s: float) -> T:
     """Ask a store until it answers.
 
     Raises:
