@@ -48,15 +48,11 @@ class TarMembers:
 
     Args:
         keys: all keys one after the other, UTF-8.
-        key_ends: int64 (samples,), the end of each key in `keys`.
         extensions: all extensions, each once.
-        first: int64 (samples + 1,), number of the first field of each sample.
-        extension: uint32 (fields,), index into `extensions`.
-        offset: int64 (fields,), bytes from the start of the file.
-        size: int64 (fields,), bytes.
+        arrays: key_ends, int64 (samples,): the end of each key in `keys`; first, int64 (samples + 1,): number of the
+            first field of each sample; extension, uint32 (fields,): index into `extensions`; offset, int64 (fields,):
+            bytes from the start of the file; size, int64 (fields,): bytes.
         file_size: of the tar file, bytes.
-
-    Attributes:
         checksum: `checksum_of_some` of the tar file, to notice changes; 0: not computed yet.
     """
 
@@ -67,28 +63,16 @@ class TarMembers:
     def __init__(
         self,
         keys: bytes,
-        key_ends: np.ndarray,
         extensions: tuple[str, ...],
-        first: np.ndarray,
-        extension: np.ndarray,
-        offset: np.ndarray,
-        size: np.ndarray,
+        arrays: dict[str, Any],
         file_size: int,
+        checksum: int = 0,
     ) -> None:
-        self.keys = keys
-        self.extensions = extensions
-        self.file_size = file_size
-        self.checksum = 0
-        self.arrays: dict[str, Any] = {
-            "key_ends": key_ends,
-            "first": first,
-            "extension": extension,
-            "offset": offset,
-            "size": size,
-        }
+        self.keys, self.extensions, self.arrays = keys, extensions, arrays
+        self.file_size, self.checksum = file_size, checksum
         # Reading a number from a memoryview costs half as much as from an array.
-        self._ends, self._first = key_ends.data, first.data
-        self._extension, self._offset, self._size = extension.data, offset.data, size.data
+        self._ends, self._first = arrays["key_ends"].data, arrays["first"].data
+        self._extension, self._offset, self._size = (arrays[name].data for name in ("extension", "offset", "size"))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -133,9 +117,7 @@ def load_members(path: Path, file_size: int) -> TarMembers | None:
         if known != [_FORMAT, file_size]:
             return None
         extensions = tuple(names.tobytes().decode("utf-8", "surrogateescape").split("\0"))
-        members = TarMembers(keys.tobytes(), extensions=extensions, file_size=file_size, **arrays)
-        members.checksum = checksum
-        return members
+        return TarMembers(keys.tobytes(), extensions, arrays, file_size, checksum)
     except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile):
         return None
 
@@ -338,13 +320,12 @@ def _group(members: Iterable[Member], file_size: int) -> TarMembers:
             last = key
         fields.append((extensions.setdefault(name[dot:], len(extensions)), offset, size))
     table = np.array(fields, np.int64).reshape(-1, 3)
-    return TarMembers(
-        keys=b"".join(keys),
-        key_ends=np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
-        extensions=tuple(extension.decode("utf-8", "surrogateescape") for extension in extensions),
-        first=np.array([*first, len(fields)], np.int64),
-        extension=table[:, 0].astype(np.uint32),
-        offset=table[:, 1].copy(),
-        size=table[:, 2].copy(),
-        file_size=file_size,
-    )
+    arrays = {
+        "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
+        "first": np.array([*first, len(fields)], np.int64),
+        "extension": table[:, 0].astype(np.uint32),
+        "offset": table[:, 1].copy(),
+        "size": table[:, 2].copy(),
+    }
+    names = tuple(extension.decode("utf-8", "surrogateescape") for extension in extensions)
+    return TarMembers(b"".join(keys), names, arrays, file_size)
