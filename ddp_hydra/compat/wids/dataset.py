@@ -1,7 +1,8 @@
-"""Samples of tar shards, decoded."""
+"""Samples of tar shards, decoded, and the bound of the folder that keeps the shards."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_hydra.compat.wids.cleanup import bound_of
 from ddp_hydra.data.shards.cached_shards import GIB
 from ddp_hydra.data.shards.decode import decode_field
 from ddp_hydra.data.shards.index import Index
@@ -23,6 +23,8 @@ from ddp_hydra.data.wids import WidsShards
 IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm")
 LEFT_OPEN = 1e6
 """A smaller cache_size is a number of shards, as in early versions of wids, and says nothing of bytes."""
+
+_bounds: dict[Path, float] = {}
 
 
 class ShardListDataset(Dataset):
@@ -70,7 +72,7 @@ class ShardListDataset(Dataset):
             )
         cache_dir = cache_dir or os.environ.get("WIDS_CACHE")
         if cache_size is None or cache_size < LEFT_OPEN:
-            cache_size = bound_of(cache_dir)
+            cache_size = None if cache_dir is None else _bounds.get(_folder(cache_dir))
         bound: dict[str, Any] = {} if cache_size is None else {"cache_gb": cache_size / GIB}
         self.data = WidsShards(shards, base=base, cache_dir=cache_dir, **bound, **more)
         self.dataset_name = dataset_name or self.data.name
@@ -142,3 +144,62 @@ def _decoded_field(name: str, value: Any, numpy: bool) -> Any:
         return np.asarray(image) if numpy else image
     found = decode_field(name, value.getbuffer())
     return io.BytesIO(found) if isinstance(found, bytes) else found
+
+
+def create_cleanup_background_process(
+    pattern: str | Path, maxsize: float = 1e12, maxfiles: int = 1000, every: float = 60
+) -> CleanupProcess:
+    """Bound a cache folder. No process is needed: data sets keep to the bound whenever they download a shard.
+
+    Args:
+        pattern: the cache folder, or its files, as "_cache/*". It is for data sets that are made later in this process.
+        maxsize: bytes.
+        maxfiles: not used: the bound is in bytes.
+        every: not used.
+    """
+    _bounds[_folder(pattern)] = maxsize
+    return CleanupProcess()
+
+
+def _folder(pattern: str | Path) -> Path:
+    path = Path(pattern).expanduser().absolute()
+    while any(char in path.name for char in "*?["):
+        path = path.parent
+    return path
+
+
+class CleanupProcess:
+    """Stands for the process that wids would start."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def is_alive(self) -> bool:
+        """Return True: the bound holds."""
+        return True
+
+    def terminate(self) -> None:
+        """Do nothing."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return at once."""
+
+
+def keep_most_recent_files(pattern: str, maxsize: float = 1e12, maxfiles: int = 1000, debug: bool = False) -> None:
+    """Delete the oldest files of a folder.
+
+    Args:
+        pattern: of paths, as "folder/*".
+        maxsize: bytes that may stay.
+        maxfiles: number of files that may stay.
+        debug: not used.
+    """
+    path = Path(pattern)
+    found = [(file.stat(), file) for file in path.parent.glob(path.name) if file.is_file()]
+    found.sort(key=lambda item: item[0].st_mtime_ns, reverse=True)
+    total = 0
+    for number, (status, file) in enumerate(found):
+        total += status.st_size
+        if total > maxsize or number >= maxfiles:
+            with contextlib.suppress(FileNotFoundError):
+                file.unlink()
