@@ -187,14 +187,14 @@ class Retrying(ABC):
             else:
                 self._worked = True
                 return result
-            backoff = backoff or Backoff(self._patience_s(error, first), self._closing.wait)
+            backoff = backoff or Backoff(self._retry_timeout_s(error, first), self._closing.wait)
             is_stale = isinstance(error, StaleCredentialsError)
             may_pass = isinstance(error, TemporaryError) or (is_stale and self._renew())
             if not may_pass or not backoff.wait():
                 raise (ValueError(str(error)) if isinstance(error, WrongBodyError) else error) from None
             self.traffic.add(retries=1)
 
-    def _patience_s(self, error: Exception, first: bool) -> float:
+    def _retry_timeout_s(self, error: Exception, first: bool) -> float:
         """Return how long to retry a request that has failed for the first time."""
         if not self._worked and isinstance(error, OtherRegionError):
             return min(self.retry_timeout_s, self.REGION_RETRY_TIMEOUT_S)
