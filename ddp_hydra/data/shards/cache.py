@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import resource
+import socket
 import threading
 import time
 from collections.abc import Container, Sequence
@@ -15,7 +16,8 @@ from typing import Any
 from ddp_hydra.data.shards.cached_shards import GIB, CachedShards
 from ddp_hydra.data.shards.download import is_packed
 from ddp_hydra.data.shards.index import Shard, is_local, shown
-from ddp_hydra.data.shards.open_shard import LocalShards, OpenShard
+from ddp_hydra.data.shards.open_shard import OpenShard, checked
+from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.storage import Access
 
 
@@ -73,7 +75,7 @@ class ShardCache:
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
         self._bad: dict[int, tuple[type[ValueError | FileNotFoundError], str]] = {}
-        self._local = LocalShards()
+        self._local_members: dict[str, tuple[Any, TarMembers]] = {}
         self._cached = CachedShards(self.shards, self._names, *self._settings, self._close_others)
         self.counts = self._cached.counts
         self._max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -108,7 +110,7 @@ class ShardCache:
             started = time.monotonic()
             try:
                 is_cached = self._names[number] is not None
-                shard = self._cached.open(number) if is_cached else self._local.open(self.shards[number])
+                shard = self._cached.open(number) if is_cached else self._open_local(self.shards[number])
             except (ValueError, FileNotFoundError) as error:
                 self._bad[number] = ValueError if isinstance(error, ValueError) else FileNotFoundError, str(error)
                 raise
@@ -119,6 +121,28 @@ class ShardCache:
                 newest = list(self.held)[-self._max_open :]
         self._close_others(newest)
         return shard
+
+    def _open_local(self, shard: Shard) -> OpenShard:
+        """Open a shard of this machine, and remember where its samples are."""
+        path = Path(shard.url)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(
+                f"there is no shard {path} on {socket.gethostname()}: check data.index=... and data.base=..."
+            ) from None
+        try:
+            status = os.fstat(descriptor)
+            if shard.size not in (None, status.st_size):
+                raise ValueError(f"{path} has {status.st_size:,} bytes, and the index says {shard.size:,}")
+            stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            known, members = self._local_members.get(shard.url, (None, None))
+            if members is None or known != stamp:
+                members = checked(shard, read_members(path, descriptor))
+                self._local_members[shard.url] = stamp, members
+            return OpenShard(descriptor, members)
+        finally:
+            os.close(descriptor)
 
     def expect(self, order: Sequence[int]) -> None:
         """Say which shards will be needed, so that they are downloaded before that.
