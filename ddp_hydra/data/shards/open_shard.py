@@ -23,9 +23,6 @@ class OpenShard:
         self.content = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
         self.members = members
 
-    def __len__(self) -> int:
-        return len(self.members)
-
     def fields(self, index: int) -> dict[str, memoryview]:
         """Return the fields of a sample by extension, without a copy."""
         return self.members.fields(index, self.content)
