@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import RangesIgnoredError, TemporaryError, TransferCounters
+from ddp_hydra.storage.base import RangesIgnoredError, TemporaryError
 from ddp_hydra.storage.listing import Walk
 from ddp_hydra.storage.retrying import Retrying
 
@@ -29,6 +29,9 @@ class Remote(Retrying):
     def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
         """Yield an object in pieces, in order, with one request for all of it: for stores without ranges.
 
+        After an error the object is read from its beginning, as there is no other way; bytes that were yielded before
+        are skipped.
+
         Args:
             key: its name.
             size: its bytes.
@@ -38,8 +41,31 @@ class Remote(Retrying):
             ValueError: it has another size.
             Exception: as `get`.
         """
-        stream = Stream(key, size, start, lambda came: self._wrong_body(key, came, size), self.traffic)
-        while (piece := self._request(stream.next_piece, key)) is not None:
+        given, position = start, 0
+        pieces: Iterator[Any] | None = None
+
+        def next_piece(store: Any) -> Any:
+            nonlocal given, position, pieces
+            try:
+                if pieces is None:
+                    pieces, position = iter(store.get(key).stream(min_chunk_size=_STREAMED_BYTES)), 0
+                    self.traffic.add(requests=1)
+                for piece in pieces:
+                    position += len(piece)
+                    self.traffic.add(bytes=len(piece))
+                    if position > size:
+                        break
+                    if (new := position - given) > 0:
+                        given = position
+                        return memoryview(piece)[max(0, len(piece) - new) :]
+                if position != size:
+                    raise self._wrong_body(key, position, size)
+                return None
+            except Exception:
+                pieces = None
+                raise
+
+        while (piece := self._request(next_piece, key)) is not None:
             yield piece
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
@@ -136,55 +162,6 @@ class Remote(Retrying):
                 # A proxy of the environment can't reach this machine; one that excludes it is the way round.
                 client |= {"proxy_url": url, "proxy_excludes": host}
         return {"client_options": client, "retry_config": {"max_retries": 0}}
-
-
-class Stream:
-    """Reads an object in pieces with one request, for stores that give no parts of objects.
-
-    After an error the object is read from its beginning, as there is no other way; bytes that were returned before are
-    skipped.
-
-    Args:
-        key: its name.
-        size: its size in bytes.
-        start: how many bytes to skip; they are transferred all the same.
-        wrong_size: returns the error for an object of another size, given that size.
-        traffic: counts.
-    """
-
-    def __init__(
-        self, key: str, size: int, start: int, wrong_size: Callable[[int], Exception], traffic: TransferCounters
-    ) -> None:
-        self._key, self._size = key, size
-        self._given = start
-        self._wrong_size = wrong_size
-        self._traffic = traffic
-        self._pieces: Iterator[Any] | None = None
-        self._position = 0
-
-    def next_piece(self, store: Any) -> Any:
-        """Return the next piece, read from a store of obstore; None at the end. After an error, call it again."""
-        try:
-            return self._next_piece(store)
-        except Exception:
-            self._pieces = None
-            raise
-
-    def _next_piece(self, store: Any) -> Any:
-        if self._pieces is None:
-            self._pieces, self._position = iter(store.get(self._key).stream(min_chunk_size=_STREAMED_BYTES)), 0
-            self._traffic.add(requests=1)
-        for piece in self._pieces:
-            self._position += len(piece)
-            self._traffic.add(bytes=len(piece))
-            if self._position > self._size:
-                raise self._wrong_size(self._position)
-            if (new := self._position - self._given) > 0:
-                self._given = self._position
-                return memoryview(piece)[max(0, len(piece) - new) :]
-        if self._position != self._size:
-            raise self._wrong_size(self._position)
-        return None
 
 
 def is_forked() -> bool:
