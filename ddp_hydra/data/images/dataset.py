@@ -18,7 +18,7 @@ from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooMany
 from ddp_hydra.data.images.batch_loader import BatchLoader, PreallocatedBatch
 from ddp_hydra.data.images.cache import Cache
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
-from ddp_hydra.data.images.normalise import Normalise
+from ddp_hydra.data.images.normalise import normalise
 from ddp_hydra.data.images.pil_transform import adapted
 from ddp_hydra.storage import TransferCounters
 from ddp_hydra.storage.base import Counters, StaleCredentialsError
@@ -107,10 +107,9 @@ class ImageDataset(Dataset, ABC):
         self._works = False
         self._lock = threading.Lock()
         self._counters = Counters()
-        self._normalise = Normalise(self.mean, self.std)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_works", "_cache", "_loader", "_lock", "_counters", "_normalise")
+        left_out = ("_works", "_cache", "_loader", "_lock", "_counters")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -304,7 +303,7 @@ class ImageDataset(Dataset, ABC):
             floats of are left as they are.
         """
         images, targets = batch
-        return (self._normalise(images) if images.dtype == torch.uint8 else images), targets
+        return (normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images), targets
 
     def stats(self) -> dict[str, float]:
         """Return what reading has cost this process so far.
