@@ -14,24 +14,16 @@ class Cache:
 
     Args:
         budget: bytes.
-
-    Attributes:
-        hits: how often a value was found.
     """
 
     def __init__(self, budget: int) -> None:
-        self.hits = 0
         self._left = budget
         self._values: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> Any:
         """Return the value of `key`, or None if there is none."""
-        value = self._values.get(key)
-        if value is not None:
-            with self._lock:
-                self.hits += 1
-        return value
+        return self._values.get(key)
 
     def put(self, key: Any, value: Any, size: int) -> None:
         """Keep a value of `size` bytes, if it still fits."""

@@ -248,7 +248,9 @@ class ImageDataset(Dataset, ABC):
 
     def cached(self, index: int) -> Any:
         """Return the image or the file of a sample from memory, or None."""
-        return self._cache.get(index)
+        found = self._cache.get(index)
+        self.count(cache_hits=found is not None)
+        return found
 
     def sample_target(self, index: int) -> Any:
         """Return the target of a sample: its class number, or what `target_transform` makes of it."""
@@ -314,7 +316,8 @@ class ImageDataset(Dataset, ABC):
         """
         counts = {name: self._counters.total(name) for name in ("samples", "cache_misses", "fetch_s", "decode_s")}
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
-        return counts | traffic | {"cache_hits": self._cache.hits, "bad_samples": self._bad_samples().count}
+        cache_hits = int(self._counters.total("cache_hits"))
+        return counts | traffic | {"cache_hits": cache_hits, "bad_samples": self._bad_samples().count}
 
     def close(self) -> None:
         """Stop the threads."""
@@ -331,6 +334,5 @@ class ImageDataset(Dataset, ABC):
 
 
 def _cores_per_rank() -> int:
-    """Return the number of cores per rank on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
