@@ -189,7 +189,9 @@ class Retrying(ABC):
                 return result
             backoff = backoff or Backoff(self._retry_timeout_s(error, first), self._closing.wait)
             is_stale = isinstance(error, StaleCredentialsError)
-            may_pass = isinstance(error, TemporaryError) or (is_stale and self._renew())
+            if is_stale:
+                self._opened = None  # forget the credentials: new ones may help, unless the old ones have never worked
+            may_pass = isinstance(error, TemporaryError) or (is_stale and self._worked)
             if not may_pass or not backoff.wait():
                 raise (ValueError(str(error)) if isinstance(error, WrongBodyError) else error) from None
             self.traffic.add(retries=1)
@@ -213,11 +215,6 @@ class Retrying(ABC):
             f"{self.shown()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
             "changed, list it anew"
         )
-
-    def _renew(self) -> bool:
-        """Forget the credentials, and return whether new ones may help: not if the old ones have never worked."""
-        self._opened = None
-        return self._worked
 
     def _store(self) -> Any:
         store = self._opened
