@@ -184,7 +184,9 @@ class AppendFile:
             self._take_back()
             self._torn = os.fstat(self._handle).st_size
             try:
-                _write_all(self._handle, piece)
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[os.write(self._handle, rest) :]
                 self._torn = None
             finally:
                 self._take_back()
@@ -221,9 +223,3 @@ class AppendFile:
             os.close(handle)
             raise
         return handle
-
-
-def _write_all(handle: int, piece: bytes) -> None:
-    view = memoryview(piece)
-    while view:
-        view = view[os.write(handle, view) :]

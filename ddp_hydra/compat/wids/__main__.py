@@ -88,7 +88,8 @@ def _create(given: argparse.Namespace) -> None:
 
 def _update(given: argparse.Namespace) -> None:
     path = Path(given.filename)
-    index = _read(path)
+    read_index(str(path))  # says what is wrong with it
+    index = json.loads(path.read_text())
     more = {"name": given.name, "base": given.base, "info": given.info}
     index |= {key: value for key, value in more.items() if value is not None}
     shards = index.get("shardlist", [])
@@ -134,11 +135,6 @@ def _sample(given: argparse.Namespace) -> None:
     width = max(map(len, sample))
     for name, value in sorted(sample.items()):
         print(name.ljust(width), repr(value)[: max(10, given.width - width - 1)])  # noqa: T201
-
-
-def _read(path: Path) -> dict[str, Any]:
-    read_index(str(path))  # says what is wrong with it
-    return json.loads(path.read_text())
 
 
 def _save(path: Path, index: dict[str, Any]) -> None:

@@ -221,7 +221,9 @@ class ShardFolder:
             if kind == ".npz" and name.removesuffix(kind) not in files:
                 (self.path / name).unlink(missing_ok=True)
                 del files[name]
-            elif kind.endswith(".part") and self._remove_if_abandoned(name):
+            elif kind.endswith(".part") and (part := _open_locked(self.path / name)) is not None:
+                (self.path / name).unlink()  # no process fills it
+                os.close(part)
                 del files[name]
         kept, total = [], 0
         for name, status in files.items():
@@ -234,15 +236,6 @@ class ShardFolder:
                 used_ns = max(status.st_atime_ns, status.st_mtime_ns)
                 kept.append(Kept(name, size, used_ns, status.st_mtime_ns))
         return kept, total
-
-    def _remove_if_abandoned(self, name: str) -> bool:
-        """Remove a `.part` file if no process fills it; return whether it was removed."""
-        part = _open_locked(self.path / name)
-        if part is None:
-            return False
-        (self.path / name).unlink()
-        os.close(part)
-        return True
 
     def _evict(self, candidates: list[Kept], n_bytes: int) -> bool:
         """Remove the first files that no process uses, until `n_bytes` are free; remove none if they are too few."""

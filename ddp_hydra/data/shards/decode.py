@@ -53,23 +53,11 @@ def decode_field(extension: str, content: memoryview) -> Any:
         raise ValueError(f"{extension} can't be decoded: {error}") from None
 
 
-def _number(content: Any) -> int:
-    return int(bytes(content))
-
-
-def _text(content: Any) -> str:
-    return str(content, "utf-8")
-
-
 def _json(content: Any) -> Any:
     try:
         return json.loads(bytes(content))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _array(content: Any) -> np.ndarray:
-    return np.load(io.BytesIO(content), allow_pickle=False)
 
 
 def _msgpack(content: Any) -> Any:
@@ -106,11 +94,11 @@ def _safetensors(content: Any) -> dict[str, Any]:
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys((".cls", ".cls2", ".id", ".index", ".inx"), _number),
-    **dict.fromkeys((".text", ".transcript", ".txt"), _text),
+    **dict.fromkeys((".cls", ".cls2", ".id", ".index", ".inx"), lambda content: int(bytes(content))),
+    **dict.fromkeys((".text", ".transcript", ".txt"), lambda content: str(content, "utf-8")),
     **dict.fromkeys((".mp", ".msgpack"), _msgpack),
     **dict.fromkeys((".pt", ".pth"), _tensors),
     ".safetensors": _safetensors,
     ".json": _json,
-    ".npy": _array,
+    ".npy": lambda content: np.load(io.BytesIO(content), allow_pickle=False),
 }
