@@ -140,11 +140,10 @@ def show(words: Sequence[str]) -> None:
 
 def diff(words: Sequence[str]) -> None:
     """Show what differs between two runs."""
-    from ddp_hydra.runs import diff as of_runs
-    from ddp_hydra.runs import run_files
+    from ddp_hydra.runs import details, run_files
 
     runs, options = runs_and_options(words, Printed, 2, "diff")
-    found = of_runs.between(run_files.open_run(runs[0]), run_files.open_run(runs[1]))
+    found = details.between(run_files.open_run(runs[0]), run_files.open_run(runs[1]))
     print(json.dumps(found, default=str) if options.json else runs_text.diff_text(found))  # noqa: T201
 
 

@@ -1,14 +1,12 @@
 """Find the runs below folders and URLs, and read what they have left.
 
     run_files   the files of a run, in a folder or in a store
-    find        the run directories below a folder
-    find_stored the runs below a URL
+    find        the runs below folders and URLs
     status      whether a run goes on, and how it has ended
     describe    one row for each run
     index       a cache of the rows of a folder
     select      filters and orders rows
-    details     all that is known of one run
-    diff        the differences between two runs
+    details     all that is known of one run, and the differences between runs
     disk        the size of runs, and their removal
     tags        the tags of a run
     reproduce   the words that run it again

@@ -1,4 +1,4 @@
-"""Collect all that is known of one run."""
+"""Collect all that is known of one run, and what differs between runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from ddp_hydra.runs import disk, status
 from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, newest_of, number, read_both, row_of, tables, text
-from ddp_hydra.runs.find import local_rows
-from ddp_hydra.runs.find_stored import row as stored_row
+from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRun, json_object, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME
 
 _LAST_BYTES = 2**16
+ABSENT = "(missing)"
 
 
 def of(files: RunFiles) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def row(files: RunFiles) -> Row:
     """Return the row of one run, with its status."""
     if isinstance(files, StoredRun):
         return stored_row(files)
-    found = next((one for one in local_rows(files.place, cached=False)), None)
+    found = next((one for one in local_rows(files.place)), None)
     if found is None:  # removed meanwhile
         found = row_of(files, {}, {})
         found.status = status.of_run_dir(Path(files.place))
@@ -87,3 +87,37 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def between(*runs: RunFiles) -> dict[str, Any]:
+    """Return what differs between two or more runs.
+
+    Returns:
+        For `choices` (groups), `config` (dotted keys) and `metrics` a table from name to the value of each run,
+        `ABSENT` where a run has none; `code`: the sha256 of their code, None if it is the same.
+
+    Raises:
+        ConfigError: a store does not answer.
+    """
+    rows = [row(files) for files in runs]
+    metrics = [last_metrics(files, *read_both(files)) for files in runs]
+    code = [row.project or ABSENT for row in rows]
+    return {
+        "runs": [row.run for row in rows],
+        "status": [row.status for row in rows],
+        "code": code if len(set(code)) > 1 else None,
+        "choices": differing(*({"model": row.model, "data": row.data} for row in rows)),
+        "config": differing(*map(config, runs)),
+        "metrics": differing(*metrics),
+    }
+
+
+def differing(*tables: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of each key that has not the same in all tables."""
+    keys = {key: None for table in tables for key in table}
+    found = {key: [table.get(key, ABSENT) for table in tables] for key in keys}
+    return {key: values for key, values in found.items() if not all(_same(values[0], one) for one in values)}
+
+
+def _same(first: Any, second: Any) -> bool:
+    return type(first) is type(second) and first == second

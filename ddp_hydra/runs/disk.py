@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import find_stored, remove_stored, status
-from ddp_hydra.runs.find import run_dirs
-from ddp_hydra.runs.run_files import LocalRun, is_run
+from ddp_hydra.errors import ConfigError, TakenOver
+from ddp_hydra.job.remote.fence import OWNER, FencedStore
+from ddp_hydra.job.remote.uploader import is_active
+from ddp_hydra.runs import status
+from ddp_hydra.runs.find import run_dirs, stored_runs
+from ddp_hydra.runs.run_files import LocalRun, StoredRun, is_run, reachable
 from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
 from ddp_hydra.runs.sweep_jobs import SweepJobs
 from ddp_hydra.storage import results_root
@@ -20,8 +22,8 @@ from ddp_hydra.writers.run_dir import LOCK, locked
 
 KINDS = ("checkpoints", "logs", "other")
 _LOGS = ("logs", "tensorboard", "profile")
-_LAST = (".hydra", "summary.json", "status.json", LOCK)
-"""Removed last, so that a folder that is removed in part is still known as a run."""
+_LAST = (".hydra", "summary.json", "status.json", LOCK, OWNER)
+"""Removed last, so that what is removed in part is still known as a run, and has an owner."""
 
 
 def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -44,7 +46,7 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
     for root in roots:
         place = results_root.find(root)
         if results_root.is_url(place):
-            found |= {files.place: by_kind(files.sizes()) for files in find_stored.runs(place)}
+            found |= {files.place: by_kind(files.sizes()) for files in stored_runs(place)}
         elif Path(place).is_dir():
             names = {name for name, _ in run_dirs(place)}
             seen: set[tuple[int, int]] = set()  # the jobs of a sweep share the file with their code
@@ -63,7 +65,7 @@ def count(run: str) -> int:
     Raises:
         ConfigError: it can't be removed.
     """
-    return 1 if _is_stored(run) and remove_stored.removable(run) else len(removable(run))
+    return 1 if _is_stored(run) and _stored_run(run) else len(removable(run))
 
 
 def _is_stored(run: str) -> bool:
@@ -117,7 +119,7 @@ def remove(run: str) -> int:
         ConfigError: as `count`, or a run is running, or a file cannot be removed.
     """
     if _is_stored(run):
-        return remove_stored.remove(run)
+        return _remove_stored(run)
     folder, runs = Path(results_root.plain_path(run)), removable(run)
     for one in runs:
         if status.of_run_dir(one) == "running":
@@ -137,8 +139,7 @@ def remove(run: str) -> int:
 
 
 def _remove_run(run_dir: Path) -> None:
-    names = sorted(os.listdir(run_dir), key=lambda name: _LAST.index(name) if name in _LAST else -1)  # noqa: PTH208
-    for name in names:
+    for name in sorted(os.listdir(run_dir), key=_removal_order):  # noqa: PTH208
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -146,3 +147,47 @@ def _remove_run(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         run_dir.rmdir()
+
+
+def _stored_run(url: str) -> StoredRun:
+    """Return the run at a URL.
+
+    Raises:
+        ConfigError: there is none, it holds other runs, or the store does not answer.
+    """
+    found = stored_runs(url)
+    run = next((one for one in found if one.place == url.rstrip("/")), None)
+    if run is None:
+        raise ConfigError(f"{url} holds no run: give the URL that a run has printed; ddp-hydra runs ls {url} lists")
+    if len(found) > 1:
+        other = next(one for one in found if one is not run)
+        raise ConfigError(f"{url} holds other runs, too, such as {other.place}: remove these first")
+    return run
+
+
+def _remove_stored(url: str) -> int:
+    """Remove a run from a store, and return the bytes that are freed.
+
+    This process becomes the owner of the run, so that no driver writes there meanwhile or later.
+
+    Raises:
+        ConfigError: as `_stored_run`, the run is running or was resumed meanwhile, or an object can't be removed.
+    """
+    run = _stored_run(url)
+    store, sizes = FencedStore(results_root.open_folder(url)), run.sizes()
+    with reachable():
+        owner = store.owner()
+        if is_active(store):
+            raise ConfigError(f"{url} is running: end it first, with ddp-hydra attach run={url} stop=true")
+        try:
+            store.acquire(owner)
+            for name in sorted({*sizes, OWNER}, key=_removal_order):
+                store.delete(name)
+        except TakenOver:
+            raise ConfigError(f"{url}: another driver has resumed the run meanwhile") from None
+    return sum(sizes.values())
+
+
+def _removal_order(name: str) -> tuple[int, str]:
+    top = name.partition("/")[0]
+    return (_LAST.index(top) if top in _LAST else -1), name

@@ -1,19 +1,21 @@
-"""Find the run directories below folders, and return their rows."""
+"""Find the runs below folders and URLs, and return their rows."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import find_stored, status
+from ddp_hydra.runs import status
 from ddp_hydra.runs.describe import Row, read_both, row_of
 from ddp_hydra.runs.index import Index, Stamp
-from ddp_hydra.runs.run_files import MARKS, LocalRun
+from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, reachable
 from ddp_hydra.runs.sweep_jobs import SweepJobs
 from ddp_hydra.storage import results_root
+from ddp_hydra.storage.results_root import ResultsFolder
 from ddp_hydra.writers.run_dir import LOCK
 
 DEFAULT_ROOTS = ("outputs", "multirun")
@@ -22,14 +24,14 @@ STAMPED = (".hydra", "summary.json", "status.json", "tags.json")
 _OF_RUNS = frozenset({"checkpoints", "logs", "tensorboard", "profile"})
 """Folders of a run, in which no other run is looked for."""
 _MOST_DEPTH = 16
+_THREADS = 16
 
 
-def rows(roots: list[str], cached: bool = True) -> list[Row]:
+def rows(roots: list[str]) -> list[Row]:
     """Return the rows of all runs below some places.
 
     Args:
         roots: folders and URLs; [] for outputs and multirun of the current folder.
-        cached: whether to use the index, and to keep it up to date.
 
     Raises:
         ConfigError: there is no such folder, or a store does not answer.
@@ -39,9 +41,9 @@ def rows(roots: list[str], cached: bool = True) -> list[Row]:
         place = results_root.plain_path(root)
         below: Iterable[Row]
         if results_root.is_url(place):
-            below = find_stored.rows(place)
+            below = stored_rows(place)
         elif Path(place).is_dir():
-            below = local_rows(place, cached)
+            below = local_rows(place, Index(place))
         else:
             raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
         for row in below:
@@ -49,15 +51,13 @@ def rows(roots: list[str], cached: bool = True) -> list[Row]:
     return list(found.values())
 
 
-def local_rows(root: str, cached: bool = True, index: Index | None = None) -> Iterator[Row]:
+def local_rows(root: str, index: Index | None = None) -> Iterator[Row]:
     """Yield the row of each run below a folder.
 
     Args:
         root: the folder.
-        cached: whether to use the index, and to keep it up to date.
-        index: the one to use in place of the folder's own.
+        index: to use, and to keep up to date; None for none.
     """
-    index = index or (Index(root) if cached else None)
     earlier = index.read() if index else {}
     kept: dict[str, tuple[Stamp, Row]] = {}
     sweeps: dict[str, SweepJobs] = {}
@@ -148,3 +148,55 @@ def stamp_of(entries: dict[str, os.DirEntry[str]]) -> Stamp:
         else:
             stamp.append(0)
     return stamp
+
+
+def stored_rows(url: str) -> list[Row]:
+    """Return the rows of all runs below a URL.
+
+    Raises:
+        ConfigError: the store does not answer, or may not be read.
+    """
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(stored_row, stored_runs(url)))
+
+
+def stored_runs(url: str) -> list[StoredRun]:
+    """Return all runs below a URL, from one listing.
+
+    Raises:
+        ConfigError: the store does not answer, or may not be read.
+    """
+    root = results_root.open_folder(url)
+    try:
+        with reachable():
+            objects = dict(root.objects())
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error}: check the URL") from None
+    found: dict[str, dict[str, int]] = {}
+    for name in objects:
+        folder, _, file = name.rpartition("/")
+        if file in ("status.json", "summary.json"):
+            found.setdefault(folder, {})
+        elif folder.rpartition("/")[2] == ".hydra":
+            found.setdefault(folder.removesuffix(".hydra").rstrip("/"), {})
+    for name, size in objects.items():
+        folder = name
+        while folder:  # the innermost run that holds it
+            folder = folder.rpartition("/")[0]
+            if folder in found:
+                found[folder][name[len(folder) :].lstrip("/")] = size
+                break
+    return [StoredRun(_below(root, name), listed) for name, listed in found.items()]
+
+
+def _below(root: ResultsFolder, name: str) -> ResultsFolder:
+    prefix = "/".join(filter(None, (root.prefix, name)))
+    return ResultsFolder(f"{root.url}/{name}".rstrip("/"), root.store, prefix)
+
+
+def stored_row(files: StoredRun) -> Row:
+    """Return the row of a run in a store."""
+    summary, now = read_both(files)
+    found = row_of(files, summary, now)
+    found.status = status.of_stored(summary.get("status"), now)
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ddp_hydra.runs import details, diff
+from ddp_hydra.runs import details
 from ddp_hydra.runs.describe import failed_attempts, number, numbers, read_both, text
 from ddp_hydra.runs.run_files import RunFiles, json_object
 from ddp_hydra.tensorboard.run_list import shown
@@ -124,7 +124,7 @@ def comparison(runs: Sequence[RunFiles], names: Sequence[str]) -> dict[str, Any]
     Raises:
         ConfigError: a store does not answer.
     """
-    found = diff.between(*runs)
+    found = details.between(*runs)
     parts = {part: _texts_of(found[part]) for part in ("choices", "config", "metrics")}
     return {"names": list(names), "status": found["status"], "code": found["code"], **parts}
 

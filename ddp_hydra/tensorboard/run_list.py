@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.runs import find, find_stored, select
+from ddp_hydra.runs import find, select
 from ddp_hydra.runs.describe import Row
 from ddp_hydra.runs.index import Entries, Index
 from ddp_hydra.runs.run_files import LocalRun, RunFiles, StoredRun
@@ -163,7 +163,7 @@ class RunList:
 
     def _rows(self, root: str) -> Sequence[Row]:
         if results_root.is_url(root):
-            return find_stored.rows(root)
+            return find.stored_rows(root)
         return list(find.local_rows(root, index=self._indexes[root])) if Path(root).is_dir() else []
 
     def _take_over(self, seen: dict[str, Listed]) -> None:

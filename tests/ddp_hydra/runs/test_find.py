@@ -21,8 +21,8 @@ from tests.ddp_hydra.runs.conftest import kill
 pytestmark = pytest.mark.medium
 
 
-def by_name(root: Path, cached: bool = True) -> dict[str, Row]:
-    return {Path(row.run).name: row for row in find.rows([str(root)], cached)}
+def by_name(root: Path) -> dict[str, Row]:
+    return {Path(row.run).name: row for row in find.rows([str(root)])}
 
 
 def test_a_row_has_what_a_run_has_left(make_run, tmp_path):

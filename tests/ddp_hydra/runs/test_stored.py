@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import details, diff, disk, find, run_files, tags
+from ddp_hydra.runs import details, disk, find, run_files, tags
 
 pytestmark = pytest.mark.medium
 
@@ -40,7 +40,7 @@ def test_they_are_listed_shown_compared_measured_and_tagged(root):
     assert (found["value"], found["model"], found["tags"]) == (0.5, "resnet18", ["first"])
     assert found["checkpoints"]["last.pt"]["step"] == 4
     assert details.row(second).total_steps == 9
-    assert diff.between(first, second)["status"] == ["done", "lost"]
+    assert details.between(first, second)["status"] == ["done", "lost"]
     usage = disk.usage([root])
     assert usage[f"{root}/day/a"] == found["bytes"]
     assert usage[f"{root}/day/b"]["other"] > 0
