@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import results_root
@@ -18,14 +18,18 @@ MOST_BYTES = 16 * 2**20
 """Larger files are not read: none that a run writes about itself comes near."""
 
 
-class RunFiles(Protocol):
-    """The files of one run.
+class LocalRun:
+    """The files of a run in a folder.
+
+    Args:
+        folder: the run directory.
 
     Attributes:
-        place: the path or the URL of the run.
+        place: its path.
     """
 
-    place: str
+    def __init__(self, folder: str | Path) -> None:
+        self.place = str(folder)
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
         """Return the content of a file; b"" if there is none, or it is no file, or too large.
@@ -34,23 +38,6 @@ class RunFiles(Protocol):
             name: below the run.
             last_bytes: read only so many bytes at the end, of a file of any size; 0: all of it.
         """
-
-    def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file, by name. Further names of a file have size 0."""
-
-
-class LocalRun:
-    """The files of a run in a folder.
-
-    Args:
-        folder: the run directory.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.place = str(folder)
-
-    def read(self, name: str, last_bytes: int = 0) -> bytes:
-        """Return the content of a file; see `RunFiles`."""
         try:
             handle = open_below(self.place, name)
         except (OSError, ValueError):
@@ -69,7 +56,7 @@ class LocalRun:
             os.close(handle)
 
     def sizes(self, without: Collection[str] = (), seen: set[tuple[int, int]] | None = None) -> dict[str, int]:
-        """Return the size of each file; see `RunFiles`. Links are not followed, and have size 0.
+        """Return the size in bytes of each file, by name; 0 for links, and for further names of a file.
 
         Args:
             without: folders that are left out: other runs inside this one.
@@ -121,6 +108,9 @@ class StoredRun:
         store: the run's folder.
         listed: the size of each object, if they are listed already.
 
+    Attributes:
+        place: its URL.
+
     Its methods raise ConfigError if the store does not answer or may not be read.
     """
 
@@ -128,7 +118,7 @@ class StoredRun:
         self.store, self.place, self._listed = store, store.url, listed
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
-        """Return the content of an object; see `RunFiles`."""
+        """Return the content of an object; see `LocalRun`."""
         with contextlib.suppress(FileNotFoundError), reachable():
             size = self.store.size(name) if self._listed is None or last_bytes else self._listed.get(name)
             if not size or (size > MOST_BYTES and not last_bytes):
@@ -144,6 +134,10 @@ class StoredRun:
             return self._listed
         with reachable():
             return dict(self.store.objects())
+
+
+RunFiles = LocalRun | StoredRun
+"""The files of one run, wherever they are."""
 
 
 @contextlib.contextmanager
