@@ -27,7 +27,7 @@ _NAMES = [one.name for one in fields(Row) if one.name != "run"]
 
 
 class Index:
-    """The index of one folder.
+    """The index of one folder, whose file is read only once.
 
     Args:
         root: the folder, as it was typed: rows carry their paths in the same way.
@@ -38,9 +38,12 @@ class Index:
         real = os.path.realpath(root)
         name = hashlib.sha256(f"{real}\0{self.root}".encode(errors="surrogateescape")).hexdigest()[:32]
         self.name = f"{name}.json"
+        self._kept: Entries | None = None
 
     def read(self) -> Entries:
         """Return stamp and row of each run, by its path; {} if there is no index, or none that can be used."""
+        if self._kept is not None:
+            return self._kept
         try:
             path = self._path()
             if path.stat().st_size > _MOST_BYTES:
@@ -62,6 +65,7 @@ class Index:
             entries: all that there are.
             earlier: as read before.
         """
+        self._kept = entries
         if {run: stamp for run, (stamp, _) in entries.items()} == {run: stamp for run, (stamp, _) in earlier.items()}:
             return
         content = {

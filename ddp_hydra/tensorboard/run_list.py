@@ -16,7 +16,7 @@ from typing import Any
 
 from ddp_hydra.runs import find, select
 from ddp_hydra.runs.describe import Row
-from ddp_hydra.runs.index import Entries, Index
+from ddp_hydra.runs.index import Index
 from ddp_hydra.runs.run_files import LocalRun, RunFiles, StoredRun
 from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
 from ddp_hydra.runs.sweep_jobs import SweepJobs
@@ -32,23 +32,6 @@ _KEYS = tuple(one.name for one in fields(select.Filter) if one.name != "comparis
 
 class NoSuchRunError(LookupError):
     """There is no run with this id, or no more."""
-
-
-class KeptIndex(Index):
-    """An index that stays in memory, so that its file is read only once."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self._kept: Entries | None = None
-
-    def read(self) -> Entries:
-        """Return the rows; see `Index`."""
-        return super().read() if self._kept is None else self._kept
-
-    def write(self, entries: Entries, earlier: Entries) -> None:
-        """Keep the rows; see `Index`."""
-        super().write(entries, earlier)
-        self._kept = entries
 
 
 @dataclass
@@ -80,7 +63,7 @@ class RunList:
             title: root if results_root.is_url(root) else os.path.normpath(root) for title, root in roots.items()
         }
         self._lock = threading.Lock()
-        self._indexes = {root: KeptIndex(root) for root in self._roots.values() if not results_root.is_url(root)}
+        self._indexes = {root: Index(root) for root in self._roots.values() if not results_root.is_url(root)}
         self._runs: dict[str, Listed] = {}
         self._removed: dict[str, int] = {}
         self._sweeps: dict[str, tuple[object, SweepJobs]] = {}
