@@ -44,15 +44,28 @@ class GangLauncher(Launcher):
         self.labels: list[dict[str, str]] = []
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Prepare for the first batch. Called by Hydra."""
+        """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
         from ddp_hydra.sweep.composing import CachingConfigLoader
+        from ddp_hydra.sweep.planned_job import is_ours
+        from ddp_hydra.sweep.settings import Settings
+        from ddp_hydra.sweep.sweep import Sweep
 
         signals.leave_tidily()
-        self.loader = CachingConfigLoader(hydra_context.config_loader)
-        hydra_context.config_loader = self.loader  # type: ignore[assignment]
-        self.context, self.task, self.config = hydra_context, task_function, config
+        loader = CachingConfigLoader(hydra_context.config_loader)
+        hydra_context.config_loader = loader  # type: ignore[assignment]
+        self.config = config
         setup_globals()
-        self.sweep = self.open()
+        ours, settings = is_ours(config), Settings(**self.settings)
+        settings.check(ours)
+        dry = ours and config.get("dry_run")
+        folder = Path(str(self.resume or config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        # As usual with Hydra, other apps overwrite what is in the folder, unless they are told to resume.
+        is_resumed = not dry and (self.resume is not None or ours)
+        self.sweep = Sweep(folder, settings, hydra_context, loader, task_function, config, is_resumed)
+        _open.append(self)
+        atexit.unregister(close_all)
+        atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run one batch of jobs. Called by Hydra.
@@ -77,26 +90,6 @@ class GangLauncher(Launcher):
         except BaseException:
             self.close()
             raise
-
-    def open(self) -> Sweep:
-        """Start the sweep, or resume an earlier one."""
-        from ddp_hydra.sweep.planned_job import is_ours
-        from ddp_hydra.sweep.settings import Settings
-        from ddp_hydra.sweep.sweep import Sweep
-
-        ours = is_ours(self.config)
-        settings = Settings(**self.settings)
-        settings.check(ours)
-        dry = ours and self.config.get("dry_run")
-        folder = Path(str(self.resume or self.config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
-        folder.mkdir(parents=True, exist_ok=True)
-        # As usual with Hydra, other apps overwrite what is in the folder, unless they are told to resume.
-        is_resumed = not dry and (self.resume is not None or ours)
-        sweep = Sweep(folder, settings, self.context, self.loader, self.task, self.config, is_resumed)
-        _open.append(self)
-        atexit.unregister(close_all)
-        atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children
-        return sweep
 
     def close(self) -> None:
         """Close this sweep and its cluster."""
