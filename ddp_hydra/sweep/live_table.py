@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -30,28 +31,22 @@ class LiveTable:
     Args:
         objective: the metric that they are compared by; None if it is not known.
         console: where to print; None is stderr, which Hydra uses, too.
-        clock: seconds, growing.
     """
 
-    def __init__(
-        self,
-        objective: Objective | None,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.objective, self.clock = objective, clock
+    def __init__(self, objective: Objective | None, console: Console | None = None) -> None:
+        self.objective = objective
         self.console = console or Console(stderr=True, highlight=False)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live: Live | None = None
-        self.drawn = -REFRESH_S
+        self.drawn = -math.inf
         self.printed: dict[int, State] = {}
 
     def show(self, rows: Sequence[Row]) -> None:
         """Show the present state; this is cheap if nothing has changed."""
         if not self.is_live:
             self._print_changes(rows)
-        elif self.clock() - self.drawn >= REFRESH_S:
-            self.drawn = self.clock()
+        elif time.monotonic() - self.drawn >= REFRESH_S:
+            self.drawn = time.monotonic()
             if self.live is None:  # no refresh thread, because this process forks
                 self.live = Live(console=self.console, auto_refresh=False, transient=True)
                 self.live.start()
