@@ -116,10 +116,6 @@ class JobQueue:
                 return job
         return None
 
-    def pop(self) -> PlannedJob:
-        """Remove the first job and return it."""
-        return self.jobs.popleft()
-
     def put_first(self, job: PlannedJob, priority: int) -> None:
         """Put a job before those with a lower priority; new jobs have the priority 0."""
         self.remove(job)

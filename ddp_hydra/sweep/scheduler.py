@@ -138,7 +138,7 @@ class JobScheduler:
                     log.warning("the cluster is gone: another one is brought up")
                     self.bring_up(self.cluster.config)
             while job is not None and not is_stopping() and self.fits(job):
-                yield self.queue.pop()
+                yield self.queue.jobs.popleft()
                 job = self._next_job()
         except ClusterError as error:
             config = self.cluster.config if self.cluster else ""

@@ -60,7 +60,9 @@ class SummaryFiles:
         begin = time.process_time()
         try:
             if not self._is_open:
-                self._open()
+                with writing(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    remove_parts(self.folder)
                 self._is_open = True
             over_seeds = repeated(rows, self.objective)
             self._update("sweep.json", json_text(rows, self.objective, over_seeds), durable=True)
@@ -75,11 +77,6 @@ class SummaryFiles:
             self._warned = True
         spent_s = time.process_time() - begin
         self._wait_until = time.monotonic() + max(_PAUSE_S, _PAUSE_FACTOR * spent_s)
-
-    def _open(self) -> None:
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_parts(self.folder)
 
     def _update(self, name: str, text: str, durable: bool) -> None:
         """Write a file that has changed; only one that can't be made from the others has to survive a power cut."""

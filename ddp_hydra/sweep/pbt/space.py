@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +94,6 @@ def parse(words: Sequence[str], config_loader: Any = None) -> tuple[list[str], d
         else:
             fixed[key] = str(override.input_line)
     return list(fixed.values()), searched
-
-
-def words_of(params: Mapping[str, Any] | None) -> list[str]:
-    """Return `hydra.sweeper.params` as overrides."""
-    return [f"{key}={value}" for key, value in (params or {}).items()]
 
 
 def _dimension(override: Override) -> Dimension:

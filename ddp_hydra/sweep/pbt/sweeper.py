@@ -100,7 +100,7 @@ class PopulationSweeper(Sweeper):
         """Return the overrides of all jobs, and the keys to search."""
         from ddp_hydra.sweep.pbt import space
 
-        words = [*space.words_of(self.params), *arguments]
+        words = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
         fixed, searched = space.parse(words, self.hydra_context.config_loader)
         if not searched:
             raise ConfigError(

@@ -14,6 +14,9 @@ from ddp_hydra.sweep.rows import Objective, State
 from ddp_hydra.sweep.stopping.reports import Report, saved_reports
 from ddp_hydra.writers.run_dir import read_summary, write_summary
 
+ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
+"""How a job has ended, in the words of the rules."""
+
 
 class Stopping:
     """Stop no job.

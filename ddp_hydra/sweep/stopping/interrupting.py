@@ -13,19 +13,13 @@ from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, State
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
-from ddp_hydra.sweep.stopping.base import Stopping
+from ddp_hydra.sweep.stopping.base import ENDS, Stopping
 from ddp_hydra.sweep.stopping.decisions import Decisions, Rule, Stop
 from ddp_hydra.sweep.stopping.reports import ReportFile
 
 log = logging.getLogger(__name__)
 WAITS = "ended; the jobs before it have to come as far, to decide whether it counts to its end"
-_ENDS = {
-    State.done: "done",
-    State.paused: "done",  # by its own trainer.pause_after_validations
-    State.failed: "failed",
-    State.interrupted: "failed",
-    State.stopped: "stopped",
-}
+_ENDS = {**ENDS, State.paused: "done"}  # by its own trainer.pause_after_validations
 
 
 class Interrupting(Stopping):

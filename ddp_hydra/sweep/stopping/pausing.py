@@ -12,7 +12,7 @@ from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, State
-from ddp_hydra.sweep.stopping.base import Stopping
+from ddp_hydra.sweep.stopping.base import ENDS, Stopping
 from ddp_hydra.sweep.stopping.reports import ReportFile
 from ddp_hydra.sweep.stopping.rungs import Rungs, Standing
 
@@ -21,7 +21,6 @@ PAUSES_ITSELF = (
     "hydra.launcher.stop=asha and hyperband pause jobs themselves: leave out trainer.pause_after_validations and "
     "hydra/sweeper=pbt, or give another rule"
 )
-_ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
 
 
 class Pausing(Stopping):
@@ -53,10 +52,10 @@ class Pausing(Stopping):
             raise ConfigError(PAUSES_ITSELF)
         for job in self._taken_over(jobs):
             number = job.row.number
-            self.rungs.add(number, self._values(number), _ENDS.get(job.row.state, ""))
+            self.rungs.add(number, self._values(number), ENDS.get(job.row.state, ""))
         self._let_go_on(self.rungs.advance())
         for job in jobs:
-            if job.row.state not in _ENDS and not self.rungs.must_run(job.row.number):
+            if job.row.state not in ENDS and not self.rungs.must_run(job.row.number):
                 self.queue.remove(job)
                 self.queue.keep_earlier(job)  # it has reports, so there is one
                 job.row.state = State.paused
@@ -83,7 +82,7 @@ class Pausing(Stopping):
         number, file = job.row.number, ReportFile(job.folder, self.objective.metric)
         file.read()
         self.reports[number] = file.reports
-        self.rungs.update(number, self._values(number), _ENDS.get(job.row.state, ""))
+        self.rungs.update(number, self._values(number), ENDS.get(job.row.state, ""))
         self._let_go_on(self.rungs.advance())
 
     def end_batch(self) -> bool:

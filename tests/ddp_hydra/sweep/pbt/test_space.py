@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.pbt.space import Choice, Interval, parse, words_of
+from ddp_hydra.sweep.pbt.space import Choice, Interval, parse
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,6 @@ def test_hydras_syntax_for_sweeps(word, dimension):
 
 def test_the_later_of_two_words_counts():
     assert parse(["a=1,2", "b=1", "a=5", "+c=1", "b=interval(0,1)"]) == (["a=5", "+c=1"], {"b": Interval(0, 1)})
-    assert words_of({"a.b": "choice(1,2)"}) == ["a.b=choice(1,2)"]
-    assert words_of(None) == []
 
 
 @pytest.mark.parametrize(

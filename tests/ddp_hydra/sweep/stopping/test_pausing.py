@@ -35,7 +35,7 @@ class Sweep:
 
     def run_next(self, *, fails: bool = False) -> tuple[int, int]:
         """Run the first job of the queue to its goal; return its number and the goal."""
-        job = self.queue.pop()
+        job = self.queue.jobs.popleft()
         job.config, job.is_ours, job.folder = OmegaConf.create(OURS), True, self.folder / job.row.folder
         self.stopping.before_start(job)
         goal = job.config.trainer.pause_after_validations
