@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -71,15 +70,10 @@ class Index:
         content = {
             "version": VERSION,
             "columns": _NAMES,
-            "rows": [[run, stamp, _values(row)] for run, (stamp, row) in entries.items()],
+            "rows": [[run, stamp, [vars(row)[name] for name in _NAMES]] for run, (stamp, row) in entries.items()],
         }
         with contextlib.suppress(OSError, ValueError, RecordError):
             write_atomic(self._path(), json.dumps(content, separators=(",", ":")).encode(), durable=False)
 
     def _path(self) -> Path:
         return private_folder(user_cache() / "runs") / self.name
-
-
-def _values(row: Row) -> list[object]:
-    values: Mapping[str, object] = vars(row)
-    return [values[name] for name in _NAMES]

@@ -14,6 +14,8 @@ from yaml import YAMLError
 from ddp_hydra.config import redact
 from ddp_hydra.sweep.rows import Row, typed
 
+_ABSENT = object()
+
 
 def fill(row: Row, keys: Iterable[str], config: DictConfig, choices: Mapping[str, Any]) -> None:
     """Fill in the values of the keys that a job does not give itself.
@@ -57,20 +59,12 @@ def _value(key: str, config: DictConfig, choices: Mapping[str, Any]) -> str | No
         option = choices[key]
         return None if option is None else _text(option)
     try:
-        value = OmegaConf.select(config, key)
+        value = OmegaConf.select(config, key, default=_ABSENT)
     except (OmegaConfBaseException, ValueError):
         return None
-    if isinstance(value, DictConfig):
+    if value is _ABSENT or isinstance(value, DictConfig):
         return None
-    if value is None:
-        return "null" if _has(config, key) else None
-    return _text(value)
-
-
-def _has(config: DictConfig, key: str) -> bool:
-    parent, _, name = key.rpartition(".")
-    found = OmegaConf.select(config, parent) if parent else config
-    return isinstance(found, DictConfig) and name in found
+    return "null" if value is None else _text(value)
 
 
 def _text(value: Any) -> str:

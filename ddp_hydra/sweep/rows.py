@@ -167,7 +167,8 @@ def _chosen(rows: Sequence[Row], keys: frozenset[str]) -> dict[int, tuple[tuple[
 
 def typed(row: Row) -> dict[str, str]:
     """Return the overrides of a job by key."""
-    return dict(_split(override) for override in row.overrides)
+    parts = (override.partition("=") for override in row.overrides)
+    return {key.lstrip("+"): value for key, _, value in parts}
 
 
 def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
@@ -203,8 +204,3 @@ def describe_counts(rows: Iterable[Row]) -> str:
         if number := names.count(name):
             parts.append(f"{number} {name}")
     return f"{len(rows)} job{'s' if len(rows) != 1 else ''}: {', '.join(parts)}"
-
-
-def _split(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+"), value
