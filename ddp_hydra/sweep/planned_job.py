@@ -1,4 +1,4 @@
-"""Plan the jobs of a sweep: compose their configs, and find out what they need of a cluster."""
+"""Describe a job of a sweep before it runs: its config, its folder, and what it needs of a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.errors import ConfigError, SweepFailed
-from ddp_hydra.sweep.composing import CachingConfigLoader
 from ddp_hydra.sweep.job_returns import first_line
 from ddp_hydra.sweep.rows import Row, State, typed
 
@@ -77,25 +76,6 @@ class PlannedJob:
         if not self.is_composed:
             return None
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
-
-    def compose(self, loader: CachingConfigLoader, config: DictConfig, own_need: Need, sweep_dir: Path) -> None:
-        """Compose its config.
-
-        Args:
-            loader: composes configs.
-            config: of the sweep.
-            own_need: what the task of another app needs.
-            sweep_dir: the folder of the sweep.
-        """
-        composed = loader.take(config, self.overrides)
-        with open_dict(composed):
-            composed.hydra.job.id, composed.hydra.job.num = str(self.row.number), self.row.number
-            composed.hydra.sweep.dir = str(sweep_dir)
-        with hydra_config_of(composed):
-            self.row.folder = str(composed.hydra.sweep.subdir)
-            self.is_ours = is_ours(composed)
-            self.need = need_of(composed) if self.is_ours else own_need
-        self.config, self.folder = composed, sweep_dir / self.row.folder
 
     def fail(self, error: Exception) -> None:
         """Let it fail before it starts."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.errors import ClusterError, DdpHydraError
@@ -137,9 +137,16 @@ class JobQueue:
     def compose(self, job: PlannedJob) -> bool:
         """Compose a job; return False if that failed, which is then the job's result."""
         try:
-            job.compose(self.loader, self.config, self.own_need, self.folder)
-            with planned_job.hydra_config_of(job.config):
-                defaults.fill(job.row, self.keys, job.config, job.config.hydra.runtime.choices)
+            config = self.loader.take(self.config, job.overrides)
+            with open_dict(config):
+                config.hydra.job.id, config.hydra.job.num = str(job.row.number), job.row.number
+                config.hydra.sweep.dir = str(self.folder)
+            with planned_job.hydra_config_of(config):
+                job.row.folder = str(config.hydra.sweep.subdir)
+                job.is_ours = planned_job.is_ours(config)
+                job.need = planned_job.need_of(config) if job.is_ours else self.own_need
+                job.config, job.folder = config, self.folder / job.row.folder
+                defaults.fill(job.row, self.keys, config, config.hydra.runtime.choices)
             if job.earlier is not None:
                 planned_job.resume(job, job.earlier.wall_s)
             elif self.is_resumed:
