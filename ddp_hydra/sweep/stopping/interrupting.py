@@ -30,10 +30,8 @@ class Interrupting(Stopping):
 
     Args:
         rule: judges the jobs.
-        queue: of the sweep.
+        queue: see `Stopping`, as for `objective` and `config`.
         running: the jobs that have started.
-        objective: of the sweep.
-        config: of the sweep, without the swept overrides.
     """
 
     state_at_end = State.paused

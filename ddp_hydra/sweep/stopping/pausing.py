@@ -29,8 +29,7 @@ class Pausing(Stopping):
     Args:
         rungs: rank the jobs.
         queue: of the sweep; jobs that go on are put at its front.
-        objective: of the sweep.
-        config: of the sweep, without the swept overrides.
+        objective: see `Stopping`, as for `config`.
 
     Raises:
         ConfigError: the jobs pause by themselves.

@@ -63,13 +63,11 @@ def start(
         raise ConfigError(
             f"{KEY}: there is no rule {name!r}: give {', '.join(RULES)}, or a pruner of Optuna by _target_"
         )
-    if name in REPORT_RULES:
-        rule = _built(name, REPORT_RULES[name], options, objective.maximize)
-        return Interrupting(rule, queue, running, objective, config)
-    if not is_ours(config):
+    if name in REPORT_RULES or not is_ours(config):
         if name == "hyperband":
             raise ConfigError(f"{KEY}=hyperband needs jobs that can pause, and those of other apps can't: give asha")
-        return Interrupting(_built(name, Halving, options, objective.maximize), queue, running, objective, config)
+        rule = _built(name, REPORT_RULES.get(name, Halving), options, objective.maximize)
+        return Interrupting(rule, queue, running, objective, config)
     if name == "hyperband":
         options.setdefault("brackets", 3)
     elif "brackets" in options:
