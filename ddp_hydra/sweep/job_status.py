@@ -28,8 +28,8 @@ def read_status(row: Row, folder: Path, objective: Objective) -> None:
     _take_metrics(row, status.get("metrics"), objective)
 
 
-def read_summary(row: Row, folder: Path, objective: Objective) -> None:
-    """Take over the summary of a job that has ended; arguments as for `read_status`."""
+def read_summary(row: Row, folder: Path, objective: Objective) -> object:
+    """Take over the summary of a job that has ended, and return its status; arguments as for `read_status`."""
     summary = _read(folder / "summary.json")
     row.step = number(summary.get("steps"), int)
     if summary.get("status") == "done" and row.total_steps is None:  # it ended before its status was ever read
@@ -37,6 +37,7 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> None:
     row.epoch = row.epochs if row.step == row.total_steps else None  # that of the last look may be of long before
     row.workers = number(summary.get("world_size"), int) or row.workers
     _take_metrics(row, summary.get("metrics"), objective)
+    return summary.get("status")
 
 
 def take_end(row: Row, folder: Path, objective: Objective) -> None:
@@ -45,11 +46,6 @@ def take_end(row: Row, folder: Path, objective: Objective) -> None:
     if status in ("done", "paused"):
         read_summary(row, folder, objective)
         row.state, row.value = State(status), row.objective
-
-
-def is_paused(folder: Path) -> bool:
-    """Return whether a job has ended by a pause."""
-    return _read(folder / "summary.json").get("status") == "paused"
 
 
 def take_value(row: Row, value: Any, objective: Objective) -> None:

@@ -188,18 +188,18 @@ class Sweep:
         """Take over the outcome of a job whose process has ended."""
         self.running.remove(job)
         outcome = job.outcome(self.interrupts.wanted)
-        row, folder = job.row, job.planned.folder
+        row, ended = job.row, None
         row.wall_s, row.eta_s = job.wall_s, None
         row.state, row.message = outcome.state, outcome.message
         if job.planned.is_ours:
-            job_status.read_summary(row, folder, self.objective)
+            ended = job_status.read_summary(row, job.planned.folder, self.objective)
         if outcome.result is not None:
             self.first_result = self.first_result or outcome.result
             outcome.result.shrink(self.first_result)
             job.planned.result = with_trace(outcome.result, outcome.trace)
             if outcome.state == State.done:
                 job_status.take_value(row, outcome.result.return_value, self.objective)
-                if job.planned.is_ours and job_status.is_paused(folder):
+                if ended == "paused":
                     row.state = State.paused
         if not self.is_stopping():
             self.stopping.on_end(job.planned)
