@@ -31,13 +31,12 @@ from ddp_hydra.sweep.job_returns import CompactReturn, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.plotter import Plotter
-from ddp_hydra.sweep.pruning import Pruning
+from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
 from ddp_hydra.sweep.settings import Settings, objective_of
 from ddp_hydra.sweep.stopping import settings as stopping
-from ddp_hydra.sweep.store_pruning import FINISH_S
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 
 log = logging.getLogger(__name__)
