@@ -1,7 +1,7 @@
 """Find the runs below folders and URLs, and read what they have left.
 
     run_files   the files of a run, in a folder or in a store
-    find        the runs below folders and URLs
+    find        the runs below folders and URLs; what a sweep knows of its jobs
     status      whether a run goes on, and how it has ended
     describe    one row for each run
     index       a cache of the rows of a folder

@@ -13,10 +13,8 @@ from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs import status
-from ddp_hydra.runs.find import run_dirs, stored_runs
+from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRun, StoredRun, is_run, reachable
-from ddp_hydra.runs.sweep_jobs import NAME as SWEEP
-from ddp_hydra.runs.sweep_jobs import SweepJobs
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.run_dir import LOCK, locked
 

@@ -9,18 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs import status
-from ddp_hydra.runs.describe import Row, read_both, row_of
+from ddp_hydra.runs.describe import Row, number, numbers, read_both, row_of, text, texts
 from ddp_hydra.runs.index import Index, Stamp
-from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, reachable
-from ddp_hydra.runs.sweep_jobs import SweepJobs
+from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, json_object, reachable
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.results_root import ResultsFolder
-from ddp_hydra.writers.run_dir import LOCK
+from ddp_hydra.writers.run_dir import LOCK, is_held
 
 DEFAULT_ROOTS = ("outputs", "multirun")
 STAMPED = (".hydra", "summary.json", "status.json", "tags.json")
 """What a row is made of; a row of the index counts while none of them has changed."""
+SWEEP = "sweep.json"
+"""What a sweep knows of its jobs."""
 _OF_RUNS = frozenset({"checkpoints", "logs", "tensorboard", "profile"})
 """Folders of a run, in which no other run is looked for."""
 _MOST_DEPTH = 16
@@ -85,7 +87,7 @@ def _now(
 ) -> Row:
     """Return a row as it is now: the files of a run do not tell whether its process lives."""
     ended = row.status
-    if ended in status.ENDED and LOCK not in entries and "status.json" not in entries:
+    if ended in ENDED and LOCK not in entries and "status.json" not in entries:
         return row
     of_status = (content or read_both(LocalRun(folder)))[1] if "status.json" in entries else {}
     shown = Row(**vars(row))
@@ -200,3 +202,41 @@ def stored_row(files: StoredRun) -> Row:
     found = row_of(files, summary, now)
     found.status = status.of_stored(summary.get("status"), now)
     return found
+
+
+class SweepJobs:
+    """The jobs in the sweep.json of a folder, by their own folders' names; none if there is no such file.
+
+    Args:
+        folder: of the sweep.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        content = json_object(LocalRun(folder).read(SWEEP))
+        jobs = content.get("jobs")
+        found = [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
+        self.jobs = {text(job.get("folder")): job for job in found}
+        objective = content.get("objective")
+        self.objective = objective if isinstance(objective, dict) else {}
+
+    def fill(self, row: Row) -> None:
+        """Take over the state and the results of a job into its row."""
+        job = self.jobs.get(Path(row.run).name)
+        if job is None:
+            return
+        if (state := text(job.get("state"))) in ("running", *ENDED):
+            row.status = state
+        if row.status == "running" and not self.is_held():
+            row.status = "killed"
+        row.objective = text(self.objective.get("metric"))
+        maximize = self.objective.get("maximize")
+        row.maximize = maximize if isinstance(maximize, bool) else None
+        row.value, row.metrics = number(job.get("objective")), numbers(job.get("metrics"))
+        row.wall_s = number(job.get("wall_s"))
+        row.overrides = row.overrides or texts(job.get("overrides"))
+        row.message = text(job.get("message"))
+
+    def is_held(self) -> bool:
+        """Return whether the process of the sweep lives, or may live: it locks the folder."""
+        return is_held(Path(self.folder).resolve()) is not False
