@@ -63,7 +63,7 @@ class RemoteContext:
     checkpoints: results_root.ResultsFolder
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Job:
     """Run one job and write its results.
 

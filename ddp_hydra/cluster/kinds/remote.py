@@ -17,7 +17,7 @@ CONNECT_S = 10.0
 """Seconds that the scheduler may take to answer, and its file to appear."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Remote:
     """`cluster=remote`: a scheduler that was started by somebody else, and that stays after the job.
 

@@ -11,7 +11,7 @@ from ddp_hydra.results import Record
 from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AimLogger(Logger):
     """Log to a repository of Aim, or to its server. The sweep of a job is a tag of its run, "sweep <name>".
 

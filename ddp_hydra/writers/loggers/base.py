@@ -63,7 +63,7 @@ class Refused(Exception):
     """The service, or the logger's settings, refuse what was sent: to repeat it is no use."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Logger:
     """Send records to one service. An error of a method is repeated until it succeeds, unless it is `Refused`.
 

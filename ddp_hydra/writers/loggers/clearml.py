@@ -13,7 +13,7 @@ from ddp_hydra.results import Record
 from ddp_hydra.writers.loggers.base import FAILED, FINISHED, PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ClearmlLogger(Logger):
     """Log to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>".
 

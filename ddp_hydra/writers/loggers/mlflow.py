@@ -21,7 +21,7 @@ TEMPORARY = {
 }  # fmt: skip
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MlflowLogger(Logger):
     """Log to an MLflow server, or to a local store of MLflow.
 

@@ -16,7 +16,7 @@ STEP = "trainer/global_step"
 """The x-axis. W&B's own step may never go back, but that of a restarted job does."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WandbLogger(Logger):
     """Log to W&B, or offline into the run directory. The sweep of a job is its W&B group.
 
