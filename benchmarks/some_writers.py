@@ -5,13 +5,12 @@ FILE gets the CPU time of the command in seconds: client, writers and scheduler.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
-
-from rich.console import Console
 
 from ddp_hydra.cli.main import entry
 from ddp_hydra.job import local
@@ -23,8 +22,8 @@ def main() -> None:
     at = sys.argv.index("--")
     file, *without = sys.argv[1:at]
     sys.argv[1:] = sys.argv[at + 1 :]
-    display = Console(force_terminal=True)  # as on a terminal
-    chosen = partial(default_writers, **dict.fromkeys(without, False), console=display)
+    os.environ["FORCE_COLOR"] = "1"  # rich then writes as on a terminal
+    chosen = partial(default_writers, **dict.fromkeys(without, False))
     try:
         with mock.patch.object(local, "default_writers", chosen):
             entry()

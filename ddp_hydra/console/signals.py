@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -77,12 +77,12 @@ def raised() -> Iterator[None]:
 
 
 @contextmanager
-def held_back(numbers: Iterable[int] = OF_TERMINALS) -> Iterator[None]:
-    """Deliver signals after the block: an exception inside an import would be lost, or shown with a traceback.
+def held_back() -> Iterator[None]:
+    """Deliver a terminal's signals after the block: an exception in an import would be lost, or shown with a traceback.
 
     Threads that are started inside the block never get these signals, nor do their processes.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINALS)
     try:
         yield
     finally:

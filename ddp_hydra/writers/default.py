@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.writers.base import Fetch, Writer
-
-if TYPE_CHECKING:  # rich takes long to import, and only the live display needs it
-    from rich.console import Console
 
 
 def default_writers(
@@ -26,7 +23,6 @@ def default_writers(
     give_up: threading.Event | None = None,
     tensorboard: bool = True,
     progress: bool = True,
-    console: Console | None = None,
     attempts: Callable[[], list[dict[str, Any]]] = list,
 ) -> list[Writer]:
     """Return the writers of a run directory.
@@ -42,7 +38,6 @@ def default_writers(
         give_up: an event that ends all waiting for the bucket at once.
         tensorboard: whether to write TensorBoard events.
         progress: whether to show the live display.
-        console: console of the live display; None: stdout.
         attempts: returns the attempts that have failed, for status.json.
 
     Raises:
@@ -76,5 +71,5 @@ def default_writers(
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter
 
-        writers.append(ProgressWriter(console))
+        writers.append(ProgressWriter())
     return writers

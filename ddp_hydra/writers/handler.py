@@ -36,7 +36,6 @@ class ResultsHandler:
         give_up: that event.
         metrics: the last value of each metric that rank 0 logged.
         step: optimizer steps done at the last metrics of rank 0; None before the first.
-        epoch: epoch of the last metrics of rank 0; None if they had none.
         samples: samples seen at the last metrics of rank 0; None if they had none.
     """
 
@@ -46,7 +45,6 @@ class ResultsHandler:
         self._retry_s, self._is_spent = retry_s, retry_s <= 0
         self.metrics: dict[str, float] = {}
         self.step: int | None = None
-        self.epoch: float | None = None
         self.samples: float | None = None
 
     def handle(self, record: Record) -> None:
@@ -81,7 +79,6 @@ class ResultsHandler:
     def _note_metrics(self, record: Record) -> None:
         self.metrics.update(metric_values(record))
         self.step = record.step if record.step is not None else self.step
-        self.epoch = record.data.get("epoch", self.epoch)
         self.samples = record.data.get("samples", self.samples)
 
     def _each(self, call: Callable[[Writer], None]) -> None:
