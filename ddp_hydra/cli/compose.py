@@ -59,17 +59,12 @@ def layered(config_dir: str | None = None) -> Iterator[Path]:
     for plugin in PLUGINS:
         module, _, name = plugin.partition(":")
         Plugins.instance().register(getattr(import_module(module), name))
-    main, *after = config_folders()
+    main, *after = [root / "conf" for root in project.layers() if (root / "conf").is_dir()]
     LayerConfigs.before, LayerConfigs.after = (Path(config_dir).absolute(),) if config_dir else (), tuple(after)
     try:
         yield main
     finally:
         LayerConfigs.before = LayerConfigs.after = ()
-
-
-def config_folders() -> list[Path]:
-    """Return the folders of configs of the project space; a config of an earlier one wins."""
-    return [root / "conf" for root in project.layers() if (root / "conf").is_dir()]
 
 
 def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:

@@ -57,33 +57,21 @@ class List:
 
 @dataclass
 class Printed:
-    """The options of `show`, `diff` and `du`.
-
-    Args:
-        json: print JSON.
-    """
+    """The option of `show`, `diff` and `du`: print JSON."""
 
     json: bool = False
 
 
 @dataclass
 class Remove:
-    """The options of `rm`.
-
-    Args:
-        yes: do not ask.
-    """
+    """The option of `rm`: do not ask."""
 
     yes: bool = False
 
 
 @dataclass
 class Reproduce:
-    """The options of `reproduce`.
-
-    Args:
-        run: run it, instead of printing what to type.
-    """
+    """The option of `reproduce`: run it, instead of printing what to type."""
 
     run: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -98,13 +98,9 @@ def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> Co
         saved: whether the run can be resumed.
     """
     known = sorted(name for name in metrics if name.startswith(("train/", "val/")))
+    nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, metric, name).ratio())
     resume = "The run is saved: go on with resume=<its run directory>" if saved else "Give"
     return ConfigError(
         f"objective.metric={metric}: this run has no such metric; there are {', '.join(known)}. {resume} "
-        f"objective.metric={nearest(metric, known)}"
+        f"objective.metric={nearest}"
     )
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return the most similar one of some words."""
-    return max(words, key=lambda one: difflib.SequenceMatcher(None, word, one).ratio())

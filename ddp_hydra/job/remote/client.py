@@ -77,7 +77,10 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
         Interrupted: as for `run_job`.
     """
     if cfg.detach:
-        _detach(cfg, run_dir, overrides)
+        with started_driver(cfg, run_dir, overrides) as (_, driver):
+            print(f"the run goes on by itself; results: {driver.url}")  # noqa: T201
+            print(f"look at it:  ddp-hydra attach run={driver.url}")  # noqa: T201
+            print(f"end it:      ddp-hydra attach run={driver.url} stop=true")  # noqa: T201
         return None
     messages: Messages = queue.SimpleQueue()
     with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
@@ -90,13 +93,6 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
             raise RunFailed(end.message)
     print(end.message)  # noqa: T201
     return _number(end.summary.get("metrics", {}).get(objective.of(cfg)[0]))
-
-
-def _detach(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> None:
-    with started_driver(cfg, run_dir, overrides) as (_, driver):
-        print(f"the run goes on by itself; results: {driver.url}")  # noqa: T201
-        print(f"look at it:  ddp-hydra attach run={driver.url}")  # noqa: T201
-        print(f"end it:      ddp-hydra attach run={driver.url} stop=true")  # noqa: T201
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ddp_hydra.cli.compose import config_folders
 from ddp_hydra.cli.hydra_patches import choices, composed_once, listed_without_copies
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
+from ddp_hydra.config.project import starter
 from ddp_hydra.config.schema import Config
 
 
@@ -125,7 +125,7 @@ def test_a_mistake_is_reported_as_hydra_does(app, words, config):
 @pytest.mark.medium
 def test_the_options_are_those_that_hydra_lists(monkeypatch):
     before = ConfigLoaderImpl.get_group_options
-    with initialize_config_dir(str(config_folders()[0].absolute()), **VERSION_BASE):
+    with initialize_config_dir(str((starter() / "conf").absolute()), **VERSION_BASE):
         loader = GlobalHydra.instance().config_loader()
         groups = loader.list_groups("")
         kinds = (ObjectType.CONFIG, ObjectType.GROUP, None)
