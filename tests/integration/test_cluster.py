@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect, idle_shutdown
 from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.connect import wait_for_workers
 from ddp_hydra.cluster.reservation import Reservation
-from ddp_hydra.cluster.wait_for_workers import wait_for_workers
 from ddp_hydra.dispatch.inline import variables_restored
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import fork_client
@@ -137,7 +137,7 @@ def test_a_worker_that_is_paused_does_not_count():
     ],
 )
 def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypatch, ask, said):
-    monkeypatch.setattr("ddp_hydra.cluster.wait_for_workers.ANSWER_S", 0.5)
+    monkeypatch.setattr("ddp_hydra.cluster.connect.ANSWER_S", 0.5)
     with pytest.raises(ClusterError) as caught:
         wait_for_workers(client2, 3, 0.1, ask, "look there")
     assert str(caught.value).startswith("2 of 3 workers came in 0 s: ")
