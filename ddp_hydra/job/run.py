@@ -16,9 +16,8 @@ from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import Interrupted
 from ddp_hydra.job import loggers, torchrun
-from ddp_hydra.job.job_config import check, packed_project
+from ddp_hydra.job.job_config import check, find_resume, find_weights, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
-from ddp_hydra.job.resume import find_resume, find_weights
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite

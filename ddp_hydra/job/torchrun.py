@@ -13,9 +13,8 @@ from ddp_hydra.config import schema
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.restarts import repeated
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
-from ddp_hydra.job.job_config import check, gang_settings, inline_settings
+from ddp_hydra.job.job_config import check, gang_settings, inline_settings, weights_path
 from ddp_hydra.job.local import TRAIN
-from ddp_hydra.job.resume import weights_path
 from ddp_hydra.job.summary import why_stopped
 from ddp_hydra.rank import return_values
 from ddp_hydra.rank.spec import RankSpec

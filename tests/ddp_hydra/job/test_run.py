@@ -37,7 +37,6 @@ from ddp_hydra.job import job_config, summary
 from ddp_hydra.job.explain import explain
 from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
-from ddp_hydra.job.resume import find_resume
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import read_value, summarised
 from ddp_hydra.results import Record
@@ -225,7 +224,7 @@ def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
 def test_a_run_a_folder_and_a_file_can_be_resumed(given, tmp_path, monkeypatch):
     checkpoint(tmp_path / "run", 10)
     monkeypatch.chdir(tmp_path)
-    found = find_resume(config(resume=given), tmp_path / "new")
+    found = job_config.find_resume(config(resume=given), tmp_path / "new")
     assert found.is_absolute()
     assert found.read_bytes() == b"content 10"
     assert not (tmp_path / "new").exists()
@@ -233,7 +232,7 @@ def test_a_run_a_folder_and_a_file_can_be_resumed(given, tmp_path, monkeypatch):
 
 def test_what_cannot_be_resumed_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
-        find_resume(config(resume=str(tmp_path / "nowhere")), tmp_path)
+        job_config.find_resume(config(resume=str(tmp_path / "nowhere")), tmp_path)
 
 
 def test_a_bucket_is_brought_into_the_run_directory(tmp_path, monkeypatch):
@@ -243,9 +242,9 @@ def test_a_bucket_is_brought_into_the_run_directory(tmp_path, monkeypatch):
         asked.append((url, folder, retry_s))
         return folder / "step-000010-0123456789ab.pt"
 
-    monkeypatch.setattr("ddp_hydra.job.resume.stored_checkpoints.fetch_checkpoint", fetch)
+    monkeypatch.setattr("ddp_hydra.job.job_config.stored_checkpoints.fetch_checkpoint", fetch)
     cfg = config(resume="s3://bucket/run", results__retry_s=7.0)
-    assert find_resume(cfg, tmp_path / "new").name == "step-000010-0123456789ab.pt"
+    assert job_config.find_resume(cfg, tmp_path / "new").name == "step-000010-0123456789ab.pt"
     assert asked == [("s3://bucket/run", tmp_path / "new" / ".resume", 7.0)]
     assert asked[0][1].is_dir()
 

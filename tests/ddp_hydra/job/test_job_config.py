@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.resume import find_weights, weights_path
+from ddp_hydra.job.job_config import find_weights, weights_path
 
 
 def job(weights):
