@@ -27,7 +27,7 @@ from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.messages import EventChannel, LivenessWatch, stop_topic
-from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.scratch import keep, scratch_folder
 from ddp_hydra.job.remote.start_driver import DriverContext, JobSpec
 from ddp_hydra.job.remote.status import LOST, DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
@@ -85,16 +85,12 @@ def open_runner(spec: JobSpec, context: DriverContext) -> Iterator[RemoteJobRunn
         acquire_run(store, status, spec.hydra_files)
     elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
         raise AlreadyEnded
-    scratch = Scratch(context.scratch)
-    try:
-        with scheduler.client() as client:
-            connect.use_existing(scheduler)
-            runner = RemoteJobRunner(spec, scratch, store, status, client)
-            if spec.is_restart:
-                runner.take_over()
-            yield runner
-    finally:
-        scratch.remove()
+    with scratch_folder(context.scratch) as scratch, scheduler.client() as client:
+        connect.use_existing(scheduler)
+        runner = RemoteJobRunner(spec, scratch, store, status, client)
+        if spec.is_restart:
+            runner.take_over()
+        yield runner
 
 
 class RemoteJobRunner:
@@ -108,9 +104,9 @@ class RemoteJobRunner:
         client: connected to the scheduler.
     """
 
-    def __init__(self, spec: JobSpec, scratch: Scratch, store: FencedStore, status: DriverStatus, client: Any) -> None:
+    def __init__(self, spec: JobSpec, scratch: Path, store: FencedStore, status: DriverStatus, client: Any) -> None:
         self.spec, self.scratch, self.store, self.status, self.client = spec, scratch, store, status, client
-        self.run_dir = scratch.path / "run"
+        self.run_dir = scratch / "run"
         self.run_dir.mkdir()
         self.state = "running"
         self.channel = EventChannel(client, spec.name) if spec.client else None
@@ -155,7 +151,7 @@ class RemoteJobRunner:
         if self.store.lost:
             self.state, message = "failed", missing
         elif missing and self.state != LOST:
-            kept = self.scratch.keep()
+            kept = keep(self.scratch)
             self.state = "failed"
             message = f"{message}\nresults are not all in {self.spec.url}: {missing}; they are in {kept}"
             log.error("%s", message)

@@ -16,7 +16,7 @@ from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.driver import RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.scratch import scratch_folder
 from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended
@@ -44,9 +44,8 @@ def spec(tmp_path) -> JobSpec:
 
 @pytest.fixture
 def runner(spec, tmp_path):
-    scratch = Scratch(str(tmp_path))
-    yield RemoteJobRunner(spec, scratch, owned(spec.url), DriverStatus("tcp://scheduler:8786", "abc"), None)
-    scratch.remove()
+    with scratch_folder(str(tmp_path)) as scratch:
+        yield RemoteJobRunner(spec, scratch, owned(spec.url), DriverStatus("tcp://scheduler:8786", "abc"), None)
 
 
 def test_its_config_is_that_of_a_job_that_is_typed_there(runner, spec):

@@ -10,7 +10,7 @@ import pytest
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.scratch import Scratch
+from ddp_hydra.job.remote.scratch import keep, scratch_folder
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.results import Record
@@ -204,17 +204,17 @@ def test_the_status_follows_the_records(status):
 
 def test_a_folder_of_a_dead_driver_is_removed_and_that_of_a_live_one_is_not(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    live, dead = Scratch(str(tmp_path)), tmp_path / "ddp_hydra-run-dead"
-    dead.mkdir()
-    (dead / ".lock").touch()
-    (dead / "x").touch()
-    other = Scratch(str(tmp_path))
-    assert live.path.is_dir()
-    assert not dead.exists()
-    live.remove()
-    (other.path / "y").touch()
-    kept = Path(other.keep())
-    other.remove()
+    dead = tmp_path / "ddp_hydra-run-dead"
+    with scratch_folder(str(tmp_path)) as live:
+        dead.mkdir()
+        (dead / ".lock").touch()
+        (dead / "x").touch()
+        with scratch_folder(str(tmp_path)) as other:
+            assert live.is_dir()
+            assert not dead.exists()
+            (other / "y").touch()
+            kept = Path(keep(other))
     assert (kept / "y").is_file()
-    Scratch(str(tmp_path)).remove()
+    with scratch_folder(str(tmp_path)):
+        pass
     assert list(tmp_path.iterdir()) == [kept]
