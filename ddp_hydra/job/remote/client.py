@@ -25,7 +25,7 @@ from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.messages import LivenessWatch, stop_topic
+from ddp_hydra.job.remote.messages import liveness_watched, stop_topic
 from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.remote.status import SUCCEEDED
 from ddp_hydra.job.summary import summarised
@@ -245,17 +245,14 @@ class Follower:
             ClusterError: the scheduler or the driver is lost.
             KeyboardInterrupt: the user did not wait for the end.
         """
-        watch = LivenessWatch(self.client, self.driver.client, lambda: self.messages.put(None))
-        try:
-            with self.interrupts.caught(), self.handler:
-                try:
-                    with self.interrupts.deferred():
-                        return self._receive_all()
-                except KeyboardInterrupt:  # a second Ctrl-C: end at once
-                    self._ask_to_stop()
-                    return self._receive_all(until=time.monotonic() + END_S)
-        finally:
-            watch.close()
+        watched = liveness_watched(self.client, self.driver.client, lambda: self.messages.put(None))
+        with watched, self.interrupts.caught(), self.handler:
+            try:
+                with self.interrupts.deferred():
+                    return self._receive_all()
+            except KeyboardInterrupt:  # a second Ctrl-C: end at once
+                self._ask_to_stop()
+                return self._receive_all(until=time.monotonic() + END_S)
 
     def _ask_to_stop(self) -> None:
         self.client.log_event(stop_topic(self.driver.name), b"stop")

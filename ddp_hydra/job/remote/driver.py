@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.messages import EventChannel, LivenessWatch, stop_topic
+from ddp_hydra.job.remote.messages import EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.scratch import keep, scratch_folder
 from ddp_hydra.job.remote.start_driver import DriverContext, JobSpec
 from ddp_hydra.job.remote.status import LOST, DriverStatus
@@ -138,10 +139,8 @@ class RemoteJobRunner:
         with contextlib.ExitStack() as stack:
             if self.spec.client:
                 self.client.subscribe_topic(stop_topic(self.spec.name), lambda _: interrupt())
-                watch = LivenessWatch(
-                    self.client, self.spec.client, lambda: self.stop("the command that has begun it is gone")
-                )
-                stack.callback(watch.close)
+                on_gone = partial(self.stop, "the command that has begun it is gone")
+                stack.enter_context(liveness_watched(self.client, self.spec.client, on_gone))
             self.uploader.start()
             self.state, message = self.run_job(cfg)
             # From now on, a signal means that the upload is not to be retried.

@@ -6,7 +6,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ddp_hydra.results import Record
@@ -57,37 +58,36 @@ class EventChannel(logging.Handler):
             self._client.run_on_scheduler(delete_topics, [self._topic, stop_topic(self._topic)])
 
 
-class LivenessWatch:
-    """Watch whether another client is still connected to the scheduler.
+@contextmanager
+def liveness_watched(client: Any, other: str, on_gone: Callable[[], None]) -> Iterator[None]:
+    """Watch, inside the block, whether another client is still connected to the scheduler.
 
     Args:
         client: a client of this process.
         other: the id of the client to watch.
-        on_gone: called once, when the other client is gone.
+        on_gone: called once, in another thread, when the other client is gone.
     """
+    end = threading.Event()
 
-    def __init__(self, client: Any, other: str, on_gone: Callable[[], None]) -> None:
-        self._client, self._other, self._on_gone = client, other, on_gone
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="liveness watch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the watch."""
-        self._end.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         seen = time.monotonic()
-        while not self._end.wait(POLL_S):
+        while not end.wait(POLL_S):
             try:
-                if self._client.run_on_scheduler(is_connected, self._other):
+                if client.run_on_scheduler(is_connected, other):
                     seen = time.monotonic()
             except Exception:  # the scheduler does not answer; the job itself notices its loss
                 seen = time.monotonic()
             if time.monotonic() - seen > GONE_S:
-                self._on_gone()
+                on_gone()
                 return
+
+    thread = threading.Thread(target=watch, name="liveness watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def is_connected(client: str, dask_scheduler: Any = None) -> bool:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_hydra.job.remote import messages
-from ddp_hydra.job.remote.messages import LivenessWatch, delete_topics, is_connected
+from ddp_hydra.job.remote.messages import delete_topics, is_connected, liveness_watched
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,10 @@ def quick(monkeypatch):
 def test_a_client_that_goes_is_noticed_once():
     scheduler, gone = SimpleNamespace(clients={"other"}), threading.Event()
     client = SimpleNamespace(run_on_scheduler=lambda call, name: call(name, dask_scheduler=scheduler))
-    watch = LivenessWatch(client, "other", gone.set)
-    assert not gone.wait(0.2)
-    scheduler.clients.clear()
-    assert gone.wait(10)
-    watch.close()
+    with liveness_watched(client, "other", gone.set):
+        assert not gone.wait(0.2)
+        scheduler.clients.clear()
+        assert gone.wait(10)
     assert is_connected("other", SimpleNamespace(clients={"other"}))
 
 
@@ -39,10 +38,9 @@ def test_a_scheduler_that_does_not_answer_says_nothing_of_the_client():
         asked.set()
         raise OSError("no answer")
 
-    watch = LivenessWatch(SimpleNamespace(run_on_scheduler=fail), "other", gone.set)
-    assert asked.wait(10)
-    assert not gone.wait(0.2)
-    watch.close()
+    with liveness_watched(SimpleNamespace(run_on_scheduler=fail), "other", gone.set):
+        assert asked.wait(10)
+        assert not gone.wait(0.2)
 
 
 def test_topics_are_deleted_after_a_while():
