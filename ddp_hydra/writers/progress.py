@@ -16,13 +16,7 @@ from ddp_hydra.writers.progress_state import ProgressState
 
 
 class StdoutConsole(Console):
-    """Print to standard output, and survive its end: rich would end the whole program when nobody reads it.
-
-    In a notebook it prints plain text as everywhere, and not each line as a piece of HTML.
-    """
-
-    def __init__(self, force_jupyter: bool = False) -> None:
-        super().__init__(force_jupyter=force_jupyter)
+    """Print to standard output, and survive its end: rich would end the whole program when nobody reads it."""
 
     def on_broken_pipe(self) -> None:
         """Stop printing."""
@@ -51,7 +45,8 @@ class ProgressWriter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         in_notebook = console is None and Console().is_jupyter and find_spec("ipywidgets") is not None
-        self._console = console or StdoutConsole()
+        # Lines are plain text in a notebook, too: rich would print each as a piece of HTML.
+        self._console = console or StdoutConsole(force_jupyter=False)
         self._bar_console = StdoutConsole(force_jupyter=True) if in_notebook else self._console
         self._live = in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal)
         self._interval_s = interval_s
