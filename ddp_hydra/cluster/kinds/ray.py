@@ -17,6 +17,7 @@ class Ray(Manager):
     """`ddp_hydra.cluster.ray.ray_cluster.RayCluster`. Ray installs `cluster.pip` for the workers."""
 
     required_packages = ("ray",)
+    can_keep = True  # the actors can be detached
     hint = "does `ray status` list the nodes, and is ddp-hydra installed on them?"
 
     def __init__(self, cfg: DictConfig, logs: Path | None = None) -> None:
@@ -37,11 +38,6 @@ class Ray(Manager):
                 "cluster.keep=true: a Ray that this command starts ends with it. Start one with `ray start --head` and "
                 "give cluster.address=auto"
             )
-
-    @property
-    def can_keep(self) -> bool:
-        """Return True: the actors can be detached."""
-        return True
 
     def open(self) -> Any:
         """Start the cluster, or use the running one of this name."""

@@ -99,19 +99,14 @@ class Session:
         job = RunInfo(**{**self.order["job"], "run_dir": Path(self.order["job"]["run_dir"])})
         try:
             self.logger = self.instantiate()
+            if isinstance(self.logger, Logger):
+                self.logger.run_dir = job.run_dir
+            started = self.repeat(lambda: self.logger.begin(job)) if hasattr(self.logger, "begin") else None
         except Exception as error:
             self.explain("error", error)
             return False
-        if isinstance(self.logger, Logger):
-            self.logger.run_dir = job.run_dir
-        if hasattr(self.logger, "begin"):
-            try:
-                started = self.repeat(lambda: self.logger.begin(job))
-            except Refused as error:
-                self.explain("error", error)
-                return False
-            if started is not None:
-                self.answer("run", {"id": started.id, "url": redact.bare(started.url), "note": started.note})
+        if started is not None:
+            self.answer("run", {"id": started.id, "url": redact.bare(started.url), "note": started.note})
         status = self.take_all(incoming)
         self.do("end", status)
         self.do("close")
