@@ -81,7 +81,7 @@ def weights_path(cfg: DictConfig) -> str | None:
 
 
 def inline_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return the arguments of `inline.run` that come from the config."""
+    """Return the arguments of `inline.run` that come from the config; torchrun's ranks take the same."""
     settings = {"threads": cfg.trainer.threads, "backend": backend(cfg)}
     return {**settings, "timeout_s": cfg.dispatch.timeout_s, "retry_s": cfg.results.retry_s}
 
@@ -97,12 +97,13 @@ def gang_settings(cfg: DictConfig) -> dict[str, Any]:
     """Return the settings of a gang that come from the config."""
     settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
     assert isinstance(settings, dict)
-    ports = settings.pop("port_range")
-    settings["keep_warm_s"] = keep_warm_s(cfg)
-    of_others = {"threads": cfg.trainer.threads, "sweep": connect.sweep(), "retry_s": cfg.results.retry_s}
+    ports = settings["port_range"]
     return {
         **{str(name): value for name, value in settings.items()},
-        **of_others,
+        "keep_warm_s": keep_warm_s(cfg),
+        "threads": cfg.trainer.threads,
+        "sweep": connect.sweep(),
+        "retry_s": cfg.results.retry_s,
         "backend": backend(cfg),
         "port_range": (ports[0], ports[1]) if ports else None,
     }
