@@ -51,7 +51,7 @@ def train(bucket, prefix, n_epochs, batch_size, num_workers=1):
     model = models.resnet18(num_classes=len(whole_dataset.classes))
     model = DDP(model)
     criterion = nn.CrossEntropyLoss()
-    optimizer = optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
     count = 0
     for epoch in range(n_epochs):
         sampler.set_epoch(epoch)
