@@ -9,7 +9,8 @@ from typing import Any
 
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs import tags
-from ddp_hydra.runs.run_files import RunFiles, json_object, yaml_value
+from ddp_hydra.runs.run_files import RunFiles, yaml_value
+from ddp_hydra.writers.run_dir import json_object
 
 MOST_TEXT = 500
 """Longer texts of a run are cut."""

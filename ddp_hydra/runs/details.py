@@ -9,8 +9,9 @@ from typing import Any
 from ddp_hydra.runs import disk, status
 from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, newest_of, number, read_both, row_of, tables, text
 from ddp_hydra.runs.find import local_rows, stored_row
-from ddp_hydra.runs.run_files import RunFiles, StoredRun, json_object, yaml_value
+from ddp_hydra.runs.run_files import RunFiles, StoredRun, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME
+from ddp_hydra.writers.run_dir import json_object
 
 _LAST_BYTES = 2**16
 ABSENT = "(missing)"

@@ -13,10 +13,10 @@ from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs import status
 from ddp_hydra.runs.describe import Row, number, numbers, read_both, row_of, text, texts
 from ddp_hydra.runs.index import Index, Stamp
-from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, json_object, reachable
+from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, reachable
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.results_root import ResultsFolder
-from ddp_hydra.writers.run_dir import LOCK, is_held
+from ddp_hydra.writers.run_dir import LOCK, is_held, json_object
 
 DEFAULT_ROOTS = ("outputs", "multirun")
 STAMPED = (".hydra", "summary.json", "status.json", "tags.json")

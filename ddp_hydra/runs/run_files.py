@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Collection, Iterator
@@ -190,15 +189,6 @@ MARKS = frozenset({".hydra", "summary.json", "status.json", "metrics.jsonl", res
 def is_run(names: set[str]) -> bool:
     """Return whether a folder with these names is a run directory."""
     return not MARKS.isdisjoint(names)
-
-
-def json_object(content: bytes) -> dict[str, Any]:
-    """Return the JSON object in a content; {} if it is none."""
-    try:
-        found = json.loads(content) if content else {}
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def yaml_value(content: bytes) -> Any:

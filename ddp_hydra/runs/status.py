@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.job.remote.status import ENDED, LOST_S
-from ddp_hydra.runs.run_files import LocalRun, json_object
+from ddp_hydra.runs.run_files import LocalRun
 from ddp_hydra.storage.results_root import POINTER
-from ddp_hydra.writers.run_dir import LOCK, is_locked
+from ddp_hydra.writers.run_dir import LOCK, is_locked, json_object
 
 STATUSES = ("running", *ENDED, "killed", "lost", "detached", "unknown")
 """killed: its process ended without a word. lost: maybe so, on another host. detached: its results are elsewhere.

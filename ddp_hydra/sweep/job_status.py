@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.writers.run_dir import json_object
 
 
 def read_status(row: Row, folder: Path, objective: Objective) -> None:
@@ -84,8 +85,6 @@ def _take_metrics(row: Row, metrics: Any, objective: Objective) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+    with contextlib.suppress(OSError):
+        return json_object(path.read_bytes())
     return {}

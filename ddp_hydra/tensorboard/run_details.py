@@ -10,8 +10,9 @@ from typing import Any
 
 from ddp_hydra.runs import details
 from ddp_hydra.runs.describe import failed_attempts, number, numbers, read_both, text
-from ddp_hydra.runs.run_files import RunFiles, json_object
+from ddp_hydra.runs.run_files import RunFiles
 from ddp_hydra.tensorboard.run_list import shown
+from ddp_hydra.writers.run_dir import json_object
 
 LOG_BYTES = 2**16
 """So much of the end of a log is shown."""
