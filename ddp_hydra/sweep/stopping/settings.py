@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
 from ddp_hydra.sweep.queue import JobQueue
@@ -137,7 +137,7 @@ def _pruner(options: Mapping[str, Any], maximize: bool) -> Pruner:
     try:
         pruner = instantiate(OmegaConf.create(dict(options)))
     except (HydraException, ImportError, TypeError, ValueError) as error:
-        hint = "" if importlib.util.find_spec("optuna") else " (pip install 'ddp-hydra[optuna]')"
+        hint = "" if is_installed("optuna") else " (pip install 'ddp-hydra[optuna]')"
         reason = " ".join(str(error).split())
         raise ConfigError(f"{KEY}: {options['_target_']} can't be made: {reason}{hint}") from None
     return Pruner(maximize, pruner)
