@@ -228,10 +228,12 @@ def defined(body: Iterable[ast.stmt]) -> set[str] | None:
 
 def is_installed(package: str) -> bool:
     """Tell whether a package can be found, without importing it."""
-    try:  # a module may have no spec, such as __main__ of a sweep's processes
-        return package in sys.modules or importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
         return False
+    except ValueError:  # a module without a spec, such as __main__ of a sweep's processes
+        return package in sys.modules
 
 
 def _hint(name: str, names: Iterable[str]) -> str:
