@@ -45,14 +45,12 @@ def check_requirements(texts: Iterable[Any]) -> list[str]:
     return list(map(str, texts))
 
 
-def probe(
-    client: Client, workers: Iterable[str], requirements: Sequence[str] = (), answer_s: float = ANSWER_S
-) -> Probes:
-    """Probe all workers in one call; leave out those that do not answer, or all if some do not in time."""
+def probe(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()) -> Probes:
+    """Probe all workers in one call; leave out those that do not answer."""
     workers = list(workers)
     if not workers:  # Dask would take an empty list for all workers
         return {}
-    run = {"workers": workers, "on_error": "return", "callback_timeout": answer_s}
+    run = {"workers": workers, "on_error": "return", "callback_timeout": ANSWER_S}
     try:
         answers = client.sync(client._run, BySource(worker_probe.probe), PACKAGES, list(requirements), **run)
     except (OSError, TimeoutError):

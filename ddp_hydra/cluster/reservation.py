@@ -67,13 +67,12 @@ class Reservation:
             with contextlib.suppress(ClusterError):
                 self._on_scheduler(release, self.name, answer_s=PING_S if was_lost else ANSWER_S)
 
-    def reserve(self, topic: str, timeout_s: float, on_wait: Callable[[], None] = lambda: None) -> dict[str, str]:
+    def reserve(self, topic: str, timeout_s: float) -> dict[str, str]:
         """Reserve workers for the first attempt.
 
         Args:
             topic: to which the attempt subscribes.
             timeout_s: how long to wait for workers of other jobs.
-            on_wait: called once if it has to wait.
 
         Returns:
             Worker address -> host.
@@ -81,12 +80,9 @@ class Reservation:
         Raises:
             ClusterError: not enough workers became free in time.
         """
-        begin, is_logged, wait_s = time.monotonic(), False, 0.0
-        while "workers" not in (answer := self._request(topic, self.ranks, self.ranks, wait_s=wait_s)):
+        begin, is_logged = time.monotonic(), False
+        while "workers" not in (answer := self._request(topic, self.ranks, self.ranks, wait_s=WAIT_S)):
             self.check()
-            if not wait_s:
-                on_wait()
-            wait_s = WAIT_S
             waited_s = time.monotonic() - begin
             ahead = answer.pop("ahead")
             enough = answer["total"] >= answer["wanted"]

@@ -167,7 +167,7 @@ class Gang(Settings):
         interrupts = self.interrupts.caught(self.grace_s > 0)
         with self.reporting_dropped(), interrupts, self.cleaned_up(), reserved as reservation:
             number, topic = self.first_attempt, name
-            workers = reservation.reserve(topic, self.queue_timeout_s, checks.probe_ahead)
+            workers = reservation.reserve(topic, self.queue_timeout_s)
             checks.check(workers)
             while True:
                 if self.sweep:  # those of its other jobs count, too

@@ -9,11 +9,6 @@ from distributed import Client
 
 from ddp_hydra.cluster import preflight
 
-MOST_AHEAD = 32
-"""In a larger cluster, a gang that waits for some of the workers probes none."""
-AHEAD_S = 1.0
-"""Seconds that the workers may take to answer then; those that do not answer are probed once they are reserved."""
-
 
 class WorkerChecks:
     """Checks workers for one gang.
@@ -28,13 +23,6 @@ class WorkerChecks:
         self.client, self.requirements, self.interface = client, requirements, interface
         of_client: dict[object, dict[str, Any]] = vars(client).setdefault("_ddp_hydra_probes", {})
         self.good: dict[str, Any] = of_client.setdefault((tuple(requirements), interface), {})
-        self.probed: preflight.Probes = {}
-
-    def probe_ahead(self) -> None:
-        """Probe all workers of a small cluster, for a gang that waits for some of them."""
-        workers = list(self.client.scheduler_info(n_workers=-1)["workers"])
-        if len(workers) <= MOST_AHEAD:
-            self.probed = preflight.probe(self.client, workers, self.requirements, AHEAD_S)
 
     def check(self, workers: Iterable[str]) -> None:
         """Check that new workers have what the ranks need.
@@ -44,11 +32,9 @@ class WorkerChecks:
         """
         workers = list(workers)
         new = [address for address in workers if address not in self.good]
-        found = {address: self.probed[address] for address in new if address in self.probed}
-        others = [address for address in new if address not in found]
-        found |= preflight.probe(self.client, others, self.requirements) if others else {}
+        found = preflight.probe(self.client, new, self.requirements)
         if found:  # they have to fit together with those that were looked at before
-            all_found = {address: there for address, there in (self.good | found).items() if address in workers}
+            all_found = {address: there for address, there in (self.good | dict(found)).items() if address in workers}
             preflight.check(all_found)
             preflight.check_packages(all_found)
             preflight.check_network(all_found, self.interface)

@@ -158,7 +158,7 @@ class JobScheduler:
     def fits(self, job: PlannedJob) -> bool:
         """Return whether a job can start now.
 
-        Jobs of ours start for twice as many workers as there are: one that waits begins as soon as another one ends.
+        Once a job has its workers, jobs of ours start for as many workers again: they wait until one ends.
         """
         if self.max_jobs is not None and len(self.running) >= self.max_jobs:
             return False
@@ -169,4 +169,5 @@ class JobScheduler:
             return False
         total = self.cluster.workers
         used = sum(other.planned.need.ranks or total for other in self.running)
-        return not self.running or used + (job.need.ranks or total) <= (2 * total if job.is_ours else total)
+        may_wait = job.is_ours and any(other.row.workers for other in self.running)
+        return not self.running or used + (job.need.ranks or total) <= (2 * total if may_wait else total)

@@ -518,17 +518,6 @@ def test_a_gang_waits_for_others_to_let_go(scheduler, client, clock):
     assert clock.now >= 30
 
 
-def test_a_gang_that_has_to_wait_can_use_the_time_once(scheduler, client, clock):
-    used = []
-    with Reservation(client, "one", 2) as held:
-        held.reserve("t", 60.0, lambda: used.append("in vain"))
-    scheduler.reserve("other", 3, holder="you")
-    clock.events[30.0] = lambda: release("other", scheduler)
-    with Reservation(client, "one", 2) as held:
-        held.reserve("t", 60.0, lambda: used.append(clock.now))
-    assert used == [0.0]
-
-
 def test_a_gang_that_waited_too_long_says_what_was_free(scheduler, client, clock):
     scheduler.reserve("other", 3, holder="you")
     with (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_hydra.cluster import preflight
-from ddp_hydra.dispatch.worker_checks import MOST_AHEAD, WorkerChecks
+from ddp_hydra.dispatch.worker_checks import WorkerChecks
 from ddp_hydra.errors import ClusterError
 
 
@@ -59,30 +59,3 @@ def test_a_new_worker_has_to_fit_together_with_those_looked_at_before(probed, mo
     WorkerChecks(client).check(["a", "b", "c"])
     WorkerChecks(client).check(["a", "c"])
     assert together == [["a", "b", "c"]]
-
-
-def cluster(*workers: str) -> Any:
-    return SimpleNamespace(scheduler_info=lambda n_workers: {"workers": dict.fromkeys(workers)})
-
-
-def test_a_gang_that_waited_asks_only_the_workers_that_have_come_meanwhile(probed):
-    checks = WorkerChecks(cluster("a", "b"))
-    checks.probe_ahead()
-    checks.check(["b", "c"])
-    assert probed == [["a", "b"], ["c"]]
-
-
-def test_what_was_probed_ahead_is_checked_for_the_own_workers_alone(probed, monkeypatch):
-    together: list[list[str]] = []
-    monkeypatch.setattr(preflight, "check", lambda found: together.append(sorted(found)))
-    checks = WorkerChecks(cluster("a", "b"))
-    checks.probe_ahead()
-    checks.check(["b"])
-    assert together == [["b"]]
-    WorkerChecks(checks.client).check(["a"])
-    assert probed == [["a", "b"], ["a"]]
-
-
-def test_in_a_large_cluster_none_is_probed_ahead(probed):
-    WorkerChecks(cluster(*map(str, range(MOST_AHEAD + 1)))).probe_ahead()
-    assert probed == []
