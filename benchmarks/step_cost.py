@@ -21,6 +21,7 @@ from benchmarks import commands, report
 from benchmarks.report import Figure
 from ddp_hydra import results
 from ddp_hydra.results import Record
+from ddp_hydra.tasks.classification import Classification
 from ddp_hydra.training import checkpoint
 from ddp_hydra.training.lr_schedules import constant
 from ddp_hydra.training.metrics import Meter, count
@@ -111,8 +112,9 @@ def once() -> dict[str, float]:
 def counting() -> float:
     """Microseconds for what the loop does with the metrics of each batch of 64."""
     torch.set_num_threads(1)
-    meter, loss, logits, target = Meter(torch.device("cpu")), torch.rand(()), torch.rand(64, 10), torch.zeros(64).long()
-    runs = timeit.repeat(lambda: meter.add(count(loss, logits, target)), number=1_000, repeat=5)
+    meter, loss, batch = Meter(torch.device("cpu")), torch.rand(()), (torch.rand(64, 10), torch.zeros(64).long())
+    task = Classification(lambda prediction, target: loss)
+    runs = timeit.repeat(lambda: meter.add(count(task.step(lambda logits: logits, batch), 64)), number=1_000, repeat=5)
     return statistics.median(runs) * 1_000
 
 
