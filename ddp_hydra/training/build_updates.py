@@ -106,8 +106,7 @@ class BuildUpdates:
             updates[name] = Update(name, step, update.scheduler, self.consensus)
         self._relate(updates)
         run.updates = updates
-        for update in updates.values():
-            run.monitor.stragglers.watch(update.parallel.step)
+        run.monitor.watch(updates.values())
         run.frozen_norms = parameter_groups.frozen_norms(self.model)
         run.state.unfrozen.append(stage)
 

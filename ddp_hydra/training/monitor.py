@@ -49,8 +49,12 @@ class Monitor:
         self.consensus, self.task, self.profiler = consensus, task, profiler
         self.meter, self.sums_of_ranks = Meter(loader.device), SumsOfRanks()
         self.throughput, self.data_stats = Throughput(samples), DataStats(loader)
-        self.exchange = ExchangeTime([update.parallel for update in updates])
-        self.stragglers = Stragglers(loader, loader.device)
+        self.exchange, self.stragglers = ExchangeTime(), Stragglers(loader, loader.device)
+        self.watch(updates)
+
+    def watch(self, updates: Collection[Update]) -> None:
+        """Measure these updates of a step from now on, in place of those before."""
+        self.exchange.watch([update.parallel for update in updates])
         for update in updates:
             self.stragglers.watch(update.parallel.step)
 

@@ -23,16 +23,28 @@ NS_PER_S = 1e9
 class ExchangeTime:
     """Estimates the time that all steps of a run have waited for gradients.
 
-    Args:
-        parallels: of the updates of a step. Those that are not DistributedDataParallel take no times.
+    Attributes:
+        steps: done since `watch`.
     """
 
-    def __init__(self, parallels: Sequence[Parallel]) -> None:
+    def __init__(self) -> None:
+        self.is_alone = dist.get_world_size() == 1
+        self.steps, self.before_s = 0, 0.0
+        self.mean_s, self.held_s = math.nan, 0.0
+
+    def watch(self, parallels: Sequence[Parallel]) -> None:
+        """Measure these updates of a step from now on, in place of those before.
+
+        Args:
+            parallels: of the updates. Those that are not DistributedDataParallel take no times.
+        """
+        if not math.isnan(self.mean_s):
+            self.before_s += self.mean_s * self.steps + self.held_s
+            self.steps = 0
         self.parallels = parallels
         self.modules = [one.wrapped for one in parallels if isinstance(one.wrapped, DistributedDataParallel)]
         self.is_known = len(self.modules) == len(parallels)
-        self.is_alone = dist.get_world_size() == 1
-        self.steps = self.measured_at = self.count = 0
+        self.measured_at = self.count = 0
         self.sum_s = 0.0
         self.mean_s, self.held_s = math.nan, 0.0
 
@@ -66,4 +78,6 @@ class ExchangeTime:
         """Return for how long a rank has waited since the run began, in seconds; None if it is not known."""
         if self.is_alone:
             return 0.0
-        return None if math.isnan(self.mean_s) else self.mean_s * self.steps + self.held_s
+        if math.isnan(self.mean_s):
+            return self.before_s or None
+        return self.before_s + self.mean_s * self.steps + self.held_s

@@ -32,8 +32,14 @@ class Timed(DistributedDataParallel):
         }
 
 
+def parallels_of(*modules: nn.Module, held_s: float = 0.0) -> Any:
+    return [SimpleNamespace(wrapped=module, held_s=lambda: held_s) for module in modules]
+
+
 def exchange_of(*modules: nn.Module, held_s: float = 0.0) -> ExchangeTime:
-    return ExchangeTime([SimpleNamespace(wrapped=module, held_s=lambda: held_s) for module in modules])  # type: ignore[misc]
+    exchange = ExchangeTime()
+    exchange.watch(parallels_of(*modules, held_s=held_s))
+    return exchange
 
 
 @pytest.fixture
@@ -118,3 +124,17 @@ def test_one_rank_waits_for_nobody_and_torch_has_the_times_that_are_read():
     seconds, _ = exchange.local_seconds()
     assert exchange.measured_at == 3
     assert 0 <= seconds < 1
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_updates_that_are_made_anew_add_their_time_to_that_of_those_before():
+    module, larger = Timed(), Timed()
+    exchange = exchange_of(module)
+    exchange.steps = 100
+    module.took(10, exchange_s=0.003, hidden_s=0.001)
+    assert measured(exchange) == pytest.approx(0.2)
+    exchange.watch(parallels_of(larger))
+    assert measured(exchange) == pytest.approx(0.2)
+    exchange.steps = 10
+    larger.took(3, exchange_s=0.05, hidden_s=0.01)
+    assert measured(exchange) == pytest.approx(0.2 + 0.4)
