@@ -62,7 +62,7 @@ class Hang:
     message: str
 
 
-WAITS = re.compile(r"/torch/|/ddp_hydra/training/consensus\.py")
+WAITS = re.compile(r"/torch/|/ddp_hydra/training/(consensus|host_barrier)\.py")
 """Files in which a rank waits for others: in a collective, or in the backward pass, which contains collectives."""
 
 

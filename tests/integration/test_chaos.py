@@ -119,10 +119,11 @@ QUICK = {
     ("kill", "checkpoint's file", 2),
     ("segv", "first step", 2),
     ("hang", "checkpoint", 4),
+    ("hang", "mid-epoch", 2),
     ("stop", "validation", 2),
     ("worker", "mid-epoch", 2),
 }
-"""Each fault once and each moment once; the others are slow."""
+"""Each fault and each moment once, and a hang where all ranks stand at one place; the others are slow."""
 
 MATRIX = [
     pytest.param(

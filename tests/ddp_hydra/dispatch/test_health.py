@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.dispatch.health import ACTIVITY, GAP_S, HealthMonitor, Heartbeat
+from ddp_hydra.dispatch.health import ACTIVITY, GAP_S, HealthMonitor, Heartbeat, waits
 from ddp_hydra.heartbeat import PHASES
 
 LOST_S, HANG_S, FIRST_S, JOIN_S = 15.0, 60.0, 600.0, 300.0
@@ -63,6 +64,24 @@ def test_of_several_at_one_place_one_that_does_not_wait_is_named_unless_another_
     assert gang(*beats).hang(range(3), 0.0, waiting=[0, 1]).rank == 2
     beats[1]["stopped"] = True
     assert gang(*beats).hang(range(3), 0.0, waiting=[0, 1]).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "is_waiting"),
+    [
+        ("torch.autograd.graph", True),
+        ("ddp_hydra.training.consensus", True),
+        ("ddp_hydra.training.host_barrier", True),
+        ("ddp_hydra.training.loop", False),
+    ],
+)
+def test_a_rank_waits_for_others_in_the_files_where_ranks_meet(module, is_waiting):
+    backward = '  File "/site-packages/torch/autograd/graph.py", line 1072 in _engine_run_backward\n'
+    stacks = (
+        f"Thread 0x1 (most recent call first):\n{backward}\nCurrent thread 0x2 (most recent call first):\n"
+        f'  File "{find_spec(module).origin}", line 75 in wait\n{backward if is_waiting else ""}'
+    )
+    assert waits(stacks) == is_waiting
 
 
 def test_a_suspended_rank_that_is_further_than_others_is_not_to_blame():
