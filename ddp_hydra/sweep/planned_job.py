@@ -138,18 +138,22 @@ def is_paused(row: Row) -> bool:
     return row.state == State.paused and "trainer.pause_after_validations" in typed(row)
 
 
-def refuse_used_folder(planned: PlannedJob) -> None:
-    """Refuse to overwrite the results of another job.
+def take_over_folder(planned: PlannedJob) -> None:
+    """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet.
 
     Raises:
-        ConfigError: the folder of a new job contains results.
+        ConfigError: the folder contains the results of another job, which must not be written over.
     """
     saved = planned.folder / ".hydra" / "overrides.yaml"
-    if saved.is_file():
+    if not saved.is_file():
+        return
+    overrides = list(map(str, OmegaConf.load(saved)))
+    if overrides != planned.row.overrides:
         raise ConfigError(
-            f"{planned.folder} holds the results of another job ({' '.join(map(str, OmegaConf.load(saved)))}), which "
-            "would be written over: give another hydra.sweep.dir, or leave it out"
+            f"{planned.folder} holds the results of another job ({' '.join(overrides)}), which would be written over: "
+            "give another hydra.sweep.dir, or leave it out"
         )
+    resume(planned, 0.0)
 
 
 def resume(planned: PlannedJob, spent_s: float) -> None:

@@ -150,7 +150,7 @@ class JobQueue:
             if job.earlier is not None:
                 planned_job.resume(job, job.earlier.wall_s)
             elif self.is_resumed:
-                planned_job.refuse_used_folder(job)
+                planned_job.take_over_folder(job)
         except (DdpHydraError, HydraException, OmegaConfBaseException) as error:
             job.fail(error)
         if job.is_dry:

@@ -54,11 +54,21 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
 
 
 def test_the_folder_of_another_job_is_not_taken(tmp_path):
-    planned_job.refuse_used_folder(planned(tmp_path))
+    planned_job.take_over_folder(planned(tmp_path))
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- lr=1\n- data=b\n")
     with pytest.raises(ConfigError, match=r"lr=1 data=b.*give another hydra\.sweep\.dir"):
-        planned_job.refuse_used_folder(planned(tmp_path))
+        planned_job.take_over_folder(planned(tmp_path))
+
+
+def test_a_job_that_had_started_and_was_not_noted_goes_on(tmp_path):
+    job = planned(tmp_path)
+    job.row.overrides = ["lr=1", "data=b"]
+    for name, content in ((".hydra/overrides.yaml", "- lr=1\n- data=b\n"), ("checkpoints/manifest.json", "{}")):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
+    planned_job.take_over_folder(job)
+    assert job.config.resume == str(tmp_path)
 
 
 @pytest.mark.parametrize(
