@@ -112,7 +112,7 @@ def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_lef
 
 @pytest.mark.slow
 def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(cli, nothing_left, wait_for, ranks_alive):
-    slow = (*SWEEP, "data.delay_s=0.02", "optimizer.lr=0.1,0.01")
+    slow = (*SWEEP, "data.delay_s=0.1", "optimizer.lr=0.1,0.01")
     process = cli.start(*slow)
     status = cli.folder / "sweep" / "0" / "status.json"
     wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 7, 60, "some steps")
