@@ -266,7 +266,7 @@ def test_mlflows_server_has_a_run_its_resume_and_a_sweep(server, cli):
 @pytest.mark.timeout(1200)
 def test_mlflows_server_is_killed_and_comes_back(server, cli, wait_for):
     """Its run gets all steps, also those of the time when it was away."""
-    process = cli.start(*arguments(server, "hydra.run.dir=outputs/a", "trainer.epochs=100000", "data.delay_s=0.01"))
+    process = cli.start(*arguments(server, "hydra.run.dir=outputs/a", "trainer.epochs=100000", "data.delay_s=0.05"))
     log = cli.folder / "outputs" / "a" / "metrics.jsonl"
 
     def logged() -> int:
