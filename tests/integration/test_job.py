@@ -346,7 +346,7 @@ def imported(importtime: str) -> set[str]:
         (["--help"], "ddp-hydra experiment=pet_names"),
         (["--cfg", "job"], "n_workers: 2"),
         pytest.param(["--info", "defaults"], "base_config", marks=pytest.mark.slow),
-        (["--info", "plugins"], "ddp_hydra_launcher"),
+        (["--info", "plugins"], "DaskDDPLauncher"),
     ],
     ids=["help", "cfg", "defaults", "plugins"],
 )

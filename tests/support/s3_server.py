@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -86,11 +87,15 @@ def s3_server() -> Iterator[S3Server]:
     def close() -> None:
         server.shutdown()
         server.server_close()
+        kept_port.bind(server.server_address)  # else a server of another test might get it, and answer
         thread.join()
 
+    kept_port = socket.socket()
+    kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     yield S3Server(f"http://127.0.0.1:{server.server_port}", fill, add, publish, close)
     if thread.is_alive():
         close()
+    kept_port.close()
     backend.reset()
 
 
