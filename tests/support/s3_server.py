@@ -87,8 +87,9 @@ def s3_server() -> Iterator[S3Server]:
     def close() -> None:
         server.shutdown()
         server.server_close()
-        kept_port.bind(server.server_address)  # else a server of another test might get it, and answer
         thread.join()
+        with contextlib.suppress(OSError):  # a connection keeps it
+            kept_port.bind(server.server_address)  # else a server of another test might get it, and answer
 
     kept_port = socket.socket()
     kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
