@@ -9,6 +9,8 @@ from dataclasses import replace
 from threading import Thread
 from typing import Any
 
+import msgspec
+
 from ddp_hydra.console.signals import SIGNALS, Interrupts, print_line
 from ddp_hydra.dispatch.attempt import END_S, Attempt
 from ddp_hydra.dispatch.gang import Gang
@@ -157,7 +159,9 @@ class TorchrunAttempt(Attempt):
                 print_line(f"rank {record.rank} was told to end: {notice}")
             self.interrupts.wanted = True
             return
-        super().on_record(replace(record, attempt=self.number), size)  # the others do not know the number
+        super().on_record(
+            msgspec.structs.replace(record, attempt=self.number), size
+        )  # the others do not know the number
 
     def on_end(self, record: Record) -> None:
         """Note how a rank ended.

@@ -17,7 +17,7 @@ from typing import Any
 from distributed import Worker
 
 from ddp_hydra.rank.spec import LaunchSpec
-from ddp_hydra.results import Record
+from ddp_hydra.results import Kind, Record
 
 FLUSH_S = 0.05
 """Seconds that a record may wait for others, to be sent with them."""
@@ -27,7 +27,7 @@ TAIL_BYTES = 8192
 """How much of the rank's last output is kept, to explain its end."""
 
 
-def publish(worker: Worker, launch_spec: LaunchSpec, kind: str, data: dict[str, Any]) -> None:
+def publish(worker: Worker, launch_spec: LaunchSpec, kind: Kind, data: dict[str, Any]) -> None:
     """Send one record of the rank task itself, at once."""
     record = Record(kind, data, launch_spec.spec.rank, None, time.time(), launch_spec.attempt)
     worker.log_event(launch_spec.gang, record.encode())

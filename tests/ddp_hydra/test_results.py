@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra import results
 from ddp_hydra.errors import DiskFull, RecordError
-from ddp_hydra.results import INLINE_BYTES, KINDS, RESERVED, Record, check_path, finite
+from ddp_hydra.results import INLINE_BYTES, RESERVED, Kind, Record, check_path, finite
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -22,11 +23,11 @@ json_values = st.recursive(
 )
 records = st.builds(
     Record,
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(get_args(Kind)),
     data=st.dictionaries(st.text(), json_values, max_size=4),
     rank=st.integers(0, 1000),
-    step=st.none() | st.integers(0, 2**63),
-    time_s=st.floats(0, 1e11),
+    step=st.none() | st.integers(0, 2**63 - 1),
+    time_s=st.floats(0, 1e11, exclude_max=True),
     attempt=st.integers(0, 9),
 )
 
@@ -53,10 +54,10 @@ def test_a_field_of_a_wrong_type_is_refused(field, value):
     allowed = {
         "kind": lambda: False,
         "data": lambda: isinstance(value, dict),
-        "rank": lambda: type(value) is int,
-        "attempt": lambda: type(value) is int,
-        "step": lambda: value is None or type(value) is int,
-        "time_s": lambda: type(value) in (int, float),
+        "rank": lambda: type(value) is int and 0 <= value < 2**63,
+        "attempt": lambda: type(value) is int and 0 <= value < 2**63,
+        "step": lambda: value is None or (type(value) is int and 0 <= value < 2**63),
+        "time_s": lambda: type(value) in (int, float) and 0 <= value < 2**63,
     }
     if allowed.get(field, lambda: False)():
         assert getattr(Record.decode(line(**{field: value})), field) == value

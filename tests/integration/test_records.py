@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import signal
@@ -10,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
@@ -146,7 +146,7 @@ def test_files_come_in_pieces_where_the_client_does_not_see_the_outbox(client2, 
     def fetch(record):
         if record.kind == "file":
             elsewhere = {**record.data, "source": f"/of/another/host/{Path(record.data['source']).name}"}
-            job.fetch(dataclasses.replace(record, data=elsewhere), tmp_path / str(record.rank))
+            job.fetch(msgspec.structs.replace(record, data=elsewhere), tmp_path / str(record.rank))
 
     job = gang(client2, on_record=fetch)
     job.run(lambda: results.submit("large.bin", bytes([rank()]) * (2 * CHUNK_BYTES + 5)))

@@ -1,0 +1,16 @@
+"""Types with limits, for what ranks, files and the network send. msgspec checks that a value is of such a type."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Number = Annotated[float, Meta(ge=0, lt=2**63)]
+Time = Annotated[float, Meta(ge=0, lt=1e11)]
+"""In seconds since 1970."""
+Name = Annotated[str, Meta(pattern=r"\A[^\ud800-\udfff]+\Z")]
+"""Has no lone surrogates: JSON can hold them, but no file can."""
