@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from ddp_hydra.checked import Count, Finite
 
 DATA_KEYS = frozenset(
     {"data", "experiment", "task"}
@@ -66,21 +69,21 @@ class Row:
         labels: what the sweeper says of the job, such as its generation.
     """
 
-    number: int
+    number: Count
     overrides: list[str]
     folder: str
     state: State = State.queued
-    objective: float | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    step: int | None = None
-    total_steps: int | None = None
-    epoch: float | None = None
-    epochs: float | None = None
-    workers: int = 0
-    wall_s: float = 0.0
-    eta_s: float | None = None
+    objective: Finite | None = None
+    metrics: dict[str, Finite | None] = field(default_factory=dict)
+    step: Count | None = None
+    total_steps: Count | None = None
+    epoch: Finite | None = None
+    epochs: Finite | None = None
+    workers: Count = 0
+    wall_s: Finite = 0.0
+    eta_s: Finite | None = None
     message: str = ""
-    value: object = None
+    value: Any = None
     filled: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
 

@@ -6,15 +6,16 @@ tab.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Literal, NoReturn
+
+import msgspec
 
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.storage.files import remove_parts, write_atomic, writing
@@ -29,6 +30,13 @@ _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20
 """After a write, the next one waits for this many times its CPU time, so that many jobs don't cost more time."""
 _ADVICE = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
+
+
+class _Content(msgspec.Struct):
+    """What is read of sweep.json."""
+
+    version: Literal[1]
+    jobs: list[Row]
 
 
 class SummaryFiles:
@@ -127,12 +135,7 @@ def read(folder: Path) -> list[Row]:
     path = folder / "sweep.json"
     try:
         content = json.loads(path.read_bytes().decode(), parse_constant=_no_constant)
-        if not isinstance(content, dict) or content.get("version") != _VERSION or isinstance(content["version"], bool):
-            raise ValueError(f"it has no version {_VERSION}")
-        jobs = content.get("jobs")
-        if not isinstance(jobs, list):
-            raise ValueError("it has no list of jobs")
-        rows = [_row(job, place) for place, job in enumerate(jobs)]
+        rows = msgspec.convert(content, _Content).jobs
         if len({row.number for row in rows}) < len(rows):
             raise ValueError("two jobs have the same number")
         return rows
@@ -142,59 +145,6 @@ def read(folder: Path) -> list[Row]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): {_ADVICE}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not what a sweep writes ({error}): {_ADVICE}") from None
-
-
-def _row(job: object, place: int) -> Row:
-    if not isinstance(job, dict):
-        raise ValueError(f"job {place} in it is {job!r:.60}")
-    for name, kind in _KINDS.items():
-        words, is_good = _CHECKS[kind.removesuffix("?")]
-        if name not in job:
-            raise ValueError(f"job {place} in it has no {name}")
-        if not (is_good(job[name]) or (job[name] is None and kind.endswith("?"))):
-            raise ValueError(f"{name} of job {place} in it is {job[name]!r:.60}, not {words}")
-    values = {name: job[name] for name in _KINDS}
-    for name, kind in _KINDS.items():
-        if kind.startswith("number") and values[name] is not None:
-            values[name] = float(values[name])
-    values["metrics"] = {name: None if value is None else float(value) for name, value in values["metrics"].items()}
-    return Row(**values | {"state": State(values["state"])})
-
-
-def _is_number(value: object) -> bool:
-    with contextlib.suppress(OverflowError):
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return False
-
-
-def _is_returned(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_returned, value))
-    return value is None or isinstance(value, (str, bool, int, float))
-
-
-_KINDS = {
-    "number": "count", "overrides": "texts", "folder": "text", "state": "state", "objective": "number?",
-    "metrics": "metrics", "step": "count?", "total_steps": "count?", "epoch": "number?", "epochs": "number?",
-    "workers": "count", "wall_s": "number", "eta_s": "number?", "message": "text", "value": "returned",
-    "filled": "table", "labels": "table",
-}  # fmt: skip
-_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "count": ("a whole number of at least 0", lambda value: type(value) is int and value >= 0),
-    "number": ("a number", _is_number),
-    "text": ("a text", lambda value: isinstance(value, str)),
-    "texts": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value)),
-    "state": (f"one of {', '.join(State.__members__)}", lambda value: value in list(State.__members__)),
-    "metrics": (
-        "a table of numbers",
-        lambda value: isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values()),
-    ),
-    "table": (
-        "a table of texts",
-        lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
-    ),
-    "returned": ("a number, a text, or a list of such", _is_returned),
-}
 
 
 def _strict(value: object) -> str:
