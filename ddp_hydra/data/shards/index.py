@@ -7,23 +7,25 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any, TypeGuard
+from typing import IO, Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from msgspec import Meta, Struct, ValidationError, convert, field
+
+from ddp_hydra.checked import Count
 from ddp_hydra.storage import Access
 from ddp_hydra.storage.fsspec_schemes import is_known
 
-KIND = "wids-shard-index-v1"
-VERSION = 1
+T = TypeVar("T")
+KIND: Literal["wids-shard-index-v1"] = "wids-shard-index-v1"
+VERSION: Literal[1] = 1
 SCHEMES = ("s3", "http", "https", "file")
 DEEPEST = 8
 """How many levels of indexes may name other indexes."""
 _SET_INDEX = "check data.index=..."
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """One tar file of an index.
 
     Args:
@@ -41,8 +43,7 @@ class Shard:
     dataset: str | None = None
 
 
-@dataclass(frozen=True)
-class ShardIndex:
+class ShardIndex(Struct, frozen=True):
     """All shards of an index and its sub-datasets, in order.
 
     Args:
@@ -53,7 +54,34 @@ class ShardIndex:
 
     name: str
     shards: tuple[Shard, ...]
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = {}
+
+
+class _Entry(Struct):
+    """A shard, as the file says it."""
+
+    url: Annotated[str, Meta(min_length=1)]
+    nsamples: Count
+    filesize: Count | None = None
+    md5sum: Annotated[str, Meta(pattern=r"\A[0-9A-Fa-f]{32}\Z")] | None = None
+
+
+class _Dataset(Struct):
+    """A sub-dataset, as the file says it: its shards, or where its own index is."""
+
+    name: str | None = None
+    base: str | None = None
+    shardlist: list[_Entry] | None = None
+    datasets: list[_Dataset] | None = None
+    source_url: str | None = None
+
+
+class _File(_Dataset, kw_only=True):
+    """An index, as the file says it."""
+
+    wids_version: Literal[1]
+    kind: Literal["wids-shard-index-v1"] = field(default=KIND, name="__kind__")
+    info: Any = None
 
 
 Index = str | Sequence[Mapping[str, Any]] | IO[Any]
@@ -85,13 +113,15 @@ def read_index(
     reader = _Reader(access or Access(setting="data.index"))
     if isinstance(index, str):
         source = absolute(index)
-        document = reader.load(source)
+        file = reader.load(source)
+    elif isinstance(index, Sequence):
+        source = absolute("the list of shards")
+        file = _File(shardlist=_converted([*index], list[_Entry], source), wids_version=VERSION)
     else:
-        source = absolute("the list of shards" if isinstance(index, Sequence) else "the open index")
-        content = {"wids_version": VERSION, "shardlist": list(index)} if isinstance(index, Sequence) else index.read()
-        document = content if isinstance(content, dict) else reader.parse(content, source)
+        source, content = absolute("the open index"), index.read()
+        file = _converted(content, _File, source) if isinstance(content, dict) else _parse(content, source)
     folder = None if base is None else _Folder(absolute(base).rstrip("/"), is_local(source))
-    found = list(reader.shards(document, source, folder, names=(), above=()))
+    found = list(reader.shards(file, source, folder, names=(), above=()))
     if not found:
         raise ValueError(f"the index {shown(source)} names no shards: {_SET_INDEX}")
     if dataset is not None:
@@ -100,12 +130,8 @@ def read_index(
         if not found:
             has = f"has: {', '.join(known)}" if known else "names none"
             raise ValueError(f"the index {shown(source)} has no data set {dataset!r}; it {has}. Check data.dataset=...")
-    info = document.get("info")
-    return ShardIndex(
-        name=dataset or str(document.get("name") or ""),
-        shards=tuple(shard for _, shard in found),
-        info=info if isinstance(info, dict) else {},
-    )
+    info = file.info if isinstance(file.info, dict) else {}
+    return ShardIndex(name=dataset or file.name or "", shards=tuple(shard for _, shard in found), info=info)
 
 
 class _Reader:
@@ -114,73 +140,47 @@ class _Reader:
     def __init__(self, access: Access) -> None:
         self.access = access
 
-    def load(self, source: str) -> dict[str, Any]:
-        """Read an index, and check its kind."""
+    def load(self, source: str) -> _File:
+        """Read an index, and check what it holds."""
         try:
             store, key = self.access.open(source)
             content = bytes(store.get(key))
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             reason = f"there is no file {shown(source)}" if is_local(source) else str(error)
             raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
-        return self.parse(content, source)
-
-    def parse(self, content: bytes | str, source: str) -> dict[str, Any]:
-        """Return an index, checked as far as its kind."""
-        try:
-            document = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the index {shown(source)} is no JSON ({error}): {_SET_INDEX}") from None
-        if not isinstance(document, dict):
-            raise ValueError(
-                f"the index {shown(source)} holds {_short(document)}, and must be a JSON object: {_SET_INDEX}"
-            )
-        kind, version = document.get("__kind__", KIND), document.get("wids_version")
-        if kind != KIND:
-            raise ValueError(
-                f"the index {shown(source)} is of the kind {_short(kind)}, and must be {KIND!r}: {_SET_INDEX}"
-            )
-        if version != VERSION or isinstance(version, bool):
-            problem = "has no wids_version" if version is None else f"has wids_version {_short(version)}"
-            raise ValueError(f"the index {shown(source)} {problem}, and only {VERSION} can be read: {_SET_INDEX}")
-        return document
+        return _parse(content, source)
 
     def shards(
-        self,
-        document: dict[str, Any],
-        source: str,
-        folder: _Folder | None,
-        names: tuple[str, ...],
-        above: tuple[str, ...],
+        self, dataset: _Dataset, source: str, folder: _Folder | None, names: tuple[str, ...], above: tuple[str, ...]
     ) -> Iterator[tuple[tuple[str, ...], Shard]]:
         """Yield each shard, together with the names of the data sets that it belongs to, outermost first.
 
         Args:
-            document: an index, or one of its sub-datasets.
+            dataset: an index, or one of its sub-datasets.
             source: URL of the index.
             folder: folder of its shards; None: the one that it names, else its own.
             names: of the data sets that contain it.
             above: URLs of the indexes that led to it.
         """
-        folder = folder or _Folder.of(source).within(_text(document, "base", source))
-        names = (*names, name) if (name := _text(document, "name", source)) else names
-        for number, entry in enumerate(_list(document, "shardlist", source)):
-            yield names, _shard(entry, number, folder, source, names)
-        for number, entry in enumerate(_list(document, "datasets", source)):
-            where = f"data set {number} of the index {shown(source)}"
-            if not isinstance(entry, dict):
-                raise ValueError(f"{where} is {_short(entry)}, and must be a JSON object")
-            if (named := _text(entry, "source_url", source)) is not None:
-                yield from self._nested(_Folder.of(source).join(named), entry, source, folder, names, above)
-            elif "shardlist" in entry or "datasets" in entry:
-                inner = folder.within(_text(entry, "base", source))
-                yield from self.shards(entry, source, inner, names, above)
+        folder = folder or _Folder.of(source).within(dataset.base)
+        names = (*names, dataset.name) if dataset.name else names
+        for entry in dataset.shardlist or ():
+            md5 = entry.md5sum.lower() if entry.md5sum else None
+            name = names[-1] if names else None
+            yield names, Shard(folder.join(entry.url), entry.nsamples, entry.filesize, md5, name)
+        for number, inner in enumerate(dataset.datasets or ()):
+            if inner.source_url is not None:
+                yield from self._nested(_Folder.of(source).join(inner.source_url), inner, source, folder, names, above)
+            elif inner.shardlist is not None or inner.datasets is not None:
+                yield from self.shards(inner, source, folder.within(inner.base), names, above)
             else:
+                where = f"data set {number} of the index {shown(source)}"
                 raise ValueError(f"{where} has neither a shardlist nor a source_url")
 
     def _nested(
         self,
         nested: str,
-        entry: dict[str, Any],
+        named: _Dataset,
         source: str,
         folder: _Folder,
         names: tuple[str, ...],
@@ -191,16 +191,28 @@ class _Reader:
             raise ValueError(f"the index {shown(source)} leads back to {shown(nested)}: take it out of its datasets")
         if len(above) > DEEPEST:
             raise ValueError(f"the index {shown(nested)} is named {len(above)} indexes deep, and {DEEPEST} are allowed")
-        document = self.load(nested)
-        if name := _text(entry, "name", source):
-            document = {**document, "name": name}
-        base = _text(entry, "base", source)
-        inner = None if base is None else _Folder(folder.join(base).rstrip("/"), is_local(nested))
-        yield from self.shards(document, nested, inner, names, above)
+        file = self.load(nested)
+        file.name = named.name or file.name
+        inner = None if named.base is None else _Folder(folder.join(named.base).rstrip("/"), is_local(nested))
+        yield from self.shards(file, nested, inner, names, above)
 
 
-@dataclass(frozen=True)
-class _Folder:
+def _parse(content: bytes | str, source: str) -> _File:
+    """Return what an index holds."""
+    try:
+        return _converted(json.loads(content), _File, source)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the index {shown(source)} is no JSON ({error}): {_SET_INDEX}") from None
+
+
+def _converted(content: Any, kind: type[T], source: str) -> T:
+    try:
+        return convert(content, kind)
+    except ValidationError as error:
+        raise ValueError(f"{shown(source)} is no index of shards ({error}): {_SET_INDEX}") from None
+
+
+class _Folder(Struct, frozen=True):
     """A folder for relative URLs.
 
     Args:
@@ -289,43 +301,3 @@ def _split(root: str) -> tuple[str, str]:
     """Return scheme and host (or bucket) of a folder, and its path; "" and its path if it is local."""
     found = re.match(r"([a-z0-9]+://[^/]*)(.*)", root, re.DOTALL)
     return (found[1], found[2]) if found else ("", root)
-
-
-def _shard(entry: Any, number: int, folder: _Folder, source: str, names: tuple[str, ...]) -> Shard:
-    where = f"shard {number} of the index {shown(source)}"
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} is {_short(entry)}, and no JSON object with url and nsamples")
-    url, n_samples, size, md5 = (entry.get(key) for key in ("url", "nsamples", "filesize", "md5sum"))
-    if not isinstance(url, str) or not url:
-        raise ValueError(f"{where} has the url {_short(url)}, and must have one")
-    where = f"{where} ({shown(url)})"
-    if not _is_count(n_samples):
-        raise ValueError(f"{where} has the nsamples {_short(n_samples)}, and must have a number, 0 or more")
-    if size is not None and not _is_count(size):
-        raise ValueError(f"{where} has the filesize {_short(size)}, which is a number of bytes, or left out")
-    if md5 is not None and not (isinstance(md5, str) and re.fullmatch(r"[0-9A-Fa-f]{32}", md5)):
-        raise ValueError(f"{where} has the md5sum {_short(md5)}, which is 32 hexadecimal digits, or left out")
-    return Shard(folder.join(url), n_samples, size, md5.lower() if md5 else None, names[-1] if names else None)
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _list(document: dict[str, Any], key: str, source: str) -> list[Any]:
-    value = document.get(key, [])
-    if not isinstance(value, list):
-        raise ValueError(f"{key} of the index {shown(source)} is {_short(value)}, and must be a list")
-    return value
-
-
-def _text(document: dict[str, Any], key: str, source: str) -> str | None:
-    value = document.get(key)
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{key} of the index {shown(source)} is {_short(value)}, and must be text")
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
