@@ -22,6 +22,8 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
+
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import network
 from ddp_hydra.rank.spec import RankSpec
@@ -53,6 +55,21 @@ class Peer:
     connection: socket.socket
     rank: int | None = None
     received: bytearray = field(default_factory=bytearray)
+
+
+class _Hello(msgspec.Struct):
+    """The first line of a process."""
+
+    rank: int
+    token: str
+    host: str
+
+
+class _Reply(msgspec.Struct):
+    """The answer to a call."""
+
+    reply: int
+    data: str | None
 
 
 class Server:
@@ -166,33 +183,33 @@ class Server:
         lines, peer.received = bytes(peer.received[:end]), peer.received[end + 1 :]
         try:
             if peer.rank is None:
-                self._join(peer, json.loads(lines))
+                self._join(peer, msgspec.json.decode(lines, type=_Hello))
             else:
                 self._take(peer.rank, lines.split(b"\n"))
-        except (ValueError, TypeError, KeyError, RecordError) as error:
+        except (ValueError, RecordError) as error:
             log.warning("a connection to rank 0 was closed, because it said what no rank says (%.200r)", error)
             self._drop(peer)
 
-    def _join(self, peer: Peer, hello: Any) -> None:
-        rank, token = hello["rank"], str(hello["token"])
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+    def _join(self, peer: Peer, hello: _Hello) -> None:
+        rank = hello.rank
+        if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
             raise ValueError("a wrong token")
-        if type(rank) is not int or not 0 < rank < self.spec.world_size or rank in self.peers:
+        if not 0 < rank < self.spec.world_size or rank in self.peers:
             raise ValueError(f"rank {rank!r:.20}")
         peer.rank = rank
         with self.lock:
             peer.connection.sendall(b"ok\n")
             self.peers[rank] = peer
-        self.on_join(rank, str(hello["host"])[:255])
+        self.on_join(rank, hello.host[:255])
 
     def _take(self, rank: int, lines: list[bytes]) -> None:
         records = []
         for line in lines:
             if line.startswith(b'{"reply"'):
-                answer = json.loads(line)
-                reply = self.replies.pop(answer["reply"], None)
+                answer = msgspec.json.decode(line, type=_Reply)
+                reply = self.replies.pop(answer.reply, None)
                 if reply is not None:
-                    reply.set_result(answer["data"])
+                    reply.set_result(answer.data)
                 continue
             if Record.decode(line).rank != rank:
                 raise ValueError(f"rank {rank} has sent a record of another rank")

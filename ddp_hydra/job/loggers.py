@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -91,11 +92,10 @@ def read_runs(resume: str) -> dict[str, dict[str, str]]:
             path = Path(run)
             folders = [path, *path.parents][:3]  # the run directory, its checkpoints/, or a file there
             content = next(folder / RUNS for folder in folders if (folder / RUNS).is_file()).read_bytes()
-        found = json.loads(content)
-        return {str(name): {str(key): str(value) for key, value in one.items()} for name, one in found.items()}
+        return msgspec.json.decode(content, type=dict[str, dict[str, str]])
     except (StopIteration, FileNotFoundError):
         return {}
-    except (OSError, ValueError, AttributeError, RecursionError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         log.warning("%s of %s cannot be read (%s): the loggers begin new runs", RUNS, resume, error)
         return {}
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ddp_hydra.rank import fork_client
 
@@ -77,7 +78,7 @@ def acquire(gang: str, ranks: int, cores: Sequence[int], gpus: Sequence[str], pr
             handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             stack.callback(_release, path, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
-            os.write(handle, json.dumps(asdict(lease)).encode())
+            os.write(handle, msgspec.json.encode(lease))
         others = [other for other in leases if other.gang != gang]
         yield Share(position, sum(other.gpu == gpu for other in others if gpu), count(others, cores))
 
@@ -112,9 +113,8 @@ def find(folder: Path) -> list[Lease]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                with contextlib.suppress(ValueError, TypeError):
-                    lease = json.loads(file.read())
-                    found.append(Lease(**{**lease, "cores": tuple(lease["cores"])}))
+                with contextlib.suppress(ValueError):
+                    found.append(msgspec.json.decode(file.read(), type=Lease))
             else:
                 path.unlink()
     return found

@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.rank.spec import RankSpec
@@ -89,7 +91,7 @@ def agree(store: Store, spec: RankSpec, mine: Choices, wait_s: float) -> Choices
     """
     if spec.rank == 0:
         if spec.world_size > 1:
-            store.set(CHOICES, json.dumps(asdict(mine)))
+            store.set(CHOICES, msgspec.json.encode(mine).decode())
         return mine
     try:
         store.wait([CHOICES], timedelta(seconds=wait_s))
@@ -99,13 +101,8 @@ def agree(store: Store, spec: RankSpec, mine: Choices, wait_s: float) -> Choices
             f"look at what rank 0 says, or wait longer with cluster.wait_timeout_s={round(3 * wait_s) or 60}"
         ) from error
     try:
-        found = json.loads(store.get(CHOICES))
-        files, arguments = (
-            {str(name): str(value) for name, value in found[key].items()} for key in ("files", "arguments")
-        )
-        numbers = {str(key): int(value) for key, value in found["numbers"].items()}
-        return Choices(files, arguments, int(found["attempt"]), dict(found["server"]), numbers)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return msgspec.json.decode(store.get(CHOICES), type=Choices)
+    except ValueError as error:
         raise DdpHydraError(f"rank {spec.rank} can't read the files and arguments of rank 0: {error!r:.200}") from None
 
 

@@ -16,6 +16,8 @@ import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from ddp_hydra.errors import CheckpointError
 
 FOLDER = "checkpoints"
@@ -24,6 +26,12 @@ ALIASES = ("last.pt", "best.pt")
 STEP_FILE = re.compile(r"step-(\d{1,18})(-[0-9a-f]{12})?\.pt", re.ASCII)
 """A bucket's names carry the beginning of the sha256, too."""
 Entries = dict[str, dict[str, Any]]
+
+
+class _Manifest(msgspec.Struct):
+    files: Entries
+    removed: str = ""
+
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +61,9 @@ def read_manifest_text(content: bytes) -> Entries:
         ValueError: it is none.
     """
     try:
-        files = json.loads(content)["files"]
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"it has no 'files' ({error})") from None
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise ValueError("'files' is no table of entries")
-    return files
+        return msgspec.json.decode(content, type=_Manifest).files
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def write_manifest_text(entries: Entries, removed: str = "") -> bytes:
@@ -74,12 +79,10 @@ def write_manifest_text(entries: Entries, removed: str = "") -> bytes:
 
 def why_removed(manifest: bytes) -> str:
     """Return why all checkpoints were removed, from the content of their manifest; "" if it does not say so."""
-    try:
-        content = json.loads(manifest)
-    except (ValueError, RecursionError):
-        return ""
-    reason = content.get("removed") if isinstance(content, dict) and not content.get("files") else ""
-    return reason if isinstance(reason, str) else ""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = msgspec.json.decode(manifest, type=_Manifest)
+        return "" if found.files else found.removed
+    return ""
 
 
 def name_in_store(name: str, entry: dict[str, Any]) -> str:
