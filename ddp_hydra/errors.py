@@ -13,8 +13,7 @@ DdpHydraError
 ├── NonFiniteLoss          a loss, gradient or weight is NaN or infinite, and trainer.on_nonfinite ends the job
 ├── SweepFailed            some jobs of a sweep failed
 ├── RunFailed              a run that another process executed failed; its summary.json has the reason
-└── JobFailed              the gang failed; carries the root cause
-    └── RankFailed         a rank raised, exited, was killed, was lost with its worker, or hung
+└── RankFailed             a rank raised, exited, was killed, was lost with its worker, or hung
 
 Interrupted, a KeyboardInterrupt, is an end that was requested.
 
@@ -98,8 +97,8 @@ class Interrupted(KeyboardInterrupt):
     """The job was asked to end, and has saved a checkpoint: it did not fail, but it is not done."""
 
 
-class JobFailed(DdpHydraError):
-    """The gang failed.
+class RankFailed(DdpHydraError):
+    """A rank raised, exited, was killed, was lost with its worker, or hung.
 
     Args:
         message: one sentence for a person.
@@ -118,10 +117,6 @@ class JobFailed(DdpHydraError):
     def add_reason(self, reason: str) -> None:
         """Append why there was no other attempt to the message."""
         self.args = (f"{self}\n\n{reason}",)
-
-
-class RankFailed(JobFailed):
-    """A rank raised, exited, was killed, was lost with its worker, or hung."""
 
 
 SYMPTOMS = re.compile(

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ddp_hydra.dispatch.health import HealthMonitor
-from ddp_hydra.errors import Failure, JobFailed, RankFailed, explain, root_cause
+from ddp_hydra.errors import Failure, RankFailed, explain, root_cause
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.results import Record
 
@@ -77,7 +77,7 @@ class RankStates:
         seen = {"time_s": time.time(), **seen, **more}
         return Failure(kind, spec.rank, spec.host, message, attempt=self.attempt, **seen)
 
-    def error(self) -> JobFailed:
+    def error(self) -> RankFailed:
         """Return the error that names the root cause."""
         cause, symptoms = root_cause(self.failures)
         return RankFailed(explain(cause, symptoms), cause, symptoms)

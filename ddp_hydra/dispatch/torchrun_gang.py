@@ -20,7 +20,7 @@ from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call
 from ddp_hydra.dispatch.gang import Gang
 from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
-from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, JobFailed, RankFailed, explain
+from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, RankFailed, explain
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG, Channel, Outcome, connect
@@ -214,7 +214,7 @@ def outcome_of(error: BaseException) -> Outcome:
     """Return what the other ranks are told of an error of rank 0's process."""
     if isinstance(error, KeyboardInterrupt):
         return Outcome("interrupted")
-    if isinstance(error, JobFailed):
+    if isinstance(error, RankFailed):
         failure = error.failure
         message = explain(replace(failure, traceback="", last_output=""))
         return Outcome("failed", failure.rank, message, failure.time_s)

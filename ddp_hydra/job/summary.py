@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 import ddp_hydra
 from ddp_hydra.config import project
 from ddp_hydra.console.text import counted
-from ddp_hydra.errors import ConfigError, Failure, JobFailed, RecordError
+from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.results import finite
@@ -79,7 +79,7 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
             error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={shown_dir}",)
         if is_full(error):
             error.add_note(full_disk_advice(run_dir, shown_dir))
-        elif isinstance(error, JobFailed) and (lines := failed_lines(run_dir, shown_dir, error.failure)):
+        elif isinstance(error, RankFailed) and (lines := failed_lines(run_dir, shown_dir, error.failure)):
             error.add_note(f"\n{lines}")
         raise
     _finish(run_dir, summary, begin)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.console.text import message_of, traceback_of
-from ddp_hydra.errors import ConfigError, DdpHydraError, JobFailed, RunFailed
+from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RunFailed
 
 LOCK = ".lock"
 SUMMARY = "summary.json"
@@ -187,7 +187,7 @@ def add_error(summary: dict[str, Any], error: BaseException) -> None:
         summary["status"] = "interrupted"
     elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
         pass
-    elif isinstance(error, JobFailed):
+    elif isinstance(error, RankFailed):
         summary["failure"] = error.failure.as_dict()
     elif isinstance(error, Exception):
         origin = dict.fromkeys(("rank", "host", "attempt", "step"))

@@ -13,7 +13,7 @@ import pytest
 import ddp_hydra
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
-from ddp_hydra.errors import ConfigError, Interrupted, JobFailed
+from ddp_hydra.errors import ConfigError, Interrupted, RankFailed
 from ddp_hydra.results import finite
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -76,7 +76,7 @@ def test_a_run_in_the_background_is_stopped_with_a_checkpoint(warm, folder):
 
 def test_a_failed_run_raises_what_the_command_would_say(warm, folder):
     run = ddp_hydra.run([*TINY, "trainer.epochs=1", "faults=['raise,rank=1,step=1']"], wait=False)
-    with pytest.raises(JobFailed, match="rank 1"):
+    with pytest.raises(RankFailed, match="rank 1"):
         run.wait(60)
     assert run.status == "failed"
 

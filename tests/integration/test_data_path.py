@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from ddp_hydra.data.shards.write import write_shards
-from ddp_hydra.errors import JobFailed
+from ddp_hydra.errors import RankFailed
 from tests.integration.support import training
 from tests.integration.support.training import Trained
 from tests.support.fault_server import FaultServer, serving
@@ -97,7 +97,7 @@ def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, st
     for path in sorted(TRAIN)[::16]:
         store.objects[path] = b"a text"  # 6 of 96; a rank sees 1 or 2 of them in an epoch
     words = r"all ranks together found [3-6] bad samples of 96, and data\.max_bad_fraction=0\.02 allows 1"
-    with pytest.raises(JobFailed, match=words) as failed:
+    with pytest.raises(RankFailed, match=words) as failed:
         train(client4, "bad", "data.max_bad_fraction=0.02", ranks=4)
     assert "Traceback" not in str(failed.value)
 
@@ -205,5 +205,5 @@ def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, s
     trained = training.train(client2, project, tmp_path / "lost", *settings)
     lost = trained.value["bad_samples"]
     assert 3 <= lost <= 20
-    with pytest.raises(JobFailed, match=rf"bad.*{Path(path).name}.*data\.max_bad_fraction="):
+    with pytest.raises(RankFailed, match=rf"bad.*{Path(path).name}.*data\.max_bad_fraction="):
         training.train(client2, project, tmp_path / "few", *shards, "data.batch_size=12")

@@ -28,7 +28,6 @@ from ddp_hydra.errors import (
     DdpHydraError,
     Failure,
     Interrupted,
-    JobFailed,
     NonFiniteLoss,
     RankFailed,
     RecordError,
@@ -420,9 +419,8 @@ def summary_after(error: BaseException | None, run_dir: Path) -> dict[str, Any]:
 FAILURE = Failure("killed", 3, "node-7", "killed by SIGKILL", attempt=2, step=20, phase="load")
 
 
-@pytest.mark.parametrize("error", [RankFailed("m", FAILURE), JobFailed("m", FAILURE)], ids=["rank", "job"])
-def test_the_failure_of_a_rank_is_in_the_summary(error, tmp_path):
-    summary = summary_after(error, tmp_path / "run")
+def test_the_failure_of_a_rank_is_in_the_summary(tmp_path):
+    summary = summary_after(RankFailed("m", FAILURE), tmp_path / "run")
     assert summary["failure"] == FAILURE.as_dict()
     assert (summary["status"], summary["restarts"], summary["tags"]) == ("failed", 2, ["x"])
     assert {"started", "wall_s", "ddp_hydra", "steps_lost"} <= summary.keys()

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.api.compose import Composed
-from ddp_hydra.errors import Failure, JobFailed
+from ddp_hydra.errors import Failure, RankFailed
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.results import Record
 from ddp_hydra.writers.default import default_writers
@@ -70,11 +70,11 @@ def write_run(
             value = {f"val/{key}": number for key, number in (metrics or {"loss": 0.5}).items()}
             summary |= {"steps": steps, "metrics": value, "world_size": 2}
             if end == "failed":
-                raise JobFailed("a rank failed", Failure("killed", 1, "far", "\x1b[31mred", step=3))
+                raise RankFailed("a rank failed", Failure("killed", 1, "far", "\x1b[31mred", step=3))
             if end == "interrupted":
                 raise KeyboardInterrupt
             summary["status"] = "done"
-    except (JobFailed, KeyboardInterrupt):
+    except (RankFailed, KeyboardInterrupt):
         pass
     return run_dir
 
