@@ -81,9 +81,12 @@ class WarmCommands:
                 try:
                     connection.settimeout(timeout_s)
                     exit_code = int(answers.readline())
-                except BaseException:
+                except BaseException as error:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
+                    for file in (out, err):
+                        file.seek(0)
+                        error.add_note(file.read())
                     raise
             for file in (out, err):
                 file.seek(0)
