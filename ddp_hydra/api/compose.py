@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
@@ -40,19 +39,15 @@ class Composed:
         cfg = compose(overrides.read(list(words)), config_name)
         self.overrides: list[str] = list(cfg.hydra.overrides.task)
         self.run_dir = Path(cfg.hydra.run.dir)
-        self._hydra = {"hydra": OmegaConf.to_container(cfg.hydra)}
+        self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
             del cfg["hydra"]
         self.cfg = cfg
 
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
-        files: dict[str, Any] = {
-            "config.yaml": OmegaConf.to_container(self.cfg, enum_to_str=True),
-            "hydra.yaml": self._hydra,
-            "overrides.yaml": self.overrides,
-        }
+        files = {"config.yaml": self.cfg, "hydra.yaml": self._hydra, "overrides.yaml": OmegaConf.create(self.overrides)}
         folder = self.run_dir / ".hydra"
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomic(folder / name, OmegaConf.to_yaml(OmegaConf.create(redact.without(content))).encode())
+        for name, config in files.items():
+            write_atomic(folder / name, redact.yaml_text(config).encode())

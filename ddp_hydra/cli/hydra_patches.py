@@ -1,19 +1,25 @@
-"""Change Hydra inside the command: it composes once, lists options quickly, and completes all values of a key."""
+"""Change Hydra inside the command.
+
+It composes once, lists options quickly, saves configs without secrets, and completes all values of a key.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from hydra.core import utils
 from hydra.core.object_type import ObjectType
 from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.types import RunMode
 from omegaconf import BooleanNode, DictConfig, EnumNode, OmegaConf
 
+from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import IS_1_3
 
 
@@ -89,6 +95,22 @@ def listed_without_copies() -> Iterator[None]:
         yield
     finally:
         ConfigLoaderImpl.get_group_options = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def saved_without_secrets() -> Iterator[None]:
+    """Let Hydra save the configs of jobs without secrets inside the block, and quickly."""
+    original = utils._save_config
+
+    def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
+
+    utils._save_config = save_config
+    try:
+        yield
+    finally:
+        utils._save_config = original
 
 
 def offer_choices() -> None:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.cli import hydra_patches, overrides, prestart
 from ddp_hydra.cli.compose import layered
-from ddp_hydra.config import project, redact, schema, unknown_keys
+from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN
 from ddp_hydra.console import output, signals
 from ddp_hydra.dispatch import torchrun
@@ -69,8 +69,6 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.job.run import run_job
 
     prestart.end_unless(connect.is_local(cfg.cluster))
-    if hydra_cfg.output_subdir:
-        redact.rewrite(run_dir / hydra_cfg.output_subdir)
     loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
     repository = getattr(loader, "repository", None)
     unknown_keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)
@@ -113,6 +111,7 @@ def compose_and_run() -> None:
             layered(given.config_dir) as folder,
             hydra_patches.listed_without_copies(),
             hydra_patches.composed_once(given.multirun),
+            hydra_patches.saved_without_secrets(),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 
 from ddp_hydra.storage.files import write_atomic
 
@@ -63,39 +64,28 @@ def bare(text: str) -> str:
     return re.sub(r"(?<=://)[^/@\s]*@", "", re.sub(r"(://[^?\s]*)\?[^\s'\",\]}]*", r"\1", text))
 
 
-def hydra_files(folder: Path) -> dict[str, bytes]:
-    """Return the files that Hydra has saved for a job, by name, without secrets. Interpolations stay.
-
-    Args:
-        folder: the job's `.hydra`.
-    """
-    return {path.name: _saved(path)[1] for path in sorted(folder.glob("*.yaml"))}
+def yaml_text(config: Any) -> str:
+    """Return a config as OmegaConf writes it, without its secrets. Interpolations stay."""
+    content = without(OmegaConf.to_container(config, enum_to_str=True))
+    return str(yaml.dump(content, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 
-def rewrite(*paths: Path) -> None:
-    """Remove the secrets from files that Hydra has written; a file without any is not changed.
-
-    Args:
-        paths: files, or folders of files.
-    """
-    for path in paths:
-        for file in sorted(path.glob("*.yaml")) if path.is_dir() else [path] if path.is_file() else []:
-            found, content = _saved(file)
-            if found:
-                write_atomic(file, content, durable=False)
+@functools.cache
+def _dumper() -> type[yaml.Dumper]:
+    """Return OmegaConf's dumper, with libyaml where that is there: it takes a quarter of the time."""
+    theirs = get_omega_conf_dumper()
+    return type("Dumper", (getattr(yaml, "CDumper", yaml.Dumper),), {"yaml_representers": theirs.yaml_representers})
 
 
-def _saved(path: Path) -> tuple[bool, bytes]:
-    """Return whether a file holds a secret, and its content without it."""
+def rewrite(path: Path) -> None:
+    """Remove the secrets from a file that Hydra has written, if there is one; without any it is not changed."""
+    if not path.is_file():
+        return
     with suppress(yaml.YAMLError):  # such as a tag that only OmegaConf knows
         quickly = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
         if without(quickly) == quickly:
-            return False, path.read_bytes()
-    before = OmegaConf.to_container(OmegaConf.load(path))
-    after = without(before)
-    if after == before:
-        return False, path.read_bytes()
-    return True, OmegaConf.to_yaml(OmegaConf.create(after)).encode()
+            return
+    write_atomic(path, yaml_text(OmegaConf.load(path)).encode(), durable=False)
 
 
 def without(value: Any) -> Any:

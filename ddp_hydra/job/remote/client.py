@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import checkpoint_config, objective, redact, schema
+from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch import file_transfer
@@ -129,7 +129,7 @@ def started_driver(
             saved_config=checkpoint_config.of(cfg),
             overrides=tuple(overrides),
             project=packed,
-            hydra_files=redact.hydra_files(run_dir / ".hydra"),
+            hydra_files={path.name: path.read_bytes() for path in sorted((run_dir / ".hydra").glob("*.yaml"))},
             cwd=os.getcwd(),  # noqa: PTH109
             client=None if messages is None else client.id,
             sweep=connect.sweep(),

@@ -13,13 +13,14 @@ import hydra
 import pytest
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core import utils
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ddp_hydra.cli.hydra_patches import choices, composed_once, listed_without_copies
+from ddp_hydra.cli.hydra_patches import choices, composed_once, listed_without_copies, saved_without_secrets
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.config.project import starter
 from ddp_hydra.config.schema import Config
@@ -120,6 +121,22 @@ def test_a_mistake_is_reported_as_hydra_does(app, words, config):
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
     assert not Path("out").exists()
+
+
+@pytest.mark.medium
+def test_no_secret_is_saved(app, tmp_path):
+    words = ("group=b", "+password=top-secret")
+    app(*words, once=False)
+    as_hydra = {path.name: path.read_text() for path in (tmp_path / "out" / ".hydra").iterdir()}
+    before = utils._save_config
+    with saved_without_secrets():
+        app(*words, once=False)
+    assert utils._save_config is before
+    saved = {path.name: path.read_text() for path in (tmp_path / "out" / ".hydra").iterdir()}
+    assert saved.keys() == as_hydra.keys() == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    for name, text in as_hydra.items():
+        assert "***" in saved[name]
+        assert OmegaConf.create(saved[name].replace("***", "top-secret")) == OmegaConf.create(text)
 
 
 @pytest.mark.medium
