@@ -125,12 +125,12 @@ def test_a_mistake_is_reported_as_hydra_does(app, words, config):
 
 @pytest.mark.medium
 def test_no_secret_is_saved(app, tmp_path):
-    words = ("group=b", "+password=top-secret")
-    app(*words, once=False)
+    word = "+password=top-secret"
+    app(word, once=False)
     as_hydra = {path.name: path.read_text() for path in (tmp_path / "out" / ".hydra").iterdir()}
     before = utils._save_config
     with saved_without_secrets():
-        app(*words, once=False)
+        app(word, once=False)
     assert utils._save_config is before
     saved = {path.name: path.read_text() for path in (tmp_path / "out" / ".hydra").iterdir()}
     assert saved.keys() == as_hydra.keys() == {"config.yaml", "hydra.yaml", "overrides.yaml"}
