@@ -117,6 +117,25 @@ class Template:
         return config
 
 
+class QuickCopy(DictConfig):
+    """A config that is copied by pickling, which takes less than half the time of OmegaConf's own way."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuickCopy:
+        parent, self.__dict__["_parent"] = self.__dict__["_parent"], None
+        try:
+            copied: QuickCopy = pickle.loads(pickle.dumps(self))  # noqa: S301 (by this very process)
+        finally:
+            self.__dict__["_parent"] = parent
+        copied.__dict__["_parent"] = parent
+        return copied
+
+
+def copy_quickly(config: DictConfig) -> None:
+    """Let Hydra copy a job's config quickly: it does so five times before the job begins."""
+    for node in (config, config.hydra):
+        object.__setattr__(node, "__class__", QuickCopy)
+
+
 def is_value(config: DictConfig, override: Override, others: Sequence[Override]) -> bool:
     """Return whether an override does nothing but set one value, and no other one touches that."""
     groups, key = groups_of(config), override.key_or_group

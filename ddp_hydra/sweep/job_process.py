@@ -17,6 +17,7 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.composing import copy_quickly
 from ddp_hydra.sweep.job_returns import CompactReturn, describe_error, first_line, portable
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.rows import State
@@ -91,6 +92,8 @@ def run_planned_job(
 
         assert planned.need.ranks is not None
         task = on_ranks(task, planned.need.ranks, context)
+    if planned.is_ours:
+        copy_quickly(planned.config)
     try:
         result = run_job(
             hydra_context=context,
