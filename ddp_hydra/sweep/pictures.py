@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +25,8 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e8ebee", "xtick.color": GREY, "ytick.color": GREY, "text.color": "#20262d",
     "text.parse_math": False, "figure.facecolor": "white", "svg.hashsalt": "ddp_hydra",
 }  # fmt: skip
+DRAW_S = 30.0
+"""How long a picture may take."""
 HUGE = 1e30
 """Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
 _LOG_FROM = 100
@@ -58,14 +61,25 @@ def draw(figure: Callable[[], Figure], folder: Path, name: str) -> bool:
 
 
 def _encoded(figure: Figure) -> dict[str, bytes]:
-    """Return the content of the image files of a figure, by the ends of their names."""
-    png, svg = io.BytesIO(), io.BytesIO()
+    """Return the content of the image files of a figure, by the ends of their names. They are drawn side by side."""
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
         figure.set_layout_engine(None)  # else each file would be drawn twice, the first time to find all places
-    figure.savefig(png, format="png")
-    figure.savefig(svg, format="svg", metadata={"Date": None})
-    return {"png": png.getvalue(), "svg": svg.getvalue()}
+    other = ForkedProcess(lambda pipe: _saved(figure, "svg", metadata={"Date": None}))
+    try:
+        png = _saved(figure, "png")
+        while not other.messages and other.receive():
+            wait_for_message([other], DRAW_S)
+        (svg,) = other.messages
+    finally:
+        other.end()
+    return {"png": png, "svg": svg}
+
+
+def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, **options)
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
