@@ -23,6 +23,10 @@ from ddp_hydra.training.run import Run, seed_numpy_and_python
 from ddp_hydra.training.update import Update
 
 
+OF_THE_CLIENT = ("cluster", "dispatch", "results")
+"""Parts of the config that no rank reads. OmegaConf would take as long for them as for the rest."""
+
+
 def train(
     config: Mapping[str, Any], files: Mapping[str, str] | None = None, kept: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def train(
         On each rank: steps, samples, train_s, the last metrics by name, the cost of the data, and `interrupted`: the
         reason why the run stopped early, or "".
     """
-    cfg = OmegaConf.create(dict(config))
+    cfg = OmegaConf.create({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     seed_numpy_and_python(cfg.seed)  # all ranks split a data set alike
