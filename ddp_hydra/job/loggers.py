@@ -72,7 +72,8 @@ def describe(cfg: DictConfig, run_dir: Path, url: str = "") -> LoggedJob:
     continues = cfg.resume and not cfg.results.new_logger_runs and (not is_sweep or is_resumed(run_dir, cfg.resume))
     earlier = read_runs(cfg.resume) if continues and cfg.results.loggers else {}
     name = short_name(url or str(run_dir.absolute()), 3 if is_sweep else 2)
-    return LoggedJob(name, short_name(str(sweep.absolute())) if sweep else "", config.parameters(cfg), earlier)
+    parameters = config.parameters(cfg) if cfg.results.loggers else {}
+    return LoggedJob(name, short_name(str(sweep.absolute())) if sweep else "", parameters, earlier)
 
 
 def short_name(path: str, parts: int = 2) -> str:
