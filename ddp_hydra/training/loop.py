@@ -22,7 +22,6 @@ from ddp_hydra.training.monitoring.data_stats import bad_of_all_ranks, count_bad
 from ddp_hydra.training.run import Run, seed_numpy_and_python
 from ddp_hydra.training.update import Update
 
-
 OF_THE_CLIENT = ("cluster", "dispatch", "results")
 """Parts of the config that no rank reads. OmegaConf would take as long for them as for the rest."""
 
