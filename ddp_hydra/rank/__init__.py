@@ -4,7 +4,8 @@ task            the Dask task of one rank: starts its process, reports how it en
 launcher        has the fork server start the process
 record_relay    passes its records and its output on to the client
 process         the rank itself: joins the process group (process_group) and calls the function
-fork_server     imports torch once (fork_preload); each rank is a fork of it
+fork_server     imports torch once (fork_preload); each rank is a fork of it (forked_rank)
+spare_forks     forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
 fork_environment, fork_idle     who may share it, how long it stays
 inbox           messages of the client to a rank task

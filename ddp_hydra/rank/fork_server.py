@@ -42,6 +42,7 @@ from typing import Any, NoReturn
 
 from ddp_hydra.rank import fork_environment, fork_idle, lazy_dynamo
 from ddp_hydra.rank.fork_preload import preload
+from ddp_hydra.rank.forked_rank import become_rank
 from ddp_hydra.rank.processes import (
     LEFT_S,
     LeftBehind,
@@ -52,13 +53,17 @@ from ddp_hydra.rank.processes import (
     kill_group,
     user_of,
 )
+from ddp_hydra.rank.spare_forks import MAX_FDS, SpareForks
 
 MODULE = "ddp_hydra.rank.fork_server"
 MAX_REQUEST = 2**24
 """Allowed bytes of a request; most of it is the environment."""
-MAX_FDS = 8
 REQUEST_S = 30.0
 """Seconds that a caller may take from the first byte of a line to the last."""
+SPARES_S = 1.0
+"""Seconds from the fork of a rank until others are forked for the next one, so that it has the cores to itself."""
+QUIET_S = 0.002
+"""Seconds without a request after which spares are forked."""
 IDLE_S = 1.0
 """Seconds between two looks at the memory while nobody is connected."""
 
@@ -104,6 +109,8 @@ class Server:
         self.callers: dict[int, Caller] = {}
         self.ranks: set[int] = set()
         self.left_behind = LeftBehind()
+        self.spares = SpareForks(self.leave_server, become_rank)
+        self.spares_after = 0.0
         self.wake_r, self.wake_w = socket.socketpair()
         for end in (self.listener, self.wake_r, self.wake_w):
             end.setblocking(False)
@@ -128,6 +135,8 @@ class Server:
         self.selector.register(self.wake_r, selectors.EVENT_READ)
         while True:
             events = self.selector.select(self.pause_s)
+            if not events and self.lacks_spares and time.monotonic() >= self.spares_after:
+                self.spares.add()
             for key, _ in events:
                 if key.fileobj is self.listener:
                     self.accept()
@@ -139,6 +148,7 @@ class Server:
             self.drop_slow()
             self.left_behind.kill()
             if self.is_idle and self.idling.is_over() and self.leave():
+                self.spares.end()
                 return
 
     @property
@@ -151,9 +161,17 @@ class Server:
         """Return for how many seconds nothing has to be done, unless an event comes."""
         if self.left_behind.until:
             return LEFT_S
+        if self.lacks_spares:
+            return max(QUIET_S, self.spares_after - time.monotonic())
         if not self.callers:
             return IDLE_S
         return REQUEST_S if any(caller.partial_line for caller in self.callers.values()) else None
+
+    @property
+    def lacks_spares(self) -> bool:
+        """Return whether to fork more spares: not before those whose rank has ended hang up, as this may be the end."""
+        is_quiet = all(caller.pid is not None or not caller.has_requested for caller in self.callers.values())
+        return self.spares.are_missing and is_quiet and not any(caller.fds for caller in self.callers.values())
 
     def retire(self, *_: object) -> None:
         """Leave when the last connection has ended; also the handler of SIGTERM."""
@@ -163,6 +181,7 @@ class Server:
         """Accept the next connection, if there is one; start anew before it if the imported code is out of date."""
         is_wanted = bool(select.select([self.listener], [], [], 0)[0])
         if is_wanted and self.is_idle and not self.idling.is_current():
+            self.spares.end()
             self.start_anew()
         try:
             connection, _ = self.listener.accept()
@@ -222,22 +241,25 @@ class Server:
         """Fork one rank."""
         caller.has_requested = True
         self.idling.keep_warm_s = 0.0 if fork_environment.batch_job() else float(request.get("keep_warm_s", 0.0))
-        lazy_dynamo.import_if_wanted()
+        if lazy_dynamo.import_if_wanted():
+            self.spares.end()
         try:
-            pid = os.fork()
+            pid = self.spares.take(request, caller.fds) or os.fork()
         except OSError as error:  # the host allows no other process; those that run go on
             self.reply(caller, {"refused": str(error)})
         else:
             if pid == 0:
-                self.become_rank(request, caller.fds)
+                self.leave_server()
+                become_rank(request, caller.fds)
             caller.pid = pid
             self.ranks.add(pid)
             self.reply(caller, {"pid": pid})
+            self.spares.wanted = max(self.spares.wanted, sum(one.pid is not None for one in self.callers.values()))
+            self.spares_after = time.monotonic() + SPARES_S
         close_all(caller.fds)
 
-    def become_rank(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Turn this fork into a rank with its own session, output, cores and environment, and run it."""
-        code = 1
+    def leave_server(self) -> None:
+        """Make this fork a process of its own, in a session of its own, that ends with the server."""
         try:
             server_pid = os.getppid()
             os.setsid()
@@ -247,33 +269,11 @@ class Server:
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             self.selector.close()
-            for end in (
-                self.listener,
-                self.wake_r,
-                self.wake_w,
-                *(c.connection for c in self.callers.values()),
-            ):
+            self.spares.close()
+            for end in (self.listener, self.wake_r, self.wake_w, *(one.connection for one in self.callers.values())):
                 end.close()
-            control, output, shared_status, launch_file, *listener = fds
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(output)
-            if request["affinity"]:
-                with contextlib.suppress(OSError):  # an administrator has taken those cores away
-                    os.sched_setaffinity(0, request["affinity"])
-            os.environ.clear()
-            os.environ.update(request["environment"])
-            os.chdir(request["cwd"])
-            sys.path[:] = request["path"]
-            from ddp_hydra.rank import process
-
-            its_listener = listener[0] if listener else None
-            code = process.main(request["title"], launch_file, control, shared_status, its_listener)
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+        except BaseException:
+            os._exit(1)
 
     def reap(self) -> None:
         """Report to callers how their ranks ended."""
@@ -284,11 +284,14 @@ class Server:
                 return
             if pid == 0:
                 return
+            if self.spares.forget(pid):
+                continue
             is_rank = pid in self.ranks
             if is_rank:
                 self.ranks.discard(pid)
                 kill_group(pid)  # processes that the rank started, such as data loaders
-            left = self.left_behind.end(pid, is_rank, self.ranks)
+                self.spares_after = 0.0
+            left = self.left_behind.end(pid, is_rank, self.ranks | self.spares.connections.keys())
             for caller in self.callers.values():
                 if caller.pid == pid:
                     caller.pid = None

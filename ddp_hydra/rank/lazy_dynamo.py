@@ -31,12 +31,14 @@ def put_off() -> None:
         LazyDynamo()
 
 
-def import_if_wanted() -> None:
-    """Import torch._dynamo if a fork of this process had to, so that the next ones have it."""
+def import_if_wanted() -> bool:
+    """Import torch._dynamo if a fork of this process had to, so that the next ones have it; return whether it did."""
     module = sys.modules.get(NAME)
     if isinstance(module, StandIn) and module._owner.is_wanted[0]:
         with contextlib.suppress(Exception):  # a fork that needs it reports the error
             module._owner.give_way()
+            return True
+    return False
 
 
 class LazyDynamo:

@@ -100,8 +100,9 @@ def ranks_alive(warm_server) -> Callable[[], list[str]]:
         found = []
         for process in warm_server.children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(" ".join(process.cmdline()))
+                title = " ".join(process.cmdline())
+                if process.status() != psutil.STATUS_ZOMBIE and "spare fork" not in title:
+                    found.append(title)
         return found
 
     return titles

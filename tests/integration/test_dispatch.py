@@ -208,6 +208,17 @@ def test_a_port_range_without_a_free_port_says_so(client2, gang):
             gang(client2, port_range=(port, port)).run(who_am_i)
 
 
+def test_ranks_are_forks_that_were_ready(client2, warm_server, wait_for):
+    def spares() -> set[int]:
+        return {process.pid for process in warm_server.children() if "spare fork" in " ".join(process.cmdline())}
+
+    dispatch.run(client2, os.getpid)
+    wait_for(lambda: len(spares()) >= 2, 5, "forks for the next ranks")
+    ready = spares()
+    assert set(dispatch.run(client2, os.getpid)) <= ready
+    wait_for(lambda: len(spares() - ready) >= 2, 5, "others in their place")
+
+
 @pytest.mark.slow
 def test_on_several_hosts_ranks_count_by_host(warm_server):
     """Two loopback addresses stand for two hosts."""

@@ -1,0 +1,127 @@
+"""Keeps forks of the fork server ready for the next ranks, which then need not wait for theirs: 12 ms each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+MOST = 8
+"""How many are kept at the most: each takes some megabytes."""
+SEND_S = 1.0
+"""Seconds that a fork may take to read its request."""
+MAX_FDS = 8
+
+
+class SpareForks:
+    """Forks that wait for the request of a rank.
+
+    Args:
+        leave_server: called in a fork first: closes what is the server's.
+        become_rank: called in a fork with the request of a rank and its descriptors.
+
+    Attributes:
+        connections: process id -> the socket on which the fork waits.
+        wanted: how many to keep.
+    """
+
+    def __init__(
+        self, leave_server: Callable[[], None], become_rank: Callable[[dict[str, Any], list[int]], NoReturn]
+    ) -> None:
+        self.leave_server, self.become_rank = leave_server, become_rank
+        self.connections: dict[int, socket.socket] = {}
+        self.wanted = 0
+
+    @property
+    def are_missing(self) -> bool:
+        """Return whether there are fewer than wanted."""
+        return len(self.connections) < min(self.wanted, MOST)
+
+    def add(self) -> None:
+        """Fork one more; none where the host allows no other process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                self.wanted = 0
+                return
+            if pid == 0:
+                self._wait(ours, theirs)
+        ours.settimeout(SEND_S)
+        self.connections[pid] = ours
+
+    def _wait(self, servers_end: socket.socket, connection: socket.socket) -> NoReturn:
+        """Wait for a request, and become its rank; end with the server. Runs in the fork."""
+        try:
+            from setproctitle import setproctitle
+
+            setproctitle("ddp_hydra spare fork")
+            servers_end.close()
+            self.leave_server()
+            request, fds = b"", []
+            while not request.endswith(b"\n"):
+                data, more, _, _ = socket.recv_fds(connection, 2**18, MAX_FDS)
+                if not data:
+                    os._exit(0)
+                request += data
+                fds += more
+            connection.close()
+        except BaseException:
+            os._exit(1)
+        self.become_rank(json.loads(request), fds)
+
+    def take(self, request: dict[str, Any], fds: list[int]) -> int | None:
+        """Hand a request to a fork.
+
+        Args:
+            request: of a rank.
+            fds: its descriptors; the caller keeps its own.
+
+        Returns:
+            The process id of the rank; None if there is no fork.
+        """
+        line = json.dumps(request).encode() + b"\n"
+        while self.connections:
+            pid, connection = self.connections.popitem()
+            with connection:
+                try:
+                    sent = socket.send_fds(connection, [line], fds)
+                    if rest := line[sent:]:  # a fork that has all of it has closed its end
+                        connection.sendall(rest)
+                except OSError:  # it was killed, or is suspended
+                    _end(pid)
+                else:
+                    return pid
+        return None
+
+    def forget(self, pid: int) -> bool:
+        """Return whether a process that has ended was one of them."""
+        connection = self.connections.pop(pid, None)
+        if connection is not None:
+            connection.close()
+        return connection is not None
+
+    def close(self) -> None:
+        """Close the server's ends of all sockets, in a fork of the server."""
+        for connection in self.connections.values():
+            connection.close()
+        self.connections.clear()
+
+    def end(self) -> None:
+        """End all of them."""
+        for pid, connection in self.connections.items():
+            connection.close()
+            _end(pid)
+        self.connections.clear()
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

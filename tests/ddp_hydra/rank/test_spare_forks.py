@@ -1,0 +1,159 @@
+"""Forks that wait for a rank: what they get, what they hold, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from ddp_hydra.rank import spare_forks
+from ddp_hydra.rank.spare_forks import SpareForks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the server has no threads
+
+
+def tell(request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Instead of a rank: write what it was asked for, and the descriptors that it holds."""
+    held = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]  # noqa: PTH208
+    os.write(fds[0], json.dumps([os.getpid(), request, len(fds), held]).encode())
+    os._exit(7)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def spares() -> Iterator[SpareForks]:
+    made = SpareForks(lambda: made.close(), tell)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def ask(spares) -> Callable[[Any], tuple[int | None, list[Any]]]:
+    """Hand a request to a fork; return its process id, and what it tells."""
+
+    def ask(request: Any) -> tuple[int | None, list[Any]]:
+        read, write = os.pipe()
+        try:
+            pid = spares.take(request, [write, write])
+        finally:
+            os.close(write)
+        with os.fdopen(read) as file:
+            told = file.read()
+        if pid is not None:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        return pid, json.loads(told or "[]")
+
+    return ask
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_fork_gets_the_request_and_the_descriptors(spares, ask):
+    spares.add()
+    (fork,) = spares.connections
+    request = {"title": "x", "environment": {"A": "ä" * 300_000}}  # more than a socket holds
+    pid, told = ask(request)
+    assert pid == fork
+    assert told[:3] == [fork, request, 2]
+    assert not spares.connections
+    assert ask(request) == (None, [])
+
+
+def test_it_holds_nothing_of_the_others(spares, ask):
+    """Else the end of the server would not be the end of them."""
+    spares.add()
+    before, (_, first) = set(spares.connections), ask({})
+    for _ in range(3):
+        spares.add()
+    _, last = ask({})
+    assert len(before) == 1
+    assert len(last[3]) == len(first[3])
+
+
+def test_they_end_with_the_server(spares):
+    for _ in range(2):
+        spares.add()
+    pids = list(spares.connections)
+    assert all(state_of(pid) in "SR" for pid in pids)
+    spares.close()  # as the kernel does it then
+    for pid in pids:
+        assert os.waitpid(pid, 0) == (pid, 0)
+
+
+def test_as_many_are_missing_as_are_wanted(spares, monkeypatch):
+    assert not spares.are_missing
+    spares.wanted = 2
+    spares.add()
+    assert spares.are_missing
+    spares.add()
+    assert not spares.are_missing
+    monkeypatch.setattr(spare_forks, "MOST", 1)
+    spares.wanted = 100
+    assert not spares.are_missing
+
+
+def test_one_that_was_killed_gets_nothing(spares, ask):
+    for _ in range(2):
+        spares.add()
+    last = list(spares.connections)[-1]
+    os.kill(last, signal.SIGKILL)
+    while state_of(last) != "Z":
+        time.sleep(0.01)
+    pid, _ = ask({})
+    assert pid != last
+    assert not spares.connections
+    assert not Path(f"/proc/{last}").exists()
+
+
+def test_one_that_is_suspended_is_killed(spares, ask, monkeypatch):
+    monkeypatch.setattr(spare_forks, "SEND_S", 0.1)
+    spares.add()
+    (fork,) = spares.connections
+    os.kill(fork, signal.SIGSTOP)
+    assert ask({"environment": "x" * 2**21}) == (None, [])
+    assert not Path(f"/proc/{fork}").exists()
+
+
+def test_an_end_is_told_apart_from_that_of_a_rank(spares):
+    spares.add()
+    (fork,) = spares.connections
+    os.kill(fork, signal.SIGTERM)
+    assert os.waitpid(fork, 0)[0] == fork
+    assert spares.forget(fork)
+    assert not spares.forget(fork)
+
+
+def test_a_host_that_allows_no_more_processes_has_none(spares, monkeypatch):
+    def refuse() -> int:
+        raise BlockingIOError
+
+    spares.wanted = 2
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(os, "fork", refuse)
+    spares.add()
+    assert not spares.are_missing
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_whoever_closes_the_socket_ends_them(spares):
+    spares.add()
+    ((fork, connection),) = spares.connections.items()
+    connection.shutdown(socket.SHUT_RDWR)
+    assert os.waitpid(fork, 0) == (fork, 0)
+    assert spares.forget(fork)
