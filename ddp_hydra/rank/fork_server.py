@@ -17,6 +17,8 @@ output goes nowhere, and it has neither code of a project nor a GPU. It ends ear
 that it has imported was changed, after SIGTERM, and when its socket is removed. A command that comes before it has
 noticed a change has it start anew.
 
+Forks wait for the next ranks, as many as have run at once: a rank takes one of them instead of waiting for its own.
+
 Processes that a rank leaves behind are ended with it: its process group at once. The kernel makes the server the parent
 of processes that have left the group (a daemon with a session of its own). The server ends them, and names them to the
 caller: {"exit": …, "left": […]}.
