@@ -75,9 +75,15 @@ def path(local_directory: str, gang: str, rank: int, way: str = "out") -> Path:
     return Path(local_directory) / "ddp_hydra" / gang / f"rank-{rank}" / way
 
 
+def _file(worker: Any, gang: str, rank: int, name: str) -> Path:
+    """Return the path of a file of a rank. It makes no folder: who was suspended may ask after the end of the gang."""
+    secure(worker.local_directory)
+    return path(worker.local_directory, gang, rank) / Path(name).name
+
+
 def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) -> bytes:
     """Read one piece of a file. Runs on the worker, called by the client."""
-    with (folder(dask_worker, gang, rank) / Path(name).name).open("rb") as file:
+    with _file(dask_worker, gang, rank, name).open("rb") as file:
         file.seek(offset)
         return file.read(CHUNK_BYTES)
 
@@ -103,7 +109,7 @@ def is_same_file(path: str, size: int, mtime_ns: int) -> bool:
 
 def remove(gang: str, rank: int, name: str, dask_worker: Any = None) -> None:
     """Remove a file that the client has fetched. Runs on the worker."""
-    (folder(dask_worker, gang, rank) / Path(name).name).unlink(missing_ok=True)
+    _file(dask_worker, gang, rank, name).unlink(missing_ok=True)
 
 
 def keep(gang: str, rank: int, name: str, sha256: str, dask_worker: Any = None) -> None:
@@ -111,7 +117,7 @@ def keep(gang: str, rank: int, name: str, sha256: str, dask_worker: Any = None) 
 
     It is kept under its hash; without room for it, it is removed.
     """
-    file = folder(dask_worker, gang, rank) / Path(name).name
+    file = _file(dask_worker, gang, rank, name)
     place = _kept(dask_worker.local_directory, sha256)
     with contextlib.suppress(FileNotFoundError):
         place.parent.mkdir(exist_ok=True)

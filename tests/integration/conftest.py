@@ -101,7 +101,7 @@ def ranks_alive(warm_server) -> Callable[[], list[str]]:
         for process in warm_server.children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 title = " ".join(process.cmdline())
-                if process.status() != psutil.STATUS_ZOMBIE and "spare fork" not in title:
+                if process.status() != psutil.STATUS_ZOMBIE and " rank " in title:
                     found.append(title)
         return found
 
