@@ -161,8 +161,11 @@ def test_the_worker_of_a_lost_node_goes_to_another_one(cli, nodes):
 
 
 def test_a_job_from_a_machine_that_is_not_a_node(cli, nodes):
-    address = f"cluster.address=ray://{HOST}:{nodes.client_port}"
-    cli.done(*JOB, address, "hydra.run.dir=run", **nodes.variables)
+    words = (*JOB, f"cluster.address=ray://{HOST}:{nodes.client_port}", "hydra.run.dir=run")
+    ended = cli.run(*words, **nodes.variables)
+    if "Starting Ray client server failed" in ended.stderr:  # as Ray's proxy does now and then on a busy machine
+        ended = cli.run(*words, **nodes.variables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert summary(cli.folder / "run")["world_size"] == 2
 
 
