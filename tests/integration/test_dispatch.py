@@ -212,8 +212,13 @@ def test_ranks_are_forks_that_were_ready(client2, warm_server, wait_for):
     def spares() -> set[int]:
         return {process.pid for process in warm_server.children() if "spare fork" in " ".join(process.cmdline())}
 
+    def are_ready() -> bool:
+        found = spares()
+        time.sleep(0.3)
+        return len(found) >= 2 and found == spares()
+
     dispatch.run(client2, os.getpid)
-    wait_for(lambda: len(spares()) >= 2, 5, "forks for the next ranks")
+    wait_for(are_ready, 10, "forks for the next ranks")
     ready = spares()
     assert set(dispatch.run(client2, os.getpid)) <= ready
     wait_for(lambda: len(spares() - ready) >= 2, 5, "others in their place")
