@@ -9,7 +9,8 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Number = Annotated[float, Meta(ge=0, lt=2**63)]
+"""Neither NaN nor infinite: JSON cannot hold these."""
+NonNegative = Annotated[float, Meta(ge=0, lt=2**63)]
 Time = Annotated[float, Meta(ge=0, lt=1e11)]
 """In seconds since 1970."""
 Name = Annotated[str, Meta(pattern=r"\A[^\ud800-\udfff]+\Z")]

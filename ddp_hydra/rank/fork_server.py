@@ -99,6 +99,10 @@ class Server:
         listener: the socket on which it listens.
         address: the socket's path.
         start_anew: starts this program again, with the same socket.
+
+    Attributes:
+        spares: forks for the next ranks.
+        spares_after: they are forked no sooner, by the monotonic clock.
     """
 
     def __init__(self, listener: socket.socket, address: Path, start_anew: Callable[[], object] = lambda: None) -> None:

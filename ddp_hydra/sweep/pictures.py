@@ -65,21 +65,28 @@ def _encoded(figure: Figure) -> dict[str, bytes]:
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
         figure.set_layout_engine(None)  # else each file would be drawn twice, the first time to find all places
-    other = ForkedProcess(lambda pipe: _saved(figure, "svg", metadata={"Date": None}))
+    other = ForkedProcess(lambda pipe: _svg(figure))
     try:
-        png = _saved(figure, "png")
-        while not other.messages and other.receive():
-            wait_for_message([other], DRAW_S)
-        (svg,) = other.messages
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+        wait_for_message([other], DRAW_S)
+        other.receive()
+        (svg,) = other.messages or ["it took too long"]
     finally:
         other.end()
-    return {"png": png, "svg": svg}
+    if isinstance(svg, str):
+        raise RuntimeError(svg)
+    return {"png": png.getvalue(), "svg": svg}
 
 
-def _saved(figure: Figure, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format=kind, **options)
-    return file.getvalue()
+def _svg(figure: Figure) -> bytes | str:
+    """Return a figure as SVG, or why matplotlib could not draw it."""
+    svg = io.BytesIO()
+    try:
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return svg.getvalue()
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from ddp_hydra.rank import garbage
 from ddp_hydra.sweep.forked_process import ForkedProcess
+from ddp_hydra.sweep.pictures import DRAW_S
 from ddp_hydra.sweep.plot import draw
 from ddp_hydra.sweep.rows import Objective, Row
 
-DRAW_S = 30.0
-"""How long a plot may take."""
 PAUSE_S = 20.0
 """After the end of a batch, none is drawn if the last one is not older; the last batch is always drawn."""
 NICE = 10

@@ -54,7 +54,7 @@ def build(
         files: "resume", the checkpoint to resume; "weights", to begin with; only rank 0 reads them.
         fault: faults to inject into this rank.
         stop_signal: whether this rank is asked to stop.
-        kept: the part of the config that checkpoints keep; None: all but the cluster.
+        kept: the part of the config that checkpoints keep; None: all that ranks read.
 
     Raises:
         DdpHydraError: the config, a checkpoint or the weights do not fit.

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from ddp_hydra.checked import Count, Finite, Name, Number
+from ddp_hydra.checked import Count, Finite, Name, NonNegative
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record
 
@@ -20,15 +20,15 @@ _MOST_EDGES = 1025
 class _Start(Struct):
     lines: list[str] | None = None
     total_steps: Count | None = None
-    epochs: Number | None = None
+    epochs: NonNegative | None = None
     steps_per_epoch: Count | None = None
     world_size: Count | None = None
 
 
 class _Metrics(Struct):
     metrics: Metrics
-    epoch: Number | None = None
-    samples: Number | None = None
+    epoch: NonNegative | None = None
+    samples: NonNegative | None = None
 
 
 class _Text(Struct):
@@ -44,7 +44,7 @@ class _Image(Struct):
 class _Histogram(Struct):
     name: Name
     edges: Annotated[list[Finite], Meta(max_length=_MOST_EDGES)]
-    counts: list[Number]
+    counts: list[NonNegative]
 
     def __post_init__(self) -> None:
         if len(self.edges) != len(self.counts) + 1 or sorted(self.edges) != self.edges:
@@ -53,8 +53,8 @@ class _Histogram(Struct):
 
 class _Checkpoint(Struct):
     step: Count
-    epoch: Number | None = None
-    samples: Number | None = None
+    epoch: NonNegative | None = None
+    samples: NonNegative | None = None
     metrics: Metrics | None = None
     best: bool | None = None
 

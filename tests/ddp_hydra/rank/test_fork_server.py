@@ -17,6 +17,7 @@ from ddp_hydra.rank import fork_server as module
 from ddp_hydra.rank.fork_server import Server
 
 NOBODY = b'{"signal": 0}\n'
+RANK = b'{"title": "rank"}\n'
 
 
 @pytest.fixture
@@ -199,3 +200,59 @@ def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, m
     server.idling.begin()
     assert server.leave()
     assert not server.address.exists()
+
+
+@pytest.fixture
+def rank(server, monkeypatch) -> Iterator[socket.socket]:
+    """The caller of a rank whose process is made up, and has the id 10."""
+    monkeypatch.setattr(os, "fork", lambda: 10)
+    monkeypatch.setattr(server, "kill", lambda *_: None)
+    with call(server, RANK) as caller:
+        yield caller
+    server.ranks.clear()
+
+
+def test_forks_are_kept_for_as_many_ranks_as_have_run_at_once(server, rank):
+    assert server.spares.wanted == 1
+    with call(server, RANK), call(server, NOBODY):
+        assert server.spares.wanted == 2
+        assert server.lacks_spares
+        assert 0.0 < server.pause_s <= module.SPARES_S  # the ranks have the cores to themselves at first
+    assert server.spares.wanted == 2
+
+
+def test_no_fork_is_made_before_the_callers_of_ended_ranks_hang_up(server, rank):
+    (caller,) = server.callers.values()
+    caller.pid = None
+    assert not server.lacks_spares
+    server.drop(caller)
+    assert server.lacks_spares
+
+
+def test_no_fork_gets_the_descriptors_of_half_a_request(server, rank):
+    assert server.lacks_spares
+    with call(server, b'{"title"', (0,)):
+        assert not server.lacks_spares
+
+
+def test_a_rank_takes_a_fork_that_is_there(server, rank, monkeypatch):
+    taken = []
+    monkeypatch.setattr(server.spares, "take", lambda request, fds: taken.append((request, len(fds))) or 77)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked in spite of it"))
+    with call(server, b'{"title": "another"}\n', (0, 1)) as caller:
+        assert json.loads(caller.recv(1000)) == {"pid": 77}
+    assert taken == [({"title": "another"}, 2)]
+    assert 77 in server.ranks
+
+
+def test_forks_end_where_something_was_imported_since_or_the_server_begins_anew(server, rank, monkeypatch):
+    ended = []
+    monkeypatch.setattr(server.spares, "end", lambda: ended.append(1))
+    monkeypatch.setattr(module.lazy_dynamo, "import_if_wanted", lambda: True)
+    with call(server, RANK):
+        assert len(ended) == 1
+    for caller in list(server.callers.values()):
+        server.drop(caller)
+    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
+    with call(server, NOBODY):
+        assert len(ended) == 2

@@ -53,6 +53,14 @@ def test_a_folder_that_somebody_else_has_made_is_refused_with_what_to_give(worke
             act()
 
 
+def test_who_asks_after_the_end_of_the_gang_leaves_no_folder(worker):
+    outbox.remove("gang", 0, "file", worker)
+    outbox.keep("gang", 0, "file", "0" * 64, worker)
+    with pytest.raises(FileNotFoundError):
+        outbox.read("gang", 0, "file", 0, worker)
+    assert not (Path(worker.local_directory) / "ddp_hydra").exists()
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="everything is root's")
 def test_a_scratch_folder_of_somebody_else_is_refused_also_where_it_is_roots():
     with pytest.raises(ConfigError):

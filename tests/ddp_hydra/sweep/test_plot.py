@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -250,3 +251,19 @@ def test_numbers_lie_where_they_are_and_texts_side_by_side(given, positions, lab
     assert list(scale.positions.values()) == positions
     assert scale.labels == labels
     assert shown("key") == "key"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_file_that_cannot_be_drawn_ends_no_sweep(tmp_path, monkeypatch, caplog, capfd, kind):
+    from matplotlib.figure import Figure
+
+    def save(self, file, **options):
+        if options["format"] == kind:
+            raise ValueError("no room")
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path)
+    assert re.search("there is no picture of the sweep: .*no room", caplog.text)
+    assert capfd.readouterr().err == ""
+    assert not list(tmp_path.iterdir())
