@@ -159,9 +159,8 @@ class TorchrunAttempt(Attempt):
                 print_line(f"rank {record.rank} was told to end: {notice}")
             self.interrupts.wanted = True
             return
-        super().on_record(
-            msgspec.structs.replace(record, attempt=self.number), size
-        )  # the others do not know the number
+        own = msgspec.structs.replace(record, attempt=self.number)  # the others do not know the number
+        super().on_record(own, size)
 
     def on_end(self, record: Record) -> None:
         """Note how a rank ended.
