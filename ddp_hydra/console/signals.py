@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -77,12 +77,13 @@ def raised() -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Deliver a terminal's signals after the block: an exception in an import would be lost, or shown with a traceback.
+def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[None]:
+    """Deliver signals after the block: an exception in an import would be lost, or shown with a traceback.
 
-    Threads that are started inside the block never get these signals, nor do their processes.
+    Threads that are started inside the block never get these signals, nor do their processes. A process that is forked
+    there gets them when it unblocks them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

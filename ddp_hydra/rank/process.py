@@ -69,7 +69,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
     job = json.loads(header)
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
-    sender = PipeSender(control, Path(job["outbox"]))
+    sender = SocketSender(control, Path(job["outbox"]))
     results.connect(sender, spec["rank"], job["attempt"], job["retry_s"])
     fault_injection.install(spec["rank"], job["attempt"], job["pids"])
 
@@ -132,7 +132,7 @@ def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs:
     return function(*args, **kwargs)
 
 
-class PipeSender:
+class SocketSender:
     """Sends records to the rank task, and files through the outbox.
 
     Args:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.console.signals import SIGNALS
 from ddp_hydra.rank import environment, fault_injection, network, return_values, torchrun_meeting
 from ddp_hydra.rank.processes import die_with_parent
 from ddp_hydra.rank.spec import RankSpec
@@ -38,8 +39,9 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
     try:
         os.setsid()  # Ctrl-C is for the parent
         die_with_parent(parent)
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream_fd in (1, 2):
             os.dup2(output, stream_fd)
@@ -67,7 +69,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
     heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
     job = receive(control)
-    sender = process.PipeSender(control, Path(job["outbox"]))
+    sender = process.SocketSender(control, Path(job["outbox"]))
     results.connect(sender, spec.rank, job["attempt"], job["retry_s"])
 
     def work() -> Any:

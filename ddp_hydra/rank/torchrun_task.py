@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
+from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.rank import outbox, torchrun_rank
 from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.rank.record_relay import RecordRelay, publish
@@ -112,11 +113,12 @@ class TorchrunTask(RankTask):
         control, theirs = socket.socketpair()
         output, their_output = os.pipe()
         parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            control.close()
-            os.close(output)
-            torchrun_rank.main(self.spec, parent, theirs, their_output, self.shared_status_fd)
+        with held_back(SIGNALS):  # else a KeyboardInterrupt could run this process's code in both processes
+            self.pid = os.fork()
+            if self.pid == 0:
+                control.close()
+                os.close(output)
+                torchrun_rank.main(self.spec, parent, theirs, their_output, self.shared_status_fd)
         theirs.close()
         os.close(their_output)
         self.stack.callback(control.close)

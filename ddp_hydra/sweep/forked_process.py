@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.console.signals import SIGNALS
+from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.processes import die_with_parent, kill_group
 
@@ -53,13 +53,22 @@ class ForkedProcess:
         self.messages: list[Any] = []
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=self._main, args=(work, theirs, os.getpid()))
-        with warnings.catch_warnings():
+        # A KeyboardInterrupt between the fork and its first line would run this process's code in both processes.
+        with held_back(SIGNALS), warnings.catch_warnings():
             # Python 3.12 warns of any threads; the only ones that may be here are idle threads of libraries.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             self.process.start()
+        with contextlib.suppress(OSError):  # it has done so itself, or has ended
+            os.setpgid(self.pid, self.pid)  # so that `end` can kill its group from now on
         theirs.close()
 
     def _main(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
+        try:
+            self._run(work, pipe, parent)
+        except KeyboardInterrupt:
+            sys.exit(130)  # without a traceback: it was asked to end
+
+    def _run(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
         # A garbage collection would touch, and so copy, all memory that is shared with the parent. The parent freezes
         # only what it has imported: what it made since would never be collected there.
         gc.freeze()
@@ -67,6 +76,7 @@ class ForkedProcess:
         os.setpgid(0, 0)  # Ctrl-C is handled by the parent
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if not self.watches_parent:
             die_with_parent(parent)
         self.pipe.close()

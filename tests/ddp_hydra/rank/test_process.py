@@ -21,7 +21,7 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
     heartbeat.connect(None)
     for number in range(process.MAX_FILES):
         (tmp_path / str(number)).touch()
-    assert process.PipeSender(None, tmp_path).outbox == tmp_path
+    assert process.SocketSender(None, tmp_path).outbox == tmp_path
     assert (len(waited), heartbeat.here().ticks) == (100, 2)
     heartbeat.connect(None)
 

@@ -86,6 +86,36 @@ def test_it_ends_with_all_that_it_has_started_also_when_it_does_not_listen(start
     assert not alive_pid(child.messages[0])
 
 
+def test_an_interrupt_at_its_very_start_ends_it_and_runs_nothing_of_this_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import ForkedProcess\n"
+        "fork = os.fork\n"
+        "def interrupted() -> int:\n"
+        "    pid = fork()\n    if pid == 0:\n        os.kill(os.getpid(), signal.SIGINT)\n    return pid\n"
+        "os.fork = interrupted\n"
+        "try:\n"
+        f"    child = ForkedProcess(lambda pipe: 1, Path({str(tmp_path)!r}) / 'out')\n"
+        "    while child.receive():\n        pass\n"
+        "    print(child.messages, child.process.exitcode)\n"
+        "finally:\n    print('end of this process', flush=True)\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert (ran.stdout, ran.stderr) == ("[] 130\nend of this process\n", "")
+
+
+def test_one_that_hangs_at_its_very_start_can_be_ended(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import ForkedProcess\n"
+        "os.register_at_fork(after_in_child=lambda: time.sleep(60))\n"
+        f"child = ForkedProcess(lambda pipe: 1, Path({str(tmp_path)!r}) / 'out')\n"
+        "child.end(0.1)\nprint(child.process.exitcode)\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert ran.stdout == "-9\n"
+
+
 @pytest.fixture
 def alive_pid():
     import psutil
