@@ -42,7 +42,7 @@ BENCHMARKS := launch overhead recovery data train on_ray exchange scale step_cos
 demo: $(DEMO)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
 
-gpu-report: $(DEMO)  ## all that CUDA does otherwise than the CPU, beside goals: a table, and docs/gpu.md; DEVICE=cpu rehearses it
+gpu-report: $(DEMO)  ## all that differs between CUDA and the CPU, beside goals: a table, and docs/gpu.md; DEVICE=cpu rehearses it
 	$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(REPORT)
 
 test: $(READY)  ## all tests but the slow ones, some files beside others

@@ -1,8 +1,8 @@
 """Send records from a rank: metrics, texts, images and files.
 
-Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image`, `submit` and `checkpoint`. Each
-call makes one `Record` and writes it into a pipe as one line of JSON; nothing here knows who reads it. A full pipe
-blocks the caller, so a slow reader slows the rank down instead of filling memory.
+Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image`, `histogram`, `submit` and
+`checkpoint`. Each call makes one `Record` and sends it as one line of JSON; nothing here knows who reads it. A call
+blocks while the reader is behind, so a slow reader slows the rank down instead of filling memory.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Run everything that CUDA does otherwise than the CPU, and write what came out to docs/gpu.md: `make gpu-report`."""
+"""Run everything that differs between CUDA and the CPU, and write the results to docs/gpu.md: `make gpu-report`."""

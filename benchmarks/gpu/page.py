@@ -36,7 +36,7 @@ def render(card: Card, measured: Sequence[tuple[Part, list[Line]]], date: dateti
     lines = [
         "# GPUs",
         "",
-        "`make gpu-report` runs all that CUDA does otherwise than the CPU, on any machine with a GPU, and writes",
+        "`make gpu-report` runs all that differs between CUDA and the CPU, on any machine with a GPU, and writes",
         "this page. `make gpu-report DEVICE=cpu` rehearses it with small sizes where there is none. Real jobs run by",
         "the command that users type, in run directories that are thrown away.",
         "",

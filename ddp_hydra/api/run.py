@@ -40,10 +40,11 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, done, paused, failed, interrupted, or killed: its process has ended without a word.
+        """One of `STATUSES` of ddp_hydra/runs/status.py.
 
-        It is lost where that can't be seen, but is silent for long; detached, if its results are elsewhere; unknown, if
-        it has not begun.
+        running, done, paused, stopped (by a rule of its sweep), failed, interrupted; killed: its process ended without
+        a summary; lost: it runs on another host and gave no sign of life for 10 minutes; detached: its results are in
+        a store; unknown: it has not begun, or belongs to another program.
         """
         return status.of_run_dir(self.dir)
 

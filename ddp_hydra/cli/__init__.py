@@ -1,1 +1,1 @@
-"""The commands: train, evaluate, predict, export, generate, attach, init."""
+"""The commands: train, evaluate, predict, export, generate, attach, runs, warm, init."""

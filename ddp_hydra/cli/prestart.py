@@ -17,9 +17,9 @@ from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.rank import fork_client
 
 FLAGS = ("-m", "--multirun")
-"""Others may only show something, and a word alone is a command."""
-OTHERWISE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
-"""Beginnings of overrides after which the ranks run elsewhere, or in another environment."""
+"""Options with which a job starts. Others may only print, and a word without = names a command."""
+RANKS_ELSEWHERE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
+"""Beginnings of overrides with which the ranks run elsewhere, or in another environment."""
 RANKED = "LOCAL_RANK"
 """Variable of a process that torchrun has started."""
 CLUSTER = re.compile(r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)", re.MULTILINE)
@@ -50,7 +50,7 @@ def is_likely(arguments: Sequence[str]) -> bool:
     for word in arguments:
         if word not in FLAGS and (word.startswith("-") or "=" not in word):
             return False
-        if word.startswith(OTHERWISE) and word != "cluster=local":
+        if word.startswith(RANKS_ELSEWHERE) and word != "cluster=local":
             return False
     if "cluster=local" in arguments:
         return True

@@ -18,9 +18,9 @@ from ddp_hydra.job.inference import Inference, on_ranks
 from ddp_hydra.storage import results_root
 
 OF_THE_COMMAND = ("cluster", "dispatch", "results")
-"""Groups that say where it is computed; the others are the ranks'."""
+"""Groups that choose where the command computes; the others are for the ranks."""
 GROUPS = ("data", "metrics", "task", "loss", "model", "trainer", "cluster", "dispatch", "faults")
-"""What can be chosen anew."""
+"""Groups that the command line may replace."""
 _SCHEMAS = {"dispatch": DispatchConfig, "results": ResultsConfig, "trainer": TrainerConfig}
 
 

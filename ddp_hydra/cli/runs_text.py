@@ -76,7 +76,7 @@ def table_of(rows: Sequence[Row], metrics: Sequence[str] = ()) -> str:
 
 
 def differing_words(rows: Sequence[Row]) -> list[list[str]]:
-    """Return of each run what was typed for it, without what was typed for all, and what has a column."""
+    """Return each run's overrides, without those that all runs share and those with a column of their own."""
     common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     known = ("model=", "data=", "tags=")
     return [[word for word in row.overrides if word not in common and not word.startswith(known)] for row in rows]

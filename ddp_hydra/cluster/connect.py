@@ -60,7 +60,7 @@ def is_remote(cfg: DictConfig) -> bool:
 
 
 def is_local(cfg: DictConfig) -> bool:
-    """Return whether the workers will be children of this process, in its environment."""
+    """Return whether the workers will be threads or children of this process, in its environment."""
     return issubclass(_manager_class(cfg), Local)
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 WAIT_S = 0.25
 """Seconds that a request of the first in the queue waits for workers."""
 POLL_S = 0.05
-"""Seconds between two requests of one further behind, for each gang ahead of it."""
+"""Seconds between two requests of a gang further behind, times the number of gangs ahead of it."""
 RENEW_POLL_S = 0.05
 GROW_S = 10.0
 """Seconds that a cluster that is too small may take to grow."""

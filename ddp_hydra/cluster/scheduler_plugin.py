@@ -23,7 +23,7 @@ ABSENT_S = 10.0
 SUSPENDED_S = 600.0
 """A client without a heartbeat for this many seconds counts as suspended, and loses its workers to gangs that wait."""
 CONFIRM_S = 15.0
-"""Seconds that it is watched before: a scheduler that was suspended itself has unread heartbeats of its clients."""
+"""Seconds that a silent client is watched before: a scheduler that was suspended has to read its heartbeats first."""
 FRONT = 2
 """How many gangs of the queue are woken when workers become free; those behind them ask now and then."""
 

@@ -66,7 +66,7 @@ def parse_override(word: str) -> Override:
         word: as it was typed.
 
     Raises:
-        HydraException: it is none.
+        HydraException: the word is not an override.
     """
     return OverridesParser.create().parse_override(word)
 

@@ -32,9 +32,9 @@ _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 _PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,}\]]*)""")
 """Matches a key and its value in a line of YAML, JSON or TOML."""
 _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END), "://"]), re.IGNORECASE)
-"""Matches in each line that may hold a secret, and in others."""
+"""A quick test: matches in every line that may hold a secret, and in some that do not."""
 _NOTHING = ("", "null", "value")
-"""Values that say nothing; the last one is that of `key=value` in the text of --help, which is in each config."""
+"""Values that are never secret; the last one is that of `key=value` in the text of --help, which is in each config."""
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")

@@ -217,7 +217,7 @@ def resize(pixels: np.ndarray, size: int, smooth: bool = True) -> np.ndarray:
         pixels: uint8 (height, width, 3).
         size: side of the square, pixels.
         smooth: average all pixels that become one, as torchvision does. Otherwise average the nearest four, which takes
-            half the time; it would params rough for images of twice the size or more, so these are smoothed anyway.
+            half the time; images of twice the size or more would look rough, so these are smoothed anyway.
     """
     if not smooth and min(pixels.shape[:2]) < 2 * size:
         return cv2.resize(pixels, (size, size))

@@ -18,7 +18,7 @@ def private_folder(path: Path) -> Path:
     """Return a folder that only this user may write to, made where it is missing.
 
     Whoever may write to a folder may replace the files in it. So if the given folder belongs to somebody else, or
-    others may write to it, this user gets an own folder inside it. Users that share a cache share no files.
+    others may write to it, this user gets a folder of their own inside it. Users that share a cache share no files.
 
     Args:
         path: the folder, as the user gave it.

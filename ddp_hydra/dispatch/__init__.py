@@ -1,5 +1,16 @@
 """Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`.
 
+    gang            starts the ranks together, and again after failures (restarts); settings: how
+    call            the function and its arguments; user_script: a script in its place
+    background      a gang in a thread, with futures
+    attempt         one start of a gang, from its tasks to their ends
+    placement       which worker gets which rank; worker_checks, workers: what is asked of them
+    watchdog        notices failed tasks, silent hosts and hangs; health decides, rank_states remembers
+    record_queue    records on their way to the handler; file_transfer: files
+    run_dir         the run directory of a user's own function
+    inline          the only rank, in this process
+    torchrun        ranks that torchrun has started: torchrun_gang, torchrun_attempt and torchrun_server
+
 Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.
 """
 

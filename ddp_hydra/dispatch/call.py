@@ -55,7 +55,7 @@ def check_arguments(call: Call) -> None:
     """Check that the function takes the arguments, before any rank is started.
 
     Raises:
-        ConfigError: it does not; says so of settings of the gang, too.
+        ConfigError: it does not take them; the message names settings of the gang that are among them.
     """
     if not callable(call.fn) and not isinstance(call.fn, str):
         raise ConfigError(f"{call.fn!r:.100} can't be called: give a function, 'module:name' or dispatch.script(path)")
@@ -72,7 +72,7 @@ def check_arguments(call: Call) -> None:
         advice = f"{name}{signature} is what it takes"
         if mine:
             typed = ", ".join(f"{setting}=..." for setting in mine)
-            advice = f"settings of the gang are given to it: dispatch.Gang(client, {typed}).run({name}, ...)"
+            advice = f"give settings of the gang to Gang: dispatch.Gang(client, {typed}).run({name}, ...)"
         raise ConfigError(f"{name} can't be called with these arguments: {error}; {advice}") from None
 
 

@@ -86,7 +86,7 @@ def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | No
     signature = None if run_dir is None else signature_of(fn)
     if signature is not None and "run_dir" in signature.parameters:
         raise ConfigError(
-            "the function has a parameter run_dir itself, so that it is not known whose this one is: type "
+            "run_dir is ambiguous, because the function has a parameter run_dir, too: type "
             "dispatch.Gang(client, run_dir=<folder>).run(function, ..., run_dir=<the function's>)"
         )
     return Gang(client, run_dir=run_dir, on_record=show if isinstance(fn, Script) else None)

@@ -20,8 +20,8 @@ from ddp_hydra.results import Record
 log = logging.getLogger(__name__)
 CLOSE_S = 5.0
 """Seconds that the end waits for the record that is being read."""
-FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "file": "file"}
-"""Kinds of records that `results.log`, `text`, `image` and `submit` send, with a name for one record."""
+FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "histogram": "histogram", "file": "file"}
+"""Kinds of records that `results.log`, `text`, `image`, `histogram` and `submit` send; a name for one record."""
 
 
 class RecordQueue:

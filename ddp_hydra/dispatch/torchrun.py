@@ -37,7 +37,7 @@ INSTEAD = {
     "port_range": "the ranks meet at MASTER_PORT: give torchrun --rdzv-endpoint",
     "keep_warm_s": "no process stays after torchrun",
 }
-"""Keys of `dispatch` that have no effect, and what does."""
+"""Keys of `dispatch` that torchrun's jobs ignore, and what to use instead."""
 MEMORY = "ddp_hydra-run_dir"
 
 

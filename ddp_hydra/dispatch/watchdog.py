@@ -45,8 +45,8 @@ class Watchdog:
     Attributes:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
-        left: what is said of a worker that went away.
-        unheard: what one is called that went silent.
+        left: the message about a worker that went away.
+        unheard: the name of a silent worker in messages.
     """
 
     left = "its worker {worker} left the cluster (killed, out of memory, or its host is gone)"

@@ -17,7 +17,7 @@ from ddp_hydra.storage.manifest import find_checkpoint
 
 KEEP_WARM_S = 300.0
 WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
-"""Replaces it, for machines where nothing may stay behind a command."""
+"""Environment variable that replaces `KEEP_WARM_S`, for machines where nothing may stay behind a command."""
 
 
 def check(cfg: DictConfig) -> None:

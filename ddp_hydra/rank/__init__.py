@@ -16,5 +16,8 @@ fault_injection faults on purpose
 environment network gpus processes               of this host; processes that a rank leaves behind
 garbage         Python's search for garbage, while modules are imported
 lazy_dynamo     imports torch's compiler only when something is compiled
+dask_preload    loaded by workers of a local cluster: they do not react to Ctrl-C
+rows            rows of predictions on their way to the client
+torchrun_*      ranks that torchrun starts: how they meet, their tasks, their messages
 spec return_values                    data that goes to the rank and comes back
 """

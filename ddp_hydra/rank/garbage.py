@@ -14,9 +14,10 @@ def pause() -> None:
 
 
 def resume(searches: bool = False) -> None:
-    """Search again, unless it is not paused. What is there by now counts as permanent.
+    """Search again, if it was paused.
 
-    So no later search walks through all modules, and none in a fork touches, and so copies, their pages.
+    All objects of now count as permanent: later searches do not walk through them, and searches in forks do not touch,
+    and so copy, their pages.
 
     Args:
         searches: search once before that, which takes 0.15 s.

@@ -1,7 +1,7 @@
 """Puts off the import of torch._dynamo until something is compiled: it is a third of all that a rank imports.
 
 DDP, optimizers and torchvision import it, to learn that nothing is compiled and to mark functions that no compiler
-should trace. Stand-ins of its modules answer them. Asked for anything else, they give way to the real ones.
+should trace. Stand-in modules answer them; asked for anything else, they import the real modules.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class StandIn(ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds modules of torch._dynamo that came with it: Python would import the one it was asked for once more."""
+    """Finds modules of torch._dynamo that have been imported already, so that Python does not import them again."""
 
     def __init__(self) -> None:
         self.specs: dict[str, ModuleSpec | None] = {}

@@ -146,7 +146,7 @@ class SocketSender:
         self.lock = threading.Lock()
 
     def send(self, record: Record) -> None:
-        """Send one record; blocks while the pipe is full."""
+        """Send one record; blocks while the reader is behind."""
         with self.lock:
             self.control.sendall(record.encode() + b"\n")
 

@@ -83,7 +83,8 @@ class LeftBehind:
 
     Attributes:
         until: process id -> the time at which it is killed.
-        unnamed: (time, name) of those that were found as another process ended than a rank; the next rank names them.
+        unnamed: (time, name) of those that were found when a process other than a rank ended; the next rank that ends
+            names them.
     """
 
     def __init__(self) -> None:

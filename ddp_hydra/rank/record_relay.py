@@ -42,7 +42,7 @@ class RecordRelay:
         selector: waits for the rank's control socket and output.
 
     Attributes:
-        open: those of the two that the rank, or a process that it started, has not closed.
+        open: control socket and output, while the rank or a process that it started holds the other end.
         unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
         end: data of the rank's end record. It is not passed on: the rank task sends it when the process has ended.
         tail: the last output of the rank.

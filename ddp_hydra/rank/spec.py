@@ -54,8 +54,8 @@ class LaunchSpec:
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
         owner: the gang's name, without its attempt.
         keep_warm_s: how long the host's fork server stays after its last rank.
-        ranks_on_host: that a sweep may have there at the same time, so that its jobs get equally many threads whichever
-            starts first; 0 outside of a sweep.
+        ranks_on_host: how many ranks the sweep runs on this host at once; it shares the cores among as many, so that
+            all its jobs get equally many threads. 0 outside of a sweep.
     """
 
     gang: str

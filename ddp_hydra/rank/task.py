@@ -1,8 +1,8 @@
 """The Dask task of one rank: starts its process, passes its records on, and reports how it ended.
 
-The rank shares nothing with the worker but a socket and a pipe. So whatever happens to it (a crash, the out-of-memory
-killer, a hanging collective), the worker stays whole. The task itself never raises because of the rank: the end record
-says what happened.
+The rank shares only a socket, a pipe and a page of memory with the worker. So whatever happens to it (a crash, the
+out-of-memory killer, a hanging collective), the worker stays whole. The task itself never raises because of the rank:
+the end record says what happened.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def comparison(word: str) -> Comparison | None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Choose runs. All that is given has to be so; of words in a list, one.
+    """Choose runs: those that match each argument, and at least one word of a list.
 
     Args:
         status: such as "done,failed"; "" for any, as for the others.

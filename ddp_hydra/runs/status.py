@@ -16,10 +16,10 @@ from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.writers.run_dir import LOCK, is_locked, json_object
 
 STATUSES = ("running", *ENDED, "killed", "lost", "detached", "unknown")
-"""killed: its process ended without a word. lost: maybe so, on another host. detached: its results are elsewhere.
-unknown: it has not begun, or belongs to another program."""
+"""killed: its process ended without a summary. lost: it runs on another host and gives no sign of life. detached: its
+results are in a store. unknown: it has not begun, or belongs to another program."""
 SILENT_S = 600.0
-"""A run on another host, whose lock can't be seen here, counts as lost after so long without a sign of life."""
+"""Seconds without a sign of life after which a run on another host, whose lock can't be seen here, counts as lost."""
 
 
 def of_run_dir(run_dir: Path) -> str:

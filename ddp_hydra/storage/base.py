@@ -1,4 +1,4 @@
-"""What all stores have in common: their interfaces, the errors that they raise, and what they count."""
+"""Define the interfaces, the errors and the counters that all stores share."""
 
 from __future__ import annotations
 

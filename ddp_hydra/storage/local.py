@@ -21,7 +21,7 @@ class LocalFolder:
 
     Args:
         folder: where they are.
-        traffic: counts; None: an own one.
+        traffic: counts requests and bytes; None for counters of its own.
 
     Raises:
         FileNotFoundError: there is no such folder.

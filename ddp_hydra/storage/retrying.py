@@ -31,7 +31,7 @@ class Retrying(ABC):
     Args:
         timeout_s: how long a connection may stay silent.
         retry_timeout_s: how long to retry a request; the first contact gets `FIRST_RETRY_TIMEOUT_S` at most.
-        traffic: counts; None: an own one.
+        traffic: counts requests and bytes; None for counters of its own.
 
     Attributes:
         url: of the store, for messages.

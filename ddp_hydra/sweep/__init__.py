@@ -5,6 +5,7 @@
     sweep            run all jobs: start, watch and stop them
     scheduler        decide which job starts next, and on which cluster
     queue            the jobs that have not started
+    composing        composes the configs of jobs, and checks the first ones before the sweep starts
     planned_job      a job: its config, its folder, what it needs of a cluster
     forked_process   a forked process that sends messages and ends with this one
     job_process      run one job in such a process
@@ -21,6 +22,7 @@
     live_table       the table on the terminal
     pruning          removes the checkpoints of jobs that are not among the best
     plot             sweep.png, sweep.svg
+    plotter          draws it in a process beside the sweep
     pictures         the look, the axes and the files of pictures
     pbt/             population-based training, a sweeper
 

@@ -20,10 +20,10 @@ from ddp_hydra.config import hydra_compat
 from ddp_hydra.config.hydra_compat import parse_override
 
 CHECKED = 64
-"""So many jobs of a sweep are composed to be checked before the first one starts. Of the others, those are that have a
-word which is in none of these and is no number."""
+"""Number of jobs of a sweep that are composed and checked before the first one starts. Of later jobs, only those are
+that have a new override whose value is not a number."""
 TEMPLATES = 16
-"""So many configs are kept to derive others from."""
+"""Number of configs that are kept to derive others from."""
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(\.\w+)*)=(?P<value>[\w.+-]+)")
 """An override that sets a key to a number or a word."""
 

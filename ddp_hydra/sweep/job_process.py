@@ -1,6 +1,6 @@
 """Run one job of a sweep in a process of its own, which has its own HydraConfig, logging, folder and environment.
 
-Import before what each of them needs: it is a fork of the sweep's process.
+The process is a fork of the sweep's. So the sweep imports what every job needs before it forks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import DdpHydraError
 
 DICTIONARY_BYTES = 2**15
-"""What zlib looks back for; the end of a config is most like that of others."""
+"""Size of zlib's dictionary, which is the end of a config: configs differ least there."""
 
 
 class CompactReturn(JobReturn):

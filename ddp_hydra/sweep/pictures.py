@@ -1,4 +1,4 @@
-"""What the pictures of a sweep are made of: their look, axes, and files, which are the same for the same content."""
+"""Draw axes and write picture files for a sweep; the same content gives the same files."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from ddp_hydra.sweep.plot import draw
 from ddp_hydra.sweep.rows import Objective, Row
 
 PAUSE_S = 20.0
-"""After the end of a batch, none is drawn if the last one is not older; the last batch is always drawn."""
+"""Minimum seconds between two pictures. The last batch of jobs is always drawn."""
 NICE = 10
-"""How much the import of matplotlib gives way to jobs."""
+"""Niceness of the process that imports matplotlib: jobs go first."""
 
 
 class Plotter:

@@ -26,9 +26,9 @@ from ddp_hydra.sweep.tables import csv_text, markdown_text, seeds_csv_text
 log = logging.getLogger(__name__)
 _VERSION = 1
 _PAUSE_S = 1.0
-"""At least so long there is no other write, in seconds."""
+"""Minimum seconds between two writes."""
 _PAUSE_FACTOR = 20
-"""After a write, the next one waits for this many times its CPU time, so that many jobs don't cost more time."""
+"""Minimum pause after a write, as a multiple of its CPU time: so writing takes at most 1/20 of the time."""
 _ADVICE = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
 
 

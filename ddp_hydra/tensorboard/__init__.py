@@ -3,7 +3,8 @@
     plugin      what TensorBoard loads: the addresses and their answers
     run_list    all runs, which of them have changed, and which a filter takes
     run_details one run, the tail of a log, and the comparison of runs
-    page/       the page: modules and a style sheet, as the browser gets them
+    page/       the page: modules and a style sheet, as the browser gets them. index is its frame, columns and table the
+                list, run the panel of one run, compare the comparison of several
 
 Nothing is written. A request names a run by an id, never a file by its path.
 """

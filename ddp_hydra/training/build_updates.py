@@ -20,7 +20,7 @@ from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update
 
 UPDATES_REPEAT = 1000
-"""The updates of so many first steps hold every name that a task updates."""
+"""Number of first steps in whose updates the names that a task updates are looked for."""
 
 Stage = dict[str, Any]
 """Patterns and learning rate of parameters that are unfrozen together."""

@@ -36,7 +36,7 @@ class StepConsensus:
 
     Attributes:
         counts: two counts of this rank that travel with each vote.
-        take: called with the least counts of all ranks when a decision is known.
+        take: called with the minimum of each count over all ranks when a decision is known.
     """
 
     def __init__(self) -> None:

@@ -233,7 +233,9 @@ def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> 
     if hasattr(data, "error_of"):
         found["error"] = [str(data.error_of(index)) for index in indices]
     if taken := found.keys() & values.keys():
-        raise ConfigError(f"the task predicts {', '.join(sorted(taken))}, and so the data set's column is called")
+        raise ConfigError(
+            f"both predict() of the task and the data set have a column {', '.join(sorted(taken))}: rename the task's"
+        )
     return {**found, **values}
 
 

@@ -51,7 +51,7 @@ class Run:
         validation: evaluates the model; None without a validation set.
         cadence: decides when to log, validate and save.
         consensus: reduces votes over the ranks.
-        nonfinite: handles steps that are not.
+        nonfinite: handles steps whose loss or gradients are not finite.
         checkpoints: writes checkpoints.
         monitor: measures the run.
         fault: faults to inject into this rank.

@@ -27,11 +27,11 @@ from ddp_hydra.training.consensus import has_gloo
 from ddp_hydra.training.host_barrier import HostBarrier
 
 ALIGN = 64
-"""Buckets begin at multiples of so many bytes."""
+"""Buckets begin at multiples of this number of bytes."""
 NUMBERS = 8
-"""So many numbers may travel with the gradients of a step."""
+"""Maximum count of numbers that travel with the gradients of a step."""
 FEW_RANKS = 4
-"""Up to so many ranks, each rank adds up all gradients itself: then they meet once per bucket, not twice."""
+"""Up to this number of ranks, each rank sums the whole bucket itself: they meet once per bucket instead of twice."""
 
 
 class SharedGradients:

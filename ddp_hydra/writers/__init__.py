@@ -13,7 +13,7 @@
     logs               logs/rank-<r>.log
     progress           the live display
     status             status.json, while the job runs
-    loggers/           MLflow, W&B, ClearML or a user's own writer, each in a process of its own
+    loggers/           MLflow, W&B, ClearML, Aim or a user's own writer, each in a process of its own
     hparams            TensorBoard's HParams tab; not a writer, because it needs to know how the job ended
 
     receive_file       receives a file completely or not at all

@@ -23,7 +23,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _TAIL_BYTES = 2**16
 _LOOKS = 5
 _LOOK_S = 0.02
-"""A lock that is held is tried again so often, after so many seconds: `is_locked` holds it for an instant."""
+"""How often a lock is tried, and the seconds between: `is_locked` holds it for an instant."""
 
 
 @contextmanager

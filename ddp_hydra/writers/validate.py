@@ -48,7 +48,7 @@ class _Histogram(Struct):
 
     def __post_init__(self) -> None:
         if len(self.edges) != len(self.counts) + 1 or sorted(self.edges) != self.edges:
-            raise ValueError("there is one rising edge more than counts")
+            raise ValueError("edges must rise, and there must be one edge more than counts")
 
 
 class _Checkpoint(Struct):

@@ -1,4 +1,4 @@
-"""Jobs on one GPU: what CUDA does otherwise than the CPU. `pytest -m gpu` runs them where there is one."""
+"""Jobs on one GPU: what differs from the CPU. `pytest -m gpu` runs them where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters of processes on this machine."""
+"""Clusters on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddp_hydra.rank import gpus
 
 
 class Local(Manager):
-    """`distributed.LocalCluster`: a scheduler in this process, and worker processes."""
+    """`distributed.LocalCluster`: a scheduler in this process, and workers in threads of it or in processes."""
 
     needs_idle_shutdown = False
 

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 MOST_IN_A_ROW = 100
-"""So many bad neighbours are not single bad samples: something else is wrong."""
+"""Number of bad samples in a row after which reading fails: the fault is not in single files."""
 
 
 class LostSamples(ValueError):

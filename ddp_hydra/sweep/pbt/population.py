@@ -28,7 +28,7 @@ class Settings:
         seed: of all that is drawn.
 
     Raises:
-        ConfigError: a value can't be.
+        ConfigError: a value is out of its range.
     """
 
     population: int = 8

@@ -1,4 +1,4 @@
-"""What a sweep tells a rule that stops its jobs, and what each rule does with a job; the base class stops none."""
+"""Define the calls of a sweep to a rule that stops its jobs; the base class stops none."""
 
 from __future__ import annotations
 
