@@ -5,6 +5,7 @@ launcher        has the fork server start the process
 record_relay    passes its records and its output on to the client
 process         the rank itself: joins the process group (process_group) and calls the function
 fork_server     imports torch once (fork_preload); each rank is a fork of it (forked_rank)
+fork_caller     one connection to it
 spare_forks     forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
 fork_environment, fork_idle     who may share it, how long it stays

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import resource
 import select
@@ -38,11 +37,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra.rank import fork_environment, fork_idle, lazy_dynamo
+from ddp_hydra.rank.fork_caller import REQUEST_S, Caller
 from ddp_hydra.rank.fork_preload import preload
 from ddp_hydra.rank.forked_rank import become_rank
 from ddp_hydra.rank.processes import (
@@ -55,41 +54,15 @@ from ddp_hydra.rank.processes import (
     kill_group,
     user_of,
 )
-from ddp_hydra.rank.spare_forks import MAX_FDS, SpareForks
+from ddp_hydra.rank.spare_forks import SpareForks
 
 MODULE = "ddp_hydra.rank.fork_server"
-MAX_REQUEST = 2**24
-"""Allowed bytes of a request; most of it is the environment."""
-REQUEST_S = 30.0
-"""Seconds that a caller may take from the first byte of a line to the last."""
 SPARES_S = 1.0
 """Seconds from the fork of a rank until others are forked for the next one, so that it has the cores to itself."""
 QUIET_S = 0.002
 """Seconds without a request after which spares are forked."""
 IDLE_S = 1.0
 """Seconds between two looks at the memory while nobody is connected."""
-
-
-@dataclass
-class Caller:
-    """One connection, and its rank if it has requested one.
-
-    Attributes:
-        pid: of the rank; None before it starts and after it has ended.
-        partial_line: the beginning of a line whose end has not come yet.
-        since: when that began.
-        fds: descriptors for the rank.
-        has_requested: it has requested its rank.
-        only_asks: it has asked for the status, or for the end.
-    """
-
-    connection: socket.socket
-    pid: int | None = None
-    partial_line: bytes = b""
-    since: float = 0.0
-    fds: list[int] = field(default_factory=list)
-    has_requested: bool = False
-    only_asks: bool = False
 
 
 class Server:
@@ -206,19 +179,8 @@ class Server:
     def receive(self, caller: Caller) -> None:
         """Read a caller's requests and act on them; the end of its connection is the end of its rank."""
         try:
-            data, fds, _, _ = socket.recv_fds(caller.connection, 2**18, MAX_FDS)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
-        caller.fds += fds
-        caller.since = caller.since if caller.partial_line else time.monotonic()
-        *lines, caller.partial_line = (caller.partial_line + data).split(b"\n")
-        try:
-            if not data or len(caller.partial_line) > MAX_REQUEST or len(caller.fds) > MAX_FDS:
-                raise ValueError
-            for line in lines:
-                self.handle(caller, json.loads(line))
+            for request in caller.requests():
+                self.handle(caller, request)
         except (ValueError, TypeError, KeyError, RecursionError):
             self.drop(caller)
 
@@ -227,11 +189,11 @@ class Server:
         if not isinstance(request, dict):
             raise TypeError("a request is an object")
         if "signal" in request:
-            self.kill(caller, request["signal"], bool(request.get("alone")))
+            caller.kill(request["signal"], bool(request.get("alone")))
         elif "status" in request or "stop" in request:
             caller.only_asks = True
             self.idling.is_retired |= "stop" in request
-            self.reply(caller, self.status())
+            caller.reply(self.status())
         elif caller.has_requested:
             raise ValueError("one connection is one rank")
         else:
@@ -240,7 +202,7 @@ class Server:
     def drop_slow(self) -> None:
         """Disconnect callers that do not complete a line in time."""
         for caller in list(self.callers.values()):
-            if caller.partial_line and time.monotonic() - caller.since > REQUEST_S:
+            if caller.is_slow:
                 self.drop(caller)
 
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
@@ -252,17 +214,17 @@ class Server:
         try:
             pid = self.spares.take(request, caller.fds) or os.fork()
         except OSError as error:  # the host allows no other process; those that run go on
-            self.reply(caller, {"refused": str(error)})
+            caller.reply({"refused": str(error)})
         else:
             if pid == 0:
                 self.leave_server()
                 become_rank(request, caller.fds)
             caller.pid = pid
             self.ranks.add(pid)
-            self.reply(caller, {"pid": pid})
+            caller.reply({"pid": pid})
             self.spares.wanted = max(self.spares.wanted, sum(one.pid is not None for one in self.callers.values()))
             self.spares_after = time.monotonic() + SPARES_S
-        close_all(caller.fds)
+        caller.close_fds()
 
     def leave_server(self) -> None:
         """Make this fork a process of its own, in a session of its own, that ends with the server."""
@@ -302,21 +264,13 @@ class Server:
                 if caller.pid == pid:
                     caller.pid = None
                     exit_code = os.waitstatus_to_exitcode(status)
-                    self.reply(caller, {"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
-
-    def kill(self, caller: Caller, number: int, alone: bool = False) -> None:
-        """Send a signal to a caller's rank, and to its process group unless `alone`."""
-        if caller.pid is not None:
-            with contextlib.suppress(OSError):  # it has just ended, or there is no such signal
-                (os.kill if alone else os.killpg)(caller.pid, number)
+                    caller.reply({"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
 
     def drop(self, caller: Caller) -> None:
         """Close a caller's connection, and kill its rank."""
-        self.kill(caller, signal.SIGKILL)
         self.callers.pop(caller.connection.fileno())
         self.selector.unregister(caller.connection)
-        caller.connection.close()
-        close_all(caller.fds)
+        caller.close()
         if not caller.only_asks:
             self.idling.begin()
 
@@ -331,11 +285,6 @@ class Server:
             "ends_in_s": None if is_used else self.idling.remaining_s,
             "memory": fork_idle.memory_bytes(),
         }
-
-    def reply(self, caller: Caller, message: dict[str, Any]) -> None:
-        """Send a message to a caller; one that is gone is dropped at its next event."""
-        with contextlib.suppress(OSError):
-            caller.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def leave(self) -> bool:
         """Remove the socket and return True, unless a caller has just connected."""
@@ -357,12 +306,6 @@ class Server:
             return True
         finally:
             os.close(folder)
-
-
-def close_all(fds: list[int]) -> None:
-    """Close descriptors, and empty the list."""
-    while fds:
-        os.close(fds.pop())
 
 
 def main(listener_fd: int, address: str) -> None:
