@@ -103,6 +103,7 @@ class Seaweed:
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "HOME": str(self._folder),  # nobody's settings
+            "TMPDIR": str(self._folder),  # it may write log files there
             "AWS_ACCESS_KEY_ID": self.credentials[0],
             "AWS_SECRET_ACCESS_KEY": self.credentials[1],
             **{f"WEED_{name}": secrets.token_hex(20) for name in _JWT_KEYS},

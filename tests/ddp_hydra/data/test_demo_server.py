@@ -224,6 +224,14 @@ def test_what_a_killed_child_leaves_behind_is_removed_by_the_next_one():
             assert other._folder.exists()
 
 
+@pytest.mark.integration
+def test_its_own_log_files_are_in_its_folder():
+    with seaweed.Seaweed("other") as store:
+        store.wait_until_ready(60)
+        assert list(store._folder.glob("weed.*"))
+    assert not store._folder.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.integration
 def test_it_works_where_another_data_package_is_in_the_current_folder(tmp_path, monkeypatch):
