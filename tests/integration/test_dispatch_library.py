@@ -161,7 +161,7 @@ def test_what_cannot_be_pickled_ends_the_gang_at_once(client2):
 
 def test_the_functions_own_parameters_are_its_own(client2, tmp_path):
     assert dispatch.run(client2, takes_its_own, 1, backend="b") == [(1, None, "b")] * 2
-    with pytest.raises(ConfigError, match=r"has a parameter run_dir itself.*Gang\(client, run_dir=<folder>\)"):
+    with pytest.raises(ConfigError, match=r"has a parameter run_dir, too: .*Gang\(client, run_dir=<folder>\)"):
         dispatch.run(client2, takes_its_own, 1, run_dir=str(tmp_path))
     gang = dispatch.Gang(client2, run_dir=tmp_path, ranks=1)
     assert gang.run(takes_its_own, 1, run_dir="its own") == [(1, "its own", None)]
