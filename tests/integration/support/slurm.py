@@ -7,6 +7,7 @@ pending; where there is one called `refuses`, sbatch says what is in it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -24,9 +25,11 @@ def sbatch(folder: Path, script: str) -> None:
     """Start a batch job, or put it into the queue."""
     if (folder / "refuses").exists():
         sys.exit((folder / "refuses").read_text())
-    job = 100 + len(list(folder.glob("*.sh")))
-    copy = folder / f"{job}.sh"  # the caller removes his
-    copy.write_text(Path(script).read_text())
+    for job in itertools.count(100):  # several may be submitted at once
+        copy = folder / f"{job}.sh"  # the caller removes his
+        with contextlib.suppress(FileExistsError), copy.open("x") as file:
+            file.write(Path(script).read_text())
+            break
     if (folder / "full").exists():
         (folder / str(job)).write_text(PENDING)
     else:
