@@ -49,7 +49,7 @@ class Interrupts:
             yield
             return
         self.wanted = False
-        with _handled(self._on_signal):
+        with handled(self._on_signal):
             yield
 
     @contextmanager
@@ -70,18 +70,34 @@ class Interrupts:
 
 
 @contextmanager
+def handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Call a handler for each of the signals inside the block, if it is in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in _handled_signals()}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            if signal.getsignal(number) != signal.SIG_IGN:  # somebody wants it to be ignored until the process ends
+                signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
+
+
+@contextmanager
 def raised() -> Iterator[None]:
     """Have each of the signals raise KeyboardInterrupt inside the block, if it is in the main thread."""
-    with _handled(signal.default_int_handler):
+    with handled(signal.default_int_handler):
         yield
 
 
 @contextmanager
 def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[None]:
-    """Deliver signals after the block: an exception in an import would be lost, or shown with a traceback.
+    """Deliver signals after the block, where an exception would do harm.
 
-    Threads that are started inside the block never get these signals, nor do their processes. A process that is forked
-    there gets them when it unblocks them.
+    In an import it would be lost, or shown with a traceback. Right after a fork it would run this process's code in
+    both processes; the new process has to unblock the signals itself. Threads that are started inside the block never
+    get them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -122,17 +138,3 @@ def _leave(number: int, frame: Any) -> NoReturn:
 def _handled_signals() -> list[signal.Signals]:
     """Return all signals, but not SIGHUP if `nohup` ignores it."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-@contextmanager
-def _handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in _handled_signals()}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            if signal.getsignal(number) != signal.SIG_IGN:  # somebody wants it to be ignored until the process ends
-                signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)

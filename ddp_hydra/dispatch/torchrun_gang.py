@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.console.signals import SIGNALS
+from ddp_hydra.console.signals import handled
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call
@@ -110,7 +110,7 @@ def run_other_rank(spec: RankSpec, call: Callable[[], bytes], job: Mapping[str, 
         DdpHydraError: the process of rank 0 could not be told how this rank failed, or is gone.
     """
     other = OtherRank(spec, lost_timeout_s)
-    with forked(spec, other.meet) as other.task, other.signals_passed_on():
+    with forked(spec, other.meet) as other.task, handled(other.on_signal):
         try:
             other.task.give(call(), attempt=0, server={}, numbers={}, **job)
             end = other.task.run_to_end()
@@ -153,17 +153,8 @@ class OtherRank:
         self.channel = Channel(connection, self.spec.rank, self.task.own_worker, self.task.box)
         self.task.own_worker.send_by(self.channel.send)
 
-    @contextmanager
-    def signals_passed_on(self) -> Iterator[None]:
+    def on_signal(self, number: int, frame: Any) -> None:
         """Have the process of rank 0 decide what happens after a signal; without it, end at once."""
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
         if self.channel is None:
             raise KeyboardInterrupt
         self.task.box.put({"told_to_end": reason_of(number)})

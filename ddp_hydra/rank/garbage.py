@@ -16,8 +16,8 @@ def pause() -> None:
 def resume(searches: bool = False) -> None:
     """Search again, if it was paused.
 
-    All objects of now count as permanent: later searches do not walk through them, and searches in forks do not touch,
-    and so copy, their pages.
+    All objects that exist now count as permanent: later searches do not walk through them, and searches in forks do not
+    touch, and so copy, their pages.
 
     Args:
         searches: search once before that, which takes 0.15 s.

@@ -113,7 +113,7 @@ class TorchrunTask(RankTask):
         control, theirs = socket.socketpair()
         output, their_output = os.pipe()
         parent = os.getpid()
-        with held_back(SIGNALS):  # else a KeyboardInterrupt could run this process's code in both processes
+        with held_back(SIGNALS):
             self.pid = os.fork()
             if self.pid == 0:
                 control.close()

@@ -53,7 +53,6 @@ class ForkedProcess:
         self.messages: list[Any] = []
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=self._main, args=(work, theirs, os.getpid()))
-        # A KeyboardInterrupt between the fork and its first line would run this process's code in both processes.
         with held_back(SIGNALS), warnings.catch_warnings():
             # Python 3.12 warns of any threads; the only ones that may be here are idle threads of libraries.
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)

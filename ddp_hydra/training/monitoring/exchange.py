@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hydra.training.parallel import Parallel
 
 WARM_UP = 2
-"""Steps that also connect the ranks: their times count only until other steps are measured."""
+"""Number of first steps, which also connect the ranks. Their times count only until other steps are measured."""
 NS_PER_S = 1e9
 
 

@@ -176,6 +176,7 @@ SENT = [
     Record("metrics", {"metrics": {"x": 1.0}}),
     Record("metrics", {"metrics": {"x": 2.0}}),
     Record("text", {"name": "n", "text": "t"}),
+    Record("histogram", {"name": "n", "counts": [1], "edges": [0.0, 1.0]}),
     Record("log", {"text": "printed\n"}),
     Record("file", {"path": "b.txt", "inline": "", "size": 2**20}),
     FILE,
@@ -204,7 +205,7 @@ def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt,
     with gang.reporting_dropped():
         assert not caplog.text
     assert (
-        "results.*: 2 metrics records, 1 text, 2 files (4.0 MiB); have it written with "
+        "results.*: 2 metrics records, 1 text, 1 histogram, 2 files (4.0 MiB); have it written with "
         "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=" in caplog.text
     )
     assert capsys.readouterr().out == ("printed\n" if on_record else "")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -56,3 +58,21 @@ def test_a_job_that_did_not_fail_has_no_error_file(tmp_path, monkeypatch):
 
 def test_sigterm_is_a_preemption():
     assert [reason_of(number) for number in (2, 15, 1)] == ["interrupt", "preemption", "interrupt"]
+
+
+def test_a_rank_that_is_interrupted_at_its_very_start_runs_nothing_of_its_parent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\nfrom ddp_hydra.dispatch.torchrun_gang import forked\n"
+        "from ddp_hydra.rank.spec import RankSpec\n"
+        "fork = os.fork\n"
+        "def interrupted() -> int:\n"
+        "    pid = fork()\n    if pid == 0:\n        os.kill(os.getpid(), signal.SIGINT)\n    return pid\n"
+        "os.fork = interrupted\n"
+        "try:\n"
+        "    with forked(RankSpec(0, 1, 0, 1, 0, '', '127.0.0.1'), print) as task:\n"
+        "        print('ended by', -os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOWAIT).si_status)\n"
+        "finally:\n    print('end of this process', flush=True)\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)
+    assert (ran.stdout, ran.stderr) == ("ended by -2\nend of this process\n", "")
