@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ddp_hydra
@@ -61,6 +61,29 @@ def probe(client: Client, workers: Iterable[str], requirements: Sequence[str] = 
     from ddp_hydra.cluster.scheduler_plugin import natural
 
     return {address: answers[address] for address in sorted(answers, key=natural) if address not in lost}
+
+
+def check_workers(client: Client, workers: Collection[str], requirements: Sequence[str], interface: str | None) -> None:
+    """Check that the workers of a gang have what its ranks need. Each is probed once for all gangs of a client.
+
+    Args:
+        client: of the cluster.
+        workers: their addresses.
+        requirements: packages that the ranks need, see `cluster.pip`.
+        interface: the network interface that they need; None for any.
+
+    Raises:
+        ClusterError: some do not.
+    """
+    of_client: dict[object, dict[str, Any]] = vars(client).setdefault("_ddp_hydra_probes", {})
+    good = of_client.setdefault((tuple(requirements), interface), {})
+    if found := probe(client, [address for address in workers if address not in good], requirements):
+        # They have to fit together with those that were looked at before.
+        together = {address: there for address, there in (good | dict(found)).items() if address in workers}
+        check(together)
+        check_packages(together)
+        check_network(together, interface)
+        good.update(found)
 
 
 def check(found: Probes) -> None:

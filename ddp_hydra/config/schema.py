@@ -7,7 +7,7 @@ The comments in conf/ document each key. Groups that hold the arguments of a `_t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -16,61 +16,28 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from ddp_hydra.config import hydra_compat, objective
 from ddp_hydra.errors import ConfigError
 
-
-class Precision(Enum):
-    """Choose the arithmetic of the forward pass."""
-
-    fp32 = "fp32"
-    tf32 = "tf32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Device(Enum):
-    """Choose the device to train on; auto takes the GPU if there is one."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Direction(Enum):
-    """Say whether more or less of the objective is better."""
-
-    maximize = "maximize"
-    minimize = "minimize"
-
-
-class Backend(Enum):
-    """Choose the process group's backend; auto takes NCCL for GPUs and gloo otherwise."""
-
-    auto = "auto"
-    gloo = "gloo"
-    nccl = "nccl"
-
-
-class OnNonFinite(Enum):
-    """Choose what happens after a step whose loss or gradient is not finite."""
-
-    abort = "abort"
-    skip = "skip"
-    rollback = "rollback"
-
-
-class CompileMode(Enum):
-    """Choose the `mode` of torch.compile."""
-
-    default = "default"
-    reduce_overhead = "reduce-overhead"
-    max_autotune = "max-autotune"
-    max_autotune_no_cudagraphs = "max-autotune-no-cudagraphs"
-
-
-class Handler(Enum):
-    """Choose where the writers run: where the command was typed, or on the cluster's side."""
-
-    client = "client"
-    cluster = "cluster"
+Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
+"""Arithmetic of the forward pass."""
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+"""Device to train on; auto takes the GPU if there is one."""
+Direction = StrEnum("Direction", ["maximize", "minimize"])
+"""Whether more or less of the objective is better."""
+Backend = StrEnum("Backend", ["auto", "gloo", "nccl"])
+"""Backend of the process group; auto takes NCCL for GPUs and gloo otherwise."""
+OnNonFinite = StrEnum("OnNonFinite", ["abort", "skip", "rollback"])
+"""What happens after a step whose loss or gradient is not finite."""
+CompileMode = StrEnum(
+    "CompileMode",
+    {
+        "default": "default",
+        "reduce_overhead": "reduce-overhead",
+        "max_autotune": "max-autotune",
+        "max_autotune_no_cudagraphs": "max-autotune-no-cudagraphs",
+    },
+)
+"""`mode` of torch.compile."""
+Handler = StrEnum("Handler", ["client", "cluster"])
+"""Where the writers run: where the command was typed, or on the cluster's side."""
 
 
 @dataclass

@@ -4,7 +4,7 @@
     call            the function and its arguments; user_script: a script in its place
     background      a gang in a thread, with futures
     attempt         one start of a gang, from its tasks to their ends
-    placement       which worker gets which rank; worker_checks, workers: what is asked of them
+    placement       which worker gets which rank; workers: what is asked of them
     watchdog        notices failed tasks, silent hosts and hangs; health decides, rank_states remembers
     record_queue    records on their way to the handler; file_transfer: files
     run_dir         the run directory of a user's own function

@@ -23,6 +23,7 @@ from typing import Any
 
 from distributed import Client
 
+from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch import placement, run_dir
@@ -33,7 +34,6 @@ from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.user_script import Script, script
-from ddp_hydra.dispatch.worker_checks import WorkerChecks
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.results import Record
@@ -163,12 +163,11 @@ class Gang(Settings):
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
         reserved = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
-        checks = WorkerChecks(self.client, self.pip, self.interface)
         interrupts = self.interrupts.caught(self.grace_s > 0)
         with self.reporting_dropped(), interrupts, self.cleaned_up(), reserved as reservation:
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
-            checks.check(workers)
+            preflight.check_workers(self.client, workers, self.pip, self.interface)
             while True:
                 if self.sweep:  # those of its other jobs count, too
                     known = self.client.scheduler_info(n_workers=-1)["workers"].values()
@@ -185,7 +184,7 @@ class Gang(Settings):
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
                         workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
-                        checks.check(workers)
+                        preflight.check_workers(self.client, workers, self.pip, self.interface)
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import faulthandler
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -125,10 +125,7 @@ def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs:
     if (numpy := sys.modules.get("numpy")) is not None:
         # Ranks are forks of one process and would all draw the same numbers; Python's own generator reseeds itself.
         numpy.random.seed()
-    function: Any = target
-    if isinstance(target, str):
-        module, _, name = target.partition(":")
-        function = getattr(importlib.import_module(module), name)
+    function: Any = pkgutil.resolve_name(target) if isinstance(target, str) else target
     return function(*args, **kwargs)
 
 

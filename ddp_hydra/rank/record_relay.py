@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed import Worker
@@ -45,6 +45,7 @@ class RecordRelay:
         open: control socket and output, while the rank or a process that it started holds the other end.
         unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
         end: data of the rank's end record. It is not passed on: the rank task sends it when the process has ended.
+        on_up: called with the data of its record of kind "up", in place of passing that on; None: it is passed on.
         tail: the last output of the rank.
         captured: a copy of the output since this was set to b""; None before.
     """
@@ -57,6 +58,7 @@ class RecordRelay:
         self.flushed_at = 0.0
         self.unacknowledged = 0
         self.end: dict[str, Any] | None = None
+        self.on_up: Callable[[Mapping[str, Any]], None] | None = None
         self.tail = b""
         self.captured: bytes | None = None
         self.partial_line = b""
@@ -115,6 +117,8 @@ class RecordRelay:
         for line in lines:
             if line.startswith(b'{"kind":"end"'):
                 self.end = dict(Record.decode(line).data)
+            elif self.on_up is not None and line.startswith(b'{"kind":"up"'):
+                self.on_up(Record.decode(line).data)
             else:
                 self._forward(line)
 

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.spec import RankSpec
@@ -56,15 +58,12 @@ class Outcome:
         return {"done": 0, "interrupted": 130}.get(self.status, 1)
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Outcome:
-        """Read what rank 0 sent; odd values become harmless ones."""
-        rank, time_s = data.get("rank"), data.get("time_s")
-        return cls(
-            str(data.get("status")),
-            rank if isinstance(rank, int) else None,
-            str(data.get("message", "")),
-            float(time_s) if isinstance(time_s, (int, float)) else 0.0,
-        )
+    def of(cls, data: Any) -> Outcome:
+        """Read what rank 0 sent; what nobody understands is a failure."""
+        try:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError:
+            return cls()
 
 
 def connect(server: Mapping[str, Any], spec: RankSpec, lost_timeout_s: float) -> socket.socket:

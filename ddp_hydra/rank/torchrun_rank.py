@@ -68,7 +68,10 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
     setproctitle(f"ddp_hydra rank {spec.rank}/{spec.world_size} torchrun")
     heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
-    job = receive(control)
+    with control.makefile("rb") as lines:
+        if not (line := lines.readline()).endswith(b"\n"):
+            raise EOFError("the process of torchrun has ended")
+    job = json.loads(line)
     sender = process.SocketSender(control, Path(job["outbox"]))
     results.connect(sender, spec.rank, job["attempt"], job["retry_s"])
 
@@ -98,21 +101,6 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
         return value
 
     return process.report_end(work)
-
-
-def receive(control: socket.socket) -> dict[str, Any]:
-    """Wait for the job.
-
-    Raises:
-        EOFError: the parent has ended.
-    """
-    data = bytearray()
-    while not data.endswith(b"\n"):
-        if not (piece := control.recv(2**20)):
-            raise EOFError("the process of torchrun has ended")
-        data += piece
-    job: dict[str, Any] = json.loads(data)
-    return job
 
 
 def replace_number(config: dict[str, Any], key: str, number: int) -> None:

@@ -23,11 +23,10 @@ from typing import Any, cast
 from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.rank import outbox, torchrun_rank
 from ddp_hydra.rank.processes import kill_group
-from ddp_hydra.rank.record_relay import RecordRelay, publish
+from ddp_hydra.rank.record_relay import publish
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.rank.task import RankTask
 from ddp_hydra.rank.torchrun_channel import GANG
-from ddp_hydra.results import Record
 
 
 class TorchrunWorker:
@@ -68,22 +67,6 @@ class TorchrunWorker:
         return ""
 
 
-class TorchrunRelay(RecordRelay):
-    """Passes on the records of a rank, but for the one that says where the process of rank 0 is.
-
-    Attributes:
-        on_server: called with it.
-    """
-
-    on_server: Callable[[Mapping[str, Any]], None]
-
-    def _forward(self, record: bytes) -> None:
-        if record.startswith(b'{"kind":"up"'):
-            self.on_server(Record.decode(record).data["server"])
-        else:
-            super()._forward(record)
-
-
 class TorchrunTask(RankTask):
     """Forks a rank, passes its records on, and says how it ended.
 
@@ -99,9 +82,7 @@ class TorchrunTask(RankTask):
     ) -> None:
         super().__init__(cast(Any, worker), LaunchSpec(GANG, 0, spec, b""), stack)
         self.spec, self.own_worker, self.stack = spec, worker, stack
-        self.relay = relay = TorchrunRelay(cast(Any, worker), self.launch_spec, self.selector)
-        relay.on_server = on_server
-        self.launcher.relay = self.relay
+        self.relay.on_up = lambda data: on_server(data["server"])
         self.launched_by = os.getppid()
         self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.was_given_up = False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_hydra.cluster import preflight
-from ddp_hydra.dispatch.worker_checks import WorkerChecks
+from ddp_hydra.cluster.preflight import check_workers
 from ddp_hydra.errors import ClusterError
 
 
@@ -29,12 +29,12 @@ def probed(monkeypatch) -> list[list[str]]:
 
 def test_a_worker_is_looked_at_once_for_each_need(probed):
     client: Any = SimpleNamespace()
-    WorkerChecks(client).check(["a", "b"])
-    WorkerChecks(client).check(["b", "c"])
-    WorkerChecks(client, ["timm"]).check(["a"])
-    WorkerChecks(client, interface="eth1").check(["a"])
+    check_workers(client, ["a", "b"], [], None)
+    check_workers(client, ["b", "c"], [], None)
+    check_workers(client, ["a"], ["timm"], None)
+    check_workers(client, ["a"], [], "eth1")
     other: Any = SimpleNamespace()
-    WorkerChecks(other).check(["a"])
+    check_workers(other, ["a"], [], None)
     assert probed == [["a", "b"], ["c"], ["a"], ["a"], ["a"]]
 
 
@@ -46,16 +46,16 @@ def test_a_worker_that_lacks_something_is_looked_at_again(probed, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(preflight, "check", refuse)
         with pytest.raises(ClusterError):
-            WorkerChecks(client).check(["a"])
-    WorkerChecks(client).check(["a"])
+            check_workers(client, ["a"], [], None)
+    check_workers(client, ["a"], [], None)
     assert probed == [["a"], ["a"]]
 
 
 def test_a_new_worker_has_to_fit_together_with_those_looked_at_before(probed, monkeypatch):
     client: Any = SimpleNamespace()
-    WorkerChecks(client).check(["a", "b", "gone"])
+    check_workers(client, ["a", "b", "gone"], [], None)
     together: list[list[str]] = []
     monkeypatch.setattr(preflight, "check", lambda found: together.append(sorted(found)))
-    WorkerChecks(client).check(["a", "b", "c"])
-    WorkerChecks(client).check(["a", "c"])
+    check_workers(client, ["a", "b", "c"], [], None)
+    check_workers(client, ["a", "c"], [], None)
     assert together == [["a", "b", "c"]]
