@@ -10,6 +10,7 @@ config was composed, also on machines without the checkout, and after an edit.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import io
@@ -52,17 +53,13 @@ class Project:
         target = folder / f"project-{self.sha256[:16]}"
         if not target.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=target.name, dir=folder))
-            try:
+            with tempfile.TemporaryDirectory(prefix=target.name, dir=folder) as draft:
+                unpacked = Path(draft, "project")
+                unpacked.mkdir(0o700)  # other users of the host may not read it
                 with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
-                    archive.extractall(draft)
-            except BaseException:  # e.g. a full disk
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
-            try:
-                draft.rename(target)
-            except OSError:  # another rank of this worker was faster
-                shutil.rmtree(draft)
+                    archive.extractall(unpacked)
+                with contextlib.suppress(OSError):  # another rank of this worker was faster
+                    unpacked.rename(target)
         return target
 
 

@@ -84,7 +84,7 @@ class Sources:
         if not rest:
             raise ConfigError(f"it is a module: give a class or function of it, {target}.<name>")
         path = self.find(".".join(module)) if module else None
-        names = self.names(path) if path else set()
+        names = defined(self.read(path).body) if path else set()
         if names is None or rest[0] in names:
             return
         if path is None or (path.name == "__init__.py" and len(rest) > 1):
@@ -118,16 +118,12 @@ class Sources:
         """Return a path relative to its layer."""
         return next(path.relative_to(root) for root in self.roots if path.is_relative_to(root))
 
-    def names(self, path: Path) -> set[str] | None:
-        """Return the names that a module defines; None if only running it would tell.
+    def read(self, path: Path) -> ast.Module:
+        """Parse a module, and those of the project that it imports.
 
         Raises:
-            ConfigError: it, or a module of the project that it imports, cannot be imported.
+            ConfigError: one of them cannot be imported.
         """
-        return defined(self.read(path).body)
-
-    def read(self, path: Path) -> ast.Module:
-        """Parse a module, and those of the project that it imports."""
         if path not in self.trees:
             source = path.read_bytes()
             try:
@@ -170,7 +166,7 @@ class Sources:
         path = self.find(module)
         if path is None and not self.is_folder(parts):
             raise self.no_module(parts)
-        known = self.names(path) if path else set()
+        known = defined(self.read(path).body) if path else set()
         for name in names:
             inner = self.find(f"{module}.{name}")
             if inner is not None:

@@ -73,12 +73,6 @@ class RecordQueue:
             time.sleep(0.002)
         return self.read_count == self.put_count
 
-    @property
-    def busy_s(self) -> float:
-        """Return for how many seconds the same record has been read."""
-        busy = self.busy
-        return time.monotonic() - busy[1] if busy else 0.0
-
     def skip_failed(self) -> None:
         """Go on after the record that could not be read."""
         log.warning("lost with its host: %s", self.error)

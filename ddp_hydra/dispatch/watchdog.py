@@ -107,17 +107,17 @@ class Watchdog:
 
     def check_reader(self, records: RecordQueue) -> None:
         """Excuse ranks that may be waiting for this process to read their records; warn if it takes long."""
-        busy = records.busy
-        if busy is None or records.busy_s < CHECK_S:
+        now = time.monotonic()
+        record, since = records.busy or (None, now)
+        if record is None or now - since < CHECK_S:
             return
-        self.health.excuse(time.monotonic())
-        record = busy[0]
-        if records.busy_s > self.settings.hang_timeout_s and record is not self.slow_record:
+        self.health.excuse(now)
+        if now - since > self.settings.hang_timeout_s and record is not self.slow_record:
             self.slow_record = record
             log.warning(
                 "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
                 "more to send wait for it",
-                record.rank, record.kind, records.busy_s,
+                record.rank, record.kind, now - since,
             )  # fmt: skip
 
     def check_interrupt(self) -> None:

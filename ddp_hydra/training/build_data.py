@@ -72,13 +72,6 @@ def dataset(node: DictConfig | None) -> Any:
 
 
 @contextmanager
-def datasets(cfg: DictConfig) -> Iterator[tuple[Any, Any]]:
-    """Build the training set and the validation set (or None), and close them at the end."""
-    with opened(cfg.data.train) as train_set, opened(cfg.data.get("val")) as val_set:
-        yield train_set, val_set
-
-
-@contextmanager
 def opened(node: DictConfig | None) -> Iterator[Any]:
     """Build a data set, see `dataset`, and close it at the end."""
     built = dataset(node)

@@ -9,31 +9,20 @@ from omegaconf import DictConfig
 
 
 @dataclass(frozen=True, slots=True)
-class StepActions:
-    """The actions that follow one optimizer step.
+class Actions:
+    """The actions that follow an optimizer step, or the last one of an epoch.
 
     Args:
-        log: log the metrics since the last time.
+        log: after a step: log the metrics since the last time.
         save: write a checkpoint.
-        leave: take no further step: the run is at its end, or is asked to stop.
+        leave: after a step: take no further one, for the run is at its end, or is asked to stop.
+        validate: after an epoch: validate, if there is a validation set.
     """
 
-    log: bool
-    save: bool
-    leave: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EpochActions:
-    """The actions that follow the last step of an epoch.
-
-    Args:
-        validate: validate, if there is a validation set.
-        save: write a checkpoint.
-    """
-
-    validate: bool
-    save: bool
+    log: bool = False
+    save: bool = False
+    leave: bool = False
+    validate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ class Cadence:
             trainer.validate_every_epochs,
         )
 
-    def after_step(self, step: int, epoch_ends: bool, stop: bool, log: bool = False) -> StepActions:
+    def after_step(self, step: int, epoch_ends: bool, stop: bool, log: bool = False) -> Actions:
         """Return the actions that follow a step.
 
         At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before
@@ -82,13 +71,10 @@ class Cadence:
         run_ends = step >= self.total_steps
         epoch_ends = epoch_ends or run_ends
         save = stop or (is_due(step, self.checkpoint_every_steps) and not epoch_ends)
-        return StepActions(
-            log=save or epoch_ends or log or is_due(step, self.log_every_steps),
-            save=save,
-            leave=stop or run_ends,
-        )
+        logs = save or epoch_ends or log or is_due(step, self.log_every_steps)
+        return Actions(log=logs, save=save, leave=stop or run_ends)
 
-    def after_epoch(self, step: int, epochs: int) -> EpochActions:
+    def after_epoch(self, step: int, epochs: int) -> Actions:
         """Return the actions that follow an epoch. At its end, a run validates and saves even amid an epoch.
 
         Args:
@@ -96,7 +82,7 @@ class Cadence:
             epochs: epochs completed.
         """
         run_ends = step >= self.total_steps
-        return EpochActions(
+        return Actions(
             validate=run_ends or is_due(epochs, self.validate_every_epochs),
             save=run_ends or is_due(step, self.checkpoint_every_steps) or is_due(epochs, self.checkpoint_every_epochs),
         )

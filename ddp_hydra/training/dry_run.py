@@ -13,6 +13,7 @@ from ddp_hydra.config import objective
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.training import build_data, builders, header, setup
+from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.parallel import Parallel
@@ -28,7 +29,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
         config: the resolved config as plain dicts.
     """
     cfg = OmegaConf.create(dict(config))
-    with build_data.datasets(cfg) as (train_set, val_set):
+    with opened(cfg.data.train) as train_set, opened(cfg.data.get("val")) as val_set:
         results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
 
 

@@ -10,22 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hydra.training.state import begin_copy
+
 STATISTICS = ("running_mean", "running_var")
 """Buffers that are computed from data. Others may be infinite on purpose, as attention masks are."""
-
-
-def copy_to_cpu(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the CPU, and return a function that waits for the copy."""
-    if not tensor.is_cuda:
-        return lambda: tensor
-    arriving, done = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-    done.record()
-
-    def arrived() -> Tensor:
-        done.synchronize()
-        return arriving
-
-    return arrived
 
 
 class GradientNorms:
@@ -49,7 +37,7 @@ class GradientNorms:
         if len({norm.dtype for norm in norms}) > 1:
             norms = [norm.double() for norm in norms]
         self.norms = torch.stack(norms)
-        self._on_cpu = copy_to_cpu(self.norms)
+        self._on_cpu = begin_copy(self.norms)
 
     @functools.cached_property
     def total_norm(self) -> Tensor:
@@ -91,7 +79,7 @@ def are_finite(losses: Sequence[Tensor], before: GradientNorms | None = None) ->
     good = torch.stack(list(losses)).isfinite().all()
     if not good.is_cuda and before is None:
         return bool(good)
-    on_cpu = copy_to_cpu(good)
+    on_cpu = begin_copy(good)
     return lambda: bool(on_cpu()) and not (before is not None and before.nonfinite_names())
 
 

@@ -6,14 +6,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.schema import TrainerConfig
-from ddp_hydra.training.cadence import Cadence, EpochActions, LogClock, StepActions, is_due
+from ddp_hydra.training.cadence import Actions, Cadence, LogClock, is_due
 
 TOTAL, EPOCH = 12, 4
-NOTHING = StepActions(log=False, save=False, leave=False)
-LOG = StepActions(log=True, save=False, leave=False)
-SAVE = StepActions(log=True, save=True, leave=False)
-STOP = StepActions(log=True, save=True, leave=True)
-END = StepActions(log=True, save=False, leave=True)
+NOTHING = Actions()
+LOG = Actions(log=True)
+SAVE = Actions(log=True, save=True)
+STOP = Actions(log=True, save=True, leave=True)
+END = Actions(log=True, leave=True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_follows_a_step(step, log_every, save_every, stop, due):
 
 def test_a_run_that_ends_amid_an_epoch_is_saved_after_its_validation():
     assert Cadence(6, log_every_steps=5, checkpoint_every_steps=6).after_step(6, epoch_ends=False, stop=False) == END
-    assert Cadence(6, 5, 0, 0, 0).after_epoch(6, epochs=1) == EpochActions(validate=True, save=True)
+    assert Cadence(6, 5, 0, 0, 0).after_epoch(6, epochs=1) == Actions(validate=True, save=True)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_run_that_ends_amid_an_epoch_is_saved_after_its_validation():
 )
 def test_what_follows_an_epoch(epochs, validate_every, save_every_epochs, save_every_steps, validate, save):
     cadence = Cadence(TOTAL, 10, save_every_steps, save_every_epochs, validate_every)
-    assert cadence.after_epoch(epochs * EPOCH, epochs) == EpochActions(validate, save)
+    assert cadence.after_epoch(epochs * EPOCH, epochs) == Actions(validate=validate, save=save)
 
 
 @pytest.mark.parametrize(("count", "every", "due"), [(6, 3, True), (7, 3, False), (6, 0, False), (0, 3, True)])
