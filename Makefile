@@ -15,7 +15,7 @@ READY14 := $(VENV14)/.ready
 VENVCUDA ?= .venv-dask-cuda
 comma := ,
 TOUCHES_HYDRA := tests/test_*.py tests/ddp_hydra/data/test_conf.py tests/ddp_hydra/sweep \
-	$(addprefix tests/ddp_hydra/,cli config job training) \
+	$(addprefix tests/ddp_hydra/,cli config job training writers/test_loggers.py) \
 	$(addprefix tests/integration/test_,bad_input.py job.py optuna.py sweep.py)
 
 # Without bytecode on the disk, each process of the tests would compile all that it imports.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
 from ddp_hydra.config.schema import DispatchConfig, Handler
@@ -85,8 +86,7 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 def quoted(path: Path) -> str:
     """Return a path as Hydra reads it."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
+    return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def restart_count() -> int:

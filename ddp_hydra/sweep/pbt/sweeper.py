@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -172,7 +173,4 @@ def folder_of(result: JobReturn) -> str:
 
 def quoted(path: str) -> str:
     """Return a path as the value of an override."""
-    if re.fullmatch(r"[\w./-]+", path):
-        return path
-    escaped = path.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return path if re.fullmatch(r"[\w./-]+", path) else QuotedString(path, Quote.single).with_quotes()

@@ -116,12 +116,11 @@ class Session:
         """Build the logger from its config."""
         if self.order["roots"]:
             project.make_importable([Path(root) for root in self.order["roots"]])
-        from hydra.errors import InstantiationException
-        from hydra.utils import instantiate
+        from ddp_hydra.config import hydra_compat
 
         try:
-            return instantiate(self.order["node"], _convert_="all")
-        except InstantiationException as error:
+            return hydra_compat.instantiate(self.order["node"], _convert_="all")
+        except Exception as error:
             target = str(self.order["node"]["_target_"])
             raise Refused(f"{target}: {targets.explain(target, error)}") from error
 

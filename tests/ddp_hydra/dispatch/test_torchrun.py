@@ -110,8 +110,8 @@ def agent(started, monkeypatch, tmp_path) -> Path:
         started(0, TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_ERROR_FILE=str(error_file(tmp_path, attempt)))
         error_file(tmp_path, attempt).parent.mkdir(parents=True)
         if attempt == 0:
-            torchrun.remember(str(tmp_path / "it's a run"))
-    return tmp_path / "it's a run"
+            torchrun.remember(str(tmp_path / "it's a\\run"))
+    return tmp_path / "it's a\\run"
 
 
 def error_file(folder: Path, attempt: int) -> Path:
@@ -120,7 +120,7 @@ def error_file(folder: Path, attempt: int) -> Path:
 
 def test_a_restart_goes_on_in_the_same_run_directory(agent):
     typed = ["seed=1", "hydra.run.dir=mine", "resume=other"]
-    quoted = f"'{agent.parent}/it\\'s a run'"
+    quoted = f"'{agent.parent}/it\\'s a\\run'"
     nothing_saved = torchrun.arguments(typed)
     assert nothing_saved == ["seed=1", "resume=other", f"hydra.run.dir={quoted}"]
     (agent / "checkpoints").mkdir(parents=True)

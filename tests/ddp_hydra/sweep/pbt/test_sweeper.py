@@ -12,6 +12,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.sweep.pbt import lineage
 from ddp_hydra.sweep.pbt.lineage import Entry, ancestors, best_of, describe_best
@@ -147,10 +148,13 @@ def test_what_it_cannot_train_is_refused(made):
         ("multirun/2026-11-23/a_1/0", "multirun/2026-11-23/a_1/0"),
         ("a b/it's", "'a b/it\\'s'"),
         ("a=1,b=2", "'a=1,b=2'"),
+        ("a\\b", "'a\\b'"),
+        ("a\\'b\\", "'a\\\\\\'b\\\\'"),
     ],
 )
 def test_a_path_is_one_value(path, word):
     assert quoted(path) == word
+    assert parse_override(f"resume={word}").value() == path
 
 
 def test_the_best_is_told_with_its_ancestors():
