@@ -166,6 +166,9 @@ def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
         metrics: name -> number (Python's, numpy's or a tensor of one element), e.g. {"train/loss": 0.3}.
         step: optimizer steps done.
         context: epoch and samples, other values for the x-axis.
+
+    Raises:
+        RecordError: a metric is not a number, or this process is not a rank.
     """
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     emit("metrics", {"metrics": numbers, **context}, step)
@@ -181,7 +184,13 @@ def _number(name: str, value: Any) -> float:
 
 
 def text(name: str, text: str, step: int | None = None) -> None:
-    """Show a text (Markdown) in TensorBoard."""
+    """Show a text (Markdown) in TensorBoard.
+
+    Args:
+        name: TensorBoard's tag.
+        text: the Markdown.
+        step: optimizer steps done.
+    """
     emit("text", {"name": name, "text": text}, step)
 
 
@@ -192,6 +201,9 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
         name: TensorBoard's tag.
         png: the encoded PNG, at most 512 KiB.
         step: optimizer steps done.
+
+    Raises:
+        RecordError: it is larger.
     """
     if len(png) > 512 * 1024:
         raise RecordError(f"image {name!r} has {len(png)} bytes; at most 512 KiB fit: submit() it as a file")
@@ -204,8 +216,11 @@ def histogram(name: str, edges: Sequence[float], counts: Sequence[float], step: 
     Args:
         name: TensorBoard's tag.
         edges: of the bins, in rising order.
-        counts: values in each bin, one fewer than edges.
+        counts: values in each bin, one fewer than edges, at most 1024.
         step: optimizer steps done.
+
+    Raises:
+        RecordError: the numbers of edges and counts do not fit together, or there are too many.
     """
     if len(edges) != len(counts) + 1 or len(counts) > 1024:
         raise RecordError(
@@ -251,6 +266,10 @@ def submit_file(
         write: writes the file to the path that it is given.
         step: optimizer steps done.
         checkpoint: {step, epoch, samples, metrics, best} if the file is a checkpoint.
+
+    Raises:
+        RecordError: `path` is not a relative path inside the run directory.
+        DiskFull: the disk of the outbox stayed full.
     """
     check_path(path)
     emit("file", {"path": path, **outbox_file(write), "checkpoint": checkpoint}, step)

@@ -102,7 +102,14 @@ class Running:
         return self._values
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the ranks, and return the error that `result` would raise; None if there is none."""
+        """Wait for the ranks, and return the error that `result` would raise; None if there is none.
+
+        Args:
+            timeout: seconds; None waits without a limit.
+
+        Raises:
+            TimeoutError: they have not ended in time; they go on.
+        """
         self.wait(timeout)
         return self._error
 

@@ -72,6 +72,9 @@ def start(
 ) -> Running:
     """Start a function on every worker, as `run` does, and return at once.
 
+    Args:
+        client, fn, args, run_dir, kwargs: see `run`.
+
     Returns:
         The running gang: `done()`, `result(timeout)`, `cancel()`, and `futures`, one for each rank. The end of this
         program, or of its client, stops the ranks.

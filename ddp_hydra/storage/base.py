@@ -102,23 +102,32 @@ class Store(Protocol):
     ranges: bool
     traffic: TransferCounters
 
-    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]: ...  # noqa: D102
+    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Yield the key and the size in bytes of each object below a prefix."""
 
-    def folders(self, prefix: str = "") -> list[str]: ...  # noqa: D102
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders directly under a prefix."""
 
-    def get(self, key: str, size: int | None = None) -> Any: ...  # noqa: D102
+    def get(self, key: str, size: int | None = None) -> Any:
+        """Return the content of an object; `size` is what the listing said."""
 
-    def get_range(self, key: str, start: int, end: int) -> Any: ...  # noqa: D102
+    def get_range(self, key: str, start: int, end: int) -> Any:
+        """Return bytes `start` to `end` (exclusive) of an object."""
 
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]: ...  # noqa: D102
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
+        """Yield the content of an object of `size` bytes from `start` on, piece by piece."""
 
-    def size(self, key: str) -> int: ...  # noqa: D102
+    def size(self, key: str) -> int:
+        """Return the size of an object in bytes."""
 
-    def put(self, key: str, content: Any) -> None: ...  # noqa: D102
+    def put(self, key: str, content: Any) -> None:
+        """Write an object."""
 
-    def shown(self) -> str: ...  # noqa: D102
+    def shown(self) -> str:
+        """Return the URL of the store, without its secrets."""
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None:
+        """End all waiting for retries."""
 
 
 class WritableStore(Protocol):
