@@ -3,7 +3,7 @@
 python -m tests.golden record golden.json     # before a change
 python -m tests.golden compare golden.json    # after it: exits 1 where a job came to something else
 
-The digests hold on one machine with one version of torch; they are not committed. Some jobs are resumed, killed or
+The digests hold for one kind of CPU and one version of torch; they are not committed. Some jobs are resumed, killed or
 rolled back on the way: they have to come to what another job comes to, on any machine.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -84,17 +85,8 @@ def prepare(folder: Path) -> dict[str, str]:
     names = ["".join(chance.choices(syllables, k=chance.randint(1, 4))) for _ in range(600)]
     (folder / "names.json").write_text(json.dumps(names))
     write_digits(folder / "images")
-    make = [
-        sys.executable,
-        "-m",
-        "ddp_hydra.data.shards",
-        "make",
-        folder / "images",
-        folder / "shards",
-        "--shard-mb",
-        "0.03",
-    ]
-    subprocess.run(make, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    make = [sys.executable, "-m", "ddp_hydra.data.shards", "make", "images", "shards", "--shard-mb", "0.03"]
+    subprocess.run(make, cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
     places = {"names": "names.json", "shards": "shards", "cache": "cache", "digits": "digits, 2 ranks"}
     return {name: str(folder / place) for name, place in places.items()}
 
@@ -111,15 +103,27 @@ def write_digits(folder: Path) -> None:
         Image.fromarray((pixels * 15).astype("uint8")).resize((16, 16)).save(place)
 
 
+def environment() -> dict[str, str]:
+    """Return the environment in which the code of this checkout runs, from any folder."""
+    return {**os.environ, "DDP_HYDRA_PROJECT": str(ROOT), "PYTHONPATH": str(ROOT)}
+
+
 def run(folder: Path, name: str, places: dict[str, str]) -> str:
     """Run a job and return the digest of its last checkpoint."""
     given = [word.format(**places) if "{" in word else word for word in JOBS[name]]
     command = [sys.executable, "-m", "ddp_hydra", *given, f"hydra.run.dir='{folder / name}'", "seed=3"]
-    environment = {**os.environ, "DDP_HYDRA_PROJECT": str(ROOT), "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{name}: exit {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
     return digest(folder / name / "checkpoints" / "last.pt")
+
+
+def arithmetic() -> dict[str, str]:
+    """Return what the digests depend on besides the code: torch's version and the CPU's vector instructions."""
+    cpus = Path("/proc/cpuinfo")
+    words = cpus.read_text().split() if cpus.exists() else [platform.processor()]
+    vectors = {word for word in words if word.startswith(("avx", "amx", "fma", "sve", "asimd"))}
+    return {"torch": torch.__version__, "vectors": " ".join(sorted(vectors))}
 
 
 def main() -> int:
@@ -129,7 +133,10 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="JSON: a digest of each job")
     parser.add_argument("--only", choices=JOBS, nargs="*", default=list(JOBS), help="these jobs alone")
     given = parser.parse_args()
-    found = {}
+    here, found = arithmetic(), {}
+    before = json.loads(given.file.read_text()) if given.command == "compare" else {"arithmetic": here}
+    if before["arithmetic"] != here:
+        raise SystemExit(f"{given.file} was recorded with {before['arithmetic']}, and here is {here}: record it anew")
     with tempfile.TemporaryDirectory(prefix="golden-") as name:
         folder = Path(name)
         places = prepare(folder)
@@ -138,11 +145,8 @@ def main() -> int:
             print(f"{found[job][:16]}  {job}", flush=True)
     wrong = [f"{job}: not as {other}" for job, other in SAME.items() if job in found and found[job] != found.get(other)]
     if given.command == "record":
-        given.file.write_text(json.dumps({"torch": torch.__version__, "digests": found}, indent=2) + "\n")
+        given.file.write_text(json.dumps({"arithmetic": here, "digests": found}, indent=2) + "\n")
     else:
-        before = json.loads(given.file.read_text())
-        if before["torch"] != torch.__version__:
-            raise SystemExit(f"{given.file} was recorded with torch {before['torch']}, and this is {torch.__version__}")
         wrong += [f"{job}: not as recorded" for job in found if before["digests"].get(job) != found[job]]
     print("\n".join(wrong) or "all the same")
     return int(bool(wrong))
