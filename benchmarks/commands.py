@@ -1,4 +1,4 @@
-"""Run the two commands that are compared: a job of ddp_hydra, and a hand-written script under torchrun."""
+"""Runs the two commands that are compared: a job of ddp_hydra, and a hand-written script under torchrun."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def with_ours(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 class Running:
-    """Run a command in the background and read its output. A `with` block ends it and all that it has started.
+    """Runs a command in the background and reads its output. A `with` block ends it and all that it has started.
 
     Args:
         command: what to run.

@@ -27,7 +27,7 @@ BARE = "bare obstore"
 
 @dataclass(frozen=True)
 class Way:
-    """Describe one way to use a peer.
+    """Describes one way to use a peer.
 
     Args:
         peer: which.

@@ -1,4 +1,4 @@
-"""Compare steps that average gradients in shared memory with gloo's sockets: 2, 4 and 8 ranks of this host."""
+"""Compares steps that average gradients in shared memory with gloo's sockets: 2, 4 and 8 ranks of this host."""
 
 from __future__ import annotations
 

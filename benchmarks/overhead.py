@@ -16,7 +16,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Work:
-    """Describe a workload.
+    """Describes a workload.
 
     Args:
         model: config of the model, and its name for the script by hand.

@@ -35,7 +35,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Step:
-    """Hold one step of rank 0.
+    """Holds one step of rank 0.
 
     Args:
         time: when it was done, seconds since the epoch.
@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Kill:
-    """Hold the cost of one kill.
+    """Holds the cost of one kill.
 
     Args:
         detect_s: until the launcher said that it knows.
@@ -64,7 +64,7 @@ class Kill:
 
 
 class Training:
-    """Run a training that is killed again and again.
+    """Runs a training that is killed again and again.
 
     Args:
         running: its command.

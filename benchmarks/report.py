@@ -19,7 +19,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Goal:
-    """Set the goal of a figure.
+    """Sets the goal of a figure.
 
     Args:
         limit: the bound.
@@ -39,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Figure:
-    """Hold one line of the table.
+    """Holds one line of the table.
 
     Args:
         name: what was measured.
@@ -67,7 +67,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Absent:
-    """Hold a line of the table without a figure.
+    """Holds a line of the table without a figure.
 
     Args:
         name: what was to be measured.

@@ -1,4 +1,4 @@
-"""Measure how long `ddp-hydra runs ls` takes with 10,000 runs, and TensorBoard's tab *Runs* with 1,000.
+"""Measures how long `ddp-hydra runs ls` takes with 10,000 runs, and TensorBoard's tab *Runs* with 1,000.
 
 Each is measured without an index, with it, and after a few changes.
 """

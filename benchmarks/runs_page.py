@@ -1,4 +1,4 @@
-"""Ask TensorBoard's plugin for all runs of a folder, and once stdin is closed, for what has changed.
+"""Asks TensorBoard's plugin for all runs of a folder, and once stdin is closed, for what has changed.
 
 Print a line of JSON for each answer: how long it took, and how many rows it has.
 """

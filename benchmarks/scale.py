@@ -1,4 +1,4 @@
-"""Measure the cost of each additional rank for client and scheduler: gangs of 2 to 256 stub ranks without processes."""
+"""Measures the cost of each additional rank for client and scheduler: gangs of 2 to 256 stub ranks, no processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PER_PROCESS = 64
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold the costs of one gang.
+    """Holds the costs of one gang.
 
     Args:
         wall_s: from the dispatch to the last rank's end.

@@ -1,4 +1,4 @@
-"""Run a stub rank: everything that the rank task does, but no process behind it."""
+"""Runs a stub rank: everything that the rank task does, but no process behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a Dask scheduler, or many of its workers, in one process that ends with its stdin.
+"""Runs a Dask scheduler, or many of its workers, in one process that ends with its stdin.
 
 `python -m benchmarks.scale_workers` is a scheduler, and prints its address; `... tcp://host:port n` is `n` workers.
 """

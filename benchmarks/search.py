@@ -1,4 +1,4 @@
-"""Compare searches: a whole grid, the same by ASHA, and by ASHA of Ray Tune."""
+"""Compares searches: a whole grid, the same by ASHA, and by ASHA of Ray Tune."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = SAMPLES // BATCH_SIZE
 
 @dataclass(frozen=True)
 class Searched:
-    """Hold what a search has taken and found.
+    """Holds what a search has taken and found.
 
     Args:
         wall_s: from the command to the prompt, in seconds.

@@ -1,4 +1,4 @@
-"""Run a job without TensorBoard or progress, to measure their cost: `... some_writers FILE tensorboard -- <overrides>`.
+"""Runs a job without TensorBoard or progress, to measure their cost: `... some_writers FILE tensorboard -- <words>`.
 
 FILE gets the CPU time of the command in seconds: client, writers and scheduler.
 """

@@ -1,4 +1,4 @@
-"""Measure the cost of records in microseconds (metrics, progress, TensorBoard, checkpoints) with a tiny model.
+"""Measures the cost of records in microseconds (metrics, progress, TensorBoard, checkpoints) with a tiny model.
 
 What a rank pays is found within one run, between steps with and without a record; what the client pays, in CPU time.
 """
@@ -47,7 +47,7 @@ RESNET = (
 
 @dataclass(frozen=True)
 class Ran:
-    """Hold the costs of one run.
+    """Holds the costs of one run.
 
     Args:
         step_us: time from the end of a step to that of the next one, by the step before it, 1 first.

@@ -1,4 +1,4 @@
-"""Compare sweeps of short jobs: our launcher, torchrun once per job, and Hydra's joblib launcher without DDP."""
+"""Compares sweeps of short jobs: our launcher, torchrun once per job, and Hydra's joblib launcher without DDP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JOBLIB = ("hydra-core==1.3.*", "hydra-joblib-launcher==1.2.*")
 
 @dataclass(frozen=True)
 class Job:
-    """Hold the times of one job.
+    """Holds the times of one job.
 
     Args:
         first_step: end of its first step, seconds since the epoch.
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Swept:
-    """Hold the times of one sweep.
+    """Holds the times of one sweep.
 
     Args:
         begin: when the command was given, seconds since the epoch.

@@ -1,4 +1,4 @@
-"""Measure what a sweep of 500 tiny jobs holds after 50 jobs and at its end: memory, descriptors, disk, CPU time."""
+"""Measures what a sweep of 500 tiny jobs holds after 50 jobs and at its end: memory, descriptors, disk, CPU time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROWTH = Goal(10.0, at_most=True)
 
 @dataclass(frozen=True)
 class Held:
-    """Hold what a sweep holds at one moment.
+    """Holds what a sweep holds at one moment.
 
     Args:
         jobs: that have ended.

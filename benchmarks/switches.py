@@ -1,4 +1,4 @@
-"""Measure what each switch of the trainer changes: images/s, memory and loss, beside the job without it."""
+"""Measures what each switch of the trainer changes: images/s, memory and loss, beside the job without it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SWITCHES: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Run:
-    """Hold the results of one job.
+    """Holds the results of one job.
 
     Args:
         images_per_s: median of the records after the first steps.
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """Hold a line of the table: medians over the repeats.
+    """Holds a line of the table: medians over the repeats.
 
     Args:
         switch: the overrides.

@@ -55,7 +55,7 @@ def from_store(url: str) -> Side:
 
 
 class Peers:
-    """Run the loops in `peers/`.
+    """Runs the loops in `peers/`.
 
     Args:
         python: the interpreter that has Fabric and Ray.

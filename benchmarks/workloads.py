@@ -1,4 +1,4 @@
-"""Make what both sides train: a tiny model, and data sets in memory. Nothing here imports ddp_hydra."""
+"""Makes what both sides train: a tiny model, and data sets in memory. Nothing here imports ddp_hydra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make a data set of scikit-learn's diabetes study (Efron et al., 2004): 442 patients, 10 measurements of each."""
+"""Makes a data set of scikit-learn's diabetes study (Efron et al., 2004): 442 patients, 10 measurements of each."""
 
 from __future__ import annotations
 

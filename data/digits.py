@@ -1,4 +1,4 @@
-"""Make data sets of scikit-learn's 1,797 handwritten digits: images of 8x8 pixels, which need no download."""
+"""Makes data sets of scikit-learn's 1,797 handwritten digits: images of 8x8 pixels, which need no download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define everything that ddp_hydra raises on purpose, and how the failure of a rank is described.
+"""Defines everything that ddp_hydra raises on purpose, and how the failure of a rank is described.
 
 DdpHydraError
 ├── ConfigError            the composed config cannot be a job
@@ -130,7 +130,7 @@ SYMPTOMS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Describe one rank's failure.
+    """Describes one rank's failure.
 
     Args:
         kind: raised, exited, killed, lost (with its worker), hung (no progress) or start (it never started).

@@ -1,4 +1,4 @@
-"""Share a rank's progress with its rank task, which can read it in any state of the rank.
+"""Shares a rank's progress with its rank task, which can read it in any state of the rank.
 
 Both have one page of memory in common. The rank writes its step and phase there at the cost of an assignment: no
 message, no thread, no lock. The rank task reads them while the rank computes, hangs or is stopped, and after it was
@@ -36,7 +36,7 @@ SAVE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Hold a rank's step and phase.
+    """Holds a rank's step and phase.
 
     Args:
         ticks: a counter that grows with everything the rank does.
@@ -62,7 +62,7 @@ class Place:
 
 
 class SharedStatus:
-    """Read and write the page of memory that a rank and its rank task share.
+    """Reads and writes the page of memory that a rank and its rank task share.
 
     Args:
         memory: at least `_SIZE` bytes.

@@ -1,4 +1,4 @@
-"""Send records from a rank: metrics, texts, images and files.
+"""Sends records from a rank: metrics, texts, images and files.
 
 Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image`, `histogram`, `submit` and
 `checkpoint`. Each call makes one `Record` and sends it as one line of JSON; nothing here knows who reads it. A call
@@ -93,7 +93,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sender(Protocol):
-    """Carry records away from a rank."""
+    """Carries records away from a rank."""
 
     def send(self, record: Record) -> None:
         """Send one record; block while the reader is behind."""
@@ -105,7 +105,7 @@ class Sender(Protocol):
 
 @dataclass
 class _Process:
-    """Hold what `connect` has set for this process."""
+    """Holds what `connect` has set for this process."""
 
     sender: Sender | None = None
     rank: int = 0

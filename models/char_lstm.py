@@ -1,4 +1,4 @@
-"""Define a character-level LSTM, as in the pet-names example."""
+"""Defines a character-level LSTM, as in the pet-names example."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class CharLSTM(nn.Module):
-    """Predict the next character at every position of a window.
+    """Predicts the next character at every position of a window.
 
     Args:
         num_classes: number of characters in the alphabet.

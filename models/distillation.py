@@ -1,4 +1,4 @@
-"""Define a task that distils a trained model, the teacher, into a smaller one (Hinton et al., 2015)."""
+"""Defines a task that distils a trained model, the teacher, into a smaller one (Hinton et al., 2015)."""
 
 from __future__ import annotations
 

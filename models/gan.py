@@ -1,4 +1,4 @@
-"""Define a generative adversarial network (Goodfellow et al., 2014) for small images, its task, and a look at it."""
+"""Defines a generative adversarial network (Goodfellow et al., 2014) for small images, its task, and a look at it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define a small fully connected network."""
+"""Defines a small fully connected network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Compute scores or numbers from features.
+    """Computes scores or numbers from features.
 
     Args:
         in_features: size of a sample, flattened.

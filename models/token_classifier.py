@@ -1,4 +1,4 @@
-"""Define a small transformer that is called as Hugging Face's models: by keywords, and it returns its own loss."""
+"""Defines a small transformer that is called as Hugging Face's models: by keywords, and it returns its own loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class TokenClassifier(nn.Module):
-    """Classify sequences of tokens.
+    """Classifies sequences of tokens.
 
     Args:
         num_classes: number of classes.

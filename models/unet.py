@@ -1,4 +1,4 @@
-"""Define a small U-Net (Ronneberger et al., 2015)."""
+"""Defines a small U-Net (Ronneberger et al., 2015)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Run everything that differs between CUDA and the CPU, and write the results to docs/gpu.md: `make gpu-report`."""
+"""Runs everything that differs between CUDA and the CPU, and writes the results to docs/gpu.md: `make gpu-report`."""

@@ -1,4 +1,4 @@
-"""Measure what GPUs do, beside goals, and write docs/gpu.md: `make gpu-report`, or with DEVICE=cpu to rehearse it."""
+"""Measures what GPUs do, beside goals, and writes docs/gpu.md: `make gpu-report`, or with DEVICE=cpu to rehearse it."""
 
 from __future__ import annotations
 

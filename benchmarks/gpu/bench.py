@@ -1,4 +1,4 @@
-"""Run jobs of this project for the report, each in a run directory that is thrown away, and read what came of them."""
+"""Runs jobs of this project for the report, each in a run directory that is removed, and reads what came of them."""
 
 from __future__ import annotations
 

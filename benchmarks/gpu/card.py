@@ -1,4 +1,4 @@
-"""Describe the GPUs of this machine, and measure how fast one multiplies matrices. CUDA is opened in a child only."""
+"""Describes the GPUs of this machine, and measures how fast one multiplies matrices. CUDA is opened in a child only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits
 
 @dataclass(frozen=True)
 class Card:
-    """Hold what is known of the GPUs, or of the CPU in their place.
+    """Holds what is known of the GPUs, or of the CPU in their place.
 
     Args:
         name: of the first GPU.

@@ -1,4 +1,4 @@
-"""Write docs/gpu.md from what was measured."""
+"""Writes docs/gpu.md from what was measured."""
 
 from __future__ import annotations
 

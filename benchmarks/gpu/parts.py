@@ -1,4 +1,4 @@
-"""List the parts of the report, run them one after the other, and keep going when one fails."""
+"""Lists the parts of the report, runs them one after the other, and keeps going when one fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.report import Absent, Figure, Goal, Line
 
 @dataclass(frozen=True)
 class Part:
-    """Name a part.
+    """Names a part.
 
     Args:
         name: as `--only` takes it.

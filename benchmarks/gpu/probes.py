@@ -1,4 +1,4 @@
-"""Look into a rank: a callback that counts CUDA graphs, and models that count synchronisations or ask for too much."""
+"""Looks into a rank: a callback that counts CUDA graphs, and models that count synchronisations or ask for too much."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYNCHRONISES = "synchronizing CUDA operation"
 
 
 class Graphs(Callback):
-    """Write down how many CUDA graphs were recorded, and how many compiled functions went without.
+    """Writes down how many CUDA graphs were recorded, and how many compiled functions went without.
 
     Args:
         file: gets one JSON object.

@@ -26,7 +26,7 @@ PEERS = {"by hand": "ddp_loop.py", "Lightning Fabric": "fabric_loop.py", "Ray Tr
 
 @dataclass(frozen=True)
 class Work:
-    """Hold what is trained.
+    """Holds what is trained.
 
     Args:
         model: resnet50 or resnet18.

@@ -19,7 +19,7 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold what the GPU's report and its rehearsal on the CPU have of different sizes.
+    """Holds what the GPU's report and its rehearsal on the CPU have of different sizes.
 
     Args:
         photos: different ones.

@@ -1,4 +1,4 @@
-"""Make the photos once from a seed, in a folder that git ignores."""
+"""Makes the photos once from a seed, in a folder that git ignores."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PAGE = 1000
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold one object of a listing.
+    """Holds one object of a listing.
 
     Args:
         key: of the object.

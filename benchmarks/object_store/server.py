@@ -69,7 +69,7 @@ http {{
 
 @dataclass(frozen=True)
 class Store:
-    """Hold the endpoints of the running server.
+    """Holds the endpoints of the running server.
 
     Args:
         prompt: its port without delay.

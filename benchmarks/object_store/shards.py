@@ -1,4 +1,4 @@
-"""Make tar files of the same photos with an index, as webdataset's wids reads them."""
+"""Makes tar files of the same photos with an index, as webdataset's wids reads them."""
 
 from __future__ import annotations
 

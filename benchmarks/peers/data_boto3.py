@@ -1,4 +1,4 @@
-"""Read images as most users write it by hand: an ImageFolder like torchvision's, with one boto3 client per process."""
+"""Reads images as most users write it by hand: an ImageFolder like torchvision's, with one boto3 client per process."""
 
 from __future__ import annotations
 

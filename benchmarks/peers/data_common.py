@@ -1,4 +1,4 @@
-"""Parse the options of the data scripts, and time their reading. Without torch, so that bare scripts start fast."""
+"""Parses the options of the data scripts, and times their reading. Without torch, so that bare scripts start fast."""
 
 from __future__ import annotations
 

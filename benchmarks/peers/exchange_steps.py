@@ -1,4 +1,4 @@
-"""Run a hand-written loop that exchanges gradients through gloo's sockets and through shared memory in turn."""
+"""Runs a hand-written loop that exchanges gradients through gloo's sockets and through shared memory in turn."""
 
 from __future__ import annotations
 

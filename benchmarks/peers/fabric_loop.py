@@ -1,4 +1,4 @@
-"""Run the loop of `ddp_loop.py` with Lightning Fabric, under torchrun."""
+"""Runs the loop of `ddp_loop.py` with Lightning Fabric, under torchrun."""
 
 from __future__ import annotations
 

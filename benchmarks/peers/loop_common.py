@@ -1,4 +1,4 @@
-"""Share the model, the batches and the measurements among the loops: by hand, of Fabric and of Ray Train."""
+"""Shares the model, the batches and the measurements among the loops: by hand, of Fabric and of Ray Train."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 
 @dataclass
 class Work:
-    """Hold the model and the data of one rank.
+    """Holds the model and the data of one rank.
 
     Args:
         model: lstm or resnet18.

@@ -1,4 +1,4 @@
-"""Run the loop of `ddp_loop.py` with Ray Train: `python ray_loop.py ...`."""
+"""Runs the loop of `ddp_loop.py` with Ray Train: `python ray_loop.py ...`."""
 
 from __future__ import annotations
 

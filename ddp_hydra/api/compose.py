@@ -1,4 +1,4 @@
-"""Compose the config of a job in this process, as the command does."""
+"""Composes the config of a job in this process, as the command does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_hydra.storage.files import write_atomic
 
 
 class Composed:
-    """Hold the config of a job.
+    """Holds the config of a job.
 
     Args:
         words: overrides, as they are typed in a command line: "optimizer.lr=0.1".

@@ -1,4 +1,4 @@
-"""Keep a cluster for several jobs of this process."""
+"""Keeps a cluster for several jobs of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _open: list[Connection] = []
 
 
 class Connection:
-    """Hold a cluster on which the jobs of this process run until it is closed; see `connect`.
+    """Holds a cluster on which the jobs of this process run until it is closed; see `connect`.
 
     Args:
         overrides: choose the cluster.

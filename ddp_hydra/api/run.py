@@ -1,4 +1,4 @@
-"""Run a job from Python, and look at a run."""
+"""Runs a job from Python, and looks at a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Look at a run by its directory, also while it is written.
+    """Looks at a run by its directory, also while it is written.
 
     Args:
         folder: the run directory.

@@ -1,4 +1,4 @@
-"""Compose a config: Hydra finds our plugins, the configs of a project, and those of the starter behind them."""
+"""Composes a config: Hydra finds our plugins, the configs of a project, and those of the starter behind them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher", "hydra_plugins.dd
 
 
 class LayerConfigs(SearchPathPlugin):
-    """Add the configs of all layers of the project space but the first, which is Hydra's main folder of configs.
+    """Adds the configs of all layers of the project space but the first, which is Hydra's main folder of configs.
 
     It is not in `hydra_plugins`, and adds nothing outside of `layered`: other Hydra apps don't get these configs.
 

@@ -1,4 +1,4 @@
-"""Change Hydra inside the command.
+"""Changes Hydra inside the command.
 
 It composes once, lists options quickly, saves configs without secrets, and completes all values of a key.
 """

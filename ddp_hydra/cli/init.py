@@ -15,7 +15,7 @@ MAIN_CONFIG = "conf/config.yaml"
 
 
 class Parser(argparse.ArgumentParser):
-    """Raise what is wrong with the words, so that it is reported as all other mistakes."""
+    """Raises what is wrong with the words, so that it is reported as all other mistakes."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the words."""

@@ -1,4 +1,4 @@
-"""Parse the options of the small commands, "key=value" words as everywhere."""
+"""Parses the options of the small commands, "key=value" words as everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translate the typed arguments into those that Hydra understands."""
+"""Translates the typed arguments into those that Hydra understands."""
 
 from __future__ import annotations
 

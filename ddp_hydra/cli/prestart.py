@@ -1,4 +1,4 @@
-"""Start the fork server before Hydra is imported, if the command seems to train on this machine.
+"""Starts the fork server before Hydra is imported, if the command seems to train on this machine.
 
 The import of torch takes longer than all else before the first step, so it should begin with the command. Whether the
 job needs the server is known once its config is composed, half a second later. A guess that was wrong costs no more:

@@ -1,4 +1,4 @@
-"""Read the changes of a run's config that are typed behind `evaluate` and `predict`: groups and keys."""
+"""Reads the changes of a run's config that are typed behind `evaluate` and `predict`: groups and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write runs as text for a terminal. All that comes from a run is one line without control characters."""
+"""Writes runs as text for a terminal. All that comes from a run is one line without control characters."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _LOAD = """
 
 
 class BySource:
-    """Pickle a function by its module's source, so that it can be unpickled anywhere.
+    """Pickles a function by its module's source, so that it can be unpickled anywhere.
 
     Args:
         function: of a module that imports only the standard library and Dask.

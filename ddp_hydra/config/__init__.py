@@ -1,1 +1,1 @@
-"""Read and check a job's config: the schema, the project space, the allowed keys and values."""
+"""Reads and checks a job's config: the schema, the project space, the allowed keys and values."""

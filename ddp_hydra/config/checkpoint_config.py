@@ -1,4 +1,4 @@
-"""Convert a job's config to the one that a checkpoint keeps, and back.
+"""Converts a job's config to the one that a checkpoint keeps, and back.
 
 A checkpoint keeps interpolations, so that other values can follow a changed key. It does not keep the cluster: a
 trained model needs none, and its address or credentials may be secret. Other values whose keys look like a secret are

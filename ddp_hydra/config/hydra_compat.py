@@ -1,4 +1,4 @@
-"""Hide the differences between Hydra 1.3 and Hydra 1.4."""
+"""Hides the differences between Hydra 1.3 and Hydra 1.4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read `results.loggers`: which loggers a job has, and the parameters that they get."""
+"""Reads `results.loggers`: which loggers a job has, and the parameters that they get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the metric that best.pt, early stopping and sweeps go by, and whether more or less of it is better."""
+"""Finds the metric that best.pt, early stopping and sweeps go by, and whether more or less of it is better."""
 
 from __future__ import annotations
 

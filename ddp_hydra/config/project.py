@@ -1,4 +1,4 @@
-"""Find the project space (conf, models, data), pack it under its content hash, and unpack it on a worker.
+"""Finds the project space (conf, models, data), packs it under its content hash, and unpacks it on a worker.
 
 A project space has layers: the project's own folder, then the starter that is installed with ddp_hydra. A file of the
 project wins over one of the starter.
@@ -38,7 +38,7 @@ VARIABLE = "DDP_HYDRA_PROJECT"
 
 @dataclass(frozen=True)
 class Project:
-    """Hold a packed project space.
+    """Holds a packed project space.
 
     Args:
         sha256: hash of the names and contents of its files; equal content gives an equal archive.

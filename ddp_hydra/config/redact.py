@@ -1,4 +1,4 @@
-"""Remove what looks like a secret from a config, before others can read it in a table or a store."""
+"""Removes what looks like a secret from a config, before others can read it in a table or a store."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Handler = StrEnum("Handler", ["client", "cluster"])
 
 @dataclass
 class TrainerConfig:
-    """Set the length, arithmetic and intervals of the training: see conf/trainer/default.yaml."""
+    """Sets the length, arithmetic and intervals of the training: see conf/trainer/default.yaml."""
 
     epochs: int | None = 5
     max_steps: int | None = None
@@ -77,7 +77,7 @@ class TrainerConfig:
 
 @dataclass
 class DispatchConfig:
-    """Place, watch and restart the gang: see conf/dispatch/default.yaml."""
+    """Places, watches and restarts the gang: see conf/dispatch/default.yaml."""
 
     ranks: int | None = None
     backend: Backend = Backend.auto
@@ -98,7 +98,7 @@ class DispatchConfig:
 
 @dataclass
 class ResultsConfig:
-    """Write results: see conf/results/default.yaml, and conf/results/loggers for each logger."""
+    """Writes results: see conf/results/default.yaml, and conf/results/loggers for each logger."""
 
     handler: Handler = Handler.client
     root: str | None = None
@@ -116,7 +116,7 @@ class ResultsConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """Choose what `best` means and what a sweep compares: see conf/job.yaml."""
+    """Chooses what `best` means and what a sweep compares: see conf/job.yaml."""
 
     metric: str | None = None
     direction: Direction | None = None
@@ -124,7 +124,7 @@ class ObjectiveConfig:
 
 @dataclass
 class Config:
-    """Describe a job: see conf/job.yaml."""
+    """Describes a job: see conf/job.yaml."""
 
     cluster: Any = MISSING
     data: Any = MISSING

@@ -1,4 +1,4 @@
-"""Look up the project's own `_target_`s in its source files, before a cluster is started; nothing is imported.
+"""Looks up the project's own `_target_`s in its source files, before a cluster is started; nothing is imported.
 
 The error for a mistake in a file that a rank would import (a syntax error, a missing import, a misspelt class) names
 the file, the line and the most similar name.
@@ -52,7 +52,7 @@ def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Sources:
-    """Read the modules of a project space without importing them.
+    """Reads the modules of a project space without importing them.
 
     Args:
         roots: its layers; a module of an earlier one wins.

@@ -1,4 +1,4 @@
-"""Refuse unknown keys and values of a wrong kind, and warn of keys that nothing reads; the messages name known keys."""
+"""Refuses unknown keys and values of a wrong kind; warns of keys that nothing reads; the messages name known keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuse a config that cannot be a job, before anything is started."""
+"""Refuses a config that cannot be a job, before anything is started."""
 
 from __future__ import annotations
 

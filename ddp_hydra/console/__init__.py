@@ -1,1 +1,1 @@
-"""Handle the terminal of a command: signals, standard output, text, tracebacks."""
+"""Handles the terminal of a command: signals, standard output, text, tracebacks."""

@@ -1,4 +1,4 @@
-"""Keep printing harmless after the reader of standard output or error has gone: `| head`, a closed terminal."""
+"""Keeps printing harmless after the reader of standard output or error has gone: `| head`, a closed terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class LastingFile(io.FileIO):
-    """Write to a file descriptor, and drop what cannot be written.
+    """Writes to a file descriptor, and drops what cannot be written.
 
     Args:
         descriptor: file descriptor; it is not closed.

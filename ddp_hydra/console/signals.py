@@ -1,4 +1,4 @@
-"""Handle Ctrl-C, SIGTERM and a closed terminal: the first signal asks for a regular end, the second ends at once."""
+"""Handles Ctrl-C, SIGTERM and a closed terminal: the first signal asks for a regular end, the second ends at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECOND = "A second one ends at once"
 
 
 class Interrupts:
-    """Note the signals by which the user asks this process to end.
+    """Notes the signals by which the user asks this process to end.
 
     Args:
         notice: returns the line to print at the first signal; "" for none.

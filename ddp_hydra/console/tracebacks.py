@@ -1,4 +1,4 @@
-"""Show errors with the user's own files, by the paths that the user knows, instead of those of libraries."""
+"""Shows errors with the user's own files, by the paths that the user knows, instead of those of libraries."""
 
 from __future__ import annotations
 

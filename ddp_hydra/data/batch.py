@@ -1,4 +1,4 @@
-"""Handle batches of any structure: tensors in tuples, lists, dicts, dataclasses, and objects of other libraries."""
+"""Handles batches of any structure: tensors in tuples, lists, dicts, dataclasses, and objects of other libraries."""
 
 from __future__ import annotations
 

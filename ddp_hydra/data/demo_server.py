@@ -38,7 +38,7 @@ _PUTS = 16  # beside each other
 
 
 class Endpoint(NamedTuple):
-    """Locate the store and name its credentials: key and secret."""
+    """Locates the store and names its credentials: key and secret."""
 
     url: str
     credentials: tuple[str, str]

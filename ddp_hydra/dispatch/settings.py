@@ -15,7 +15,7 @@ from ddp_hydra.results import Record
 
 @dataclass
 class Settings:
-    """Configure how a gang is dispatched, watched and restarted.
+    """Configures how a gang is dispatched, watched and restarted.
 
     The arguments that are not listed here mean what the comments in conf/dispatch/default.yaml say, with None for null.
 

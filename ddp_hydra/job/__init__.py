@@ -1,1 +1,1 @@
-"""Run one composed config and fill one run directory."""
+"""Runs one composed config and fills one run directory."""

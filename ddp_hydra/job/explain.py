@@ -1,4 +1,4 @@
-"""Turn an error into the message that a user reads."""
+"""Turns an error into the message that a user reads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ddp_hydra.storage.manifest import FOLDER
 
 
 class FaultWriter:
-    """Trigger each fault when the metrics of its step arrive.
+    """Triggers each fault when the metrics of its step arrive.
 
     Args:
         faults: all faults of the job; those of ranks are ignored here.

@@ -1,4 +1,4 @@
-"""Keep the global batch when the number of ranks changes."""
+"""Keeps the global batch when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankBatch:
-    """Count the samples that one rank takes in a step.
+    """Counts the samples that one rank takes in a step.
 
     Args:
         size: samples of a micro-batch, data.batch_size.

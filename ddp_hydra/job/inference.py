@@ -1,4 +1,4 @@
-"""Run the evaluation or prediction of a trained model: on a Dask cluster, or in this process."""
+"""Runs the evaluation or prediction of a trained model: on a Dask cluster, or in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREDICT = "ddp_hydra.training.inference:predict"
 
 @dataclass
 class Inference:
-    """Compute something with a trained model.
+    """Computes something with a trained model.
 
     Args:
         cfg: where and how: cluster, dispatch, results and trainer of a job's config.

@@ -1,4 +1,4 @@
-"""Read what a job takes from its config: whether it can run, its project space, its files, the settings of its gang."""
+"""Reads what a job takes from its config: whether it can run, its project, its files, the settings of its gang."""
 
 from __future__ import annotations
 

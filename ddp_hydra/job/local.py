@@ -1,4 +1,4 @@
-"""Run a job whose results this process writes: on a Dask cluster, or in this process."""
+"""Runs a job whose results this process writes: on a Dask cluster, or in this process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TRAIN = "ddp_hydra.training.loop:train"
 
 @dataclass(frozen=True)
 class RemoteContext:
-    """Connect a job to the driver that runs it.
+    """Connects a job to the driver that runs it.
 
     Args:
         spec: the job as the command has sent it.
@@ -65,7 +65,7 @@ class RemoteContext:
 
 @dataclass(eq=False, repr=False)
 class Job:
-    """Run one job and write its results.
+    """Runs one job and writes its results.
 
     Args:
         run_dir: where its results are written.

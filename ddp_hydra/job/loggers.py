@@ -1,4 +1,4 @@
-"""Run the loggers of a job, and keep the ids of their runs for a resume."""
+"""Runs the loggers of a job, and keeps the ids of their runs for a resume."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoggedJob:
-    """Hold what loggers need to know of a job. It travels to a driver, so it has no paths.
+    """Holds what loggers need to know of a job. It travels to a driver, so it has no paths.
 
     Args:
         name: of the run.
@@ -102,7 +102,7 @@ def read_runs(resume: str) -> dict[str, dict[str, str]]:
 
 
 class RunsFile:
-    """Keep `RUNS` of a run directory.
+    """Keeps `RUNS` of a run directory.
 
     Args:
         run_dir: of the job.

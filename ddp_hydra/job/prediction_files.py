@@ -1,4 +1,4 @@
-"""Write predictions as CSV, Parquet, NPZ, or a folder of PNGs: a few rows at a time, so that memory stays bounded."""
+"""Writes predictions as CSV, Parquet, NPZ, or a folder of PNGs: a few rows at a time, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _write_npz(path: Path, chunks: Iterable[Mapping[str, Any]], samples: int) ->
 
 
 class _Spool:
-    """Hold a column on the disk.
+    """Holds a column on the disk.
 
     Args:
         path: the file.

@@ -1,4 +1,4 @@
-"""Receive the parts of a prediction from the ranks, so that one that is interrupted goes on; merge them in order."""
+"""Receives the parts of a prediction from the ranks, so that one that is interrupted goes on; merges them in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PART = re.compile(r"parts/part-(\d{8})\.rows", re.ASCII)
 
 
 class Parts:
-    """Keep the parts of one prediction in a folder.
+    """Keeps the parts of one prediction in a folder.
 
     Args:
         folder: made if it is missing.

@@ -1,4 +1,4 @@
-"""Run one config as a job, which fills one run directory."""
+"""Runs one config as a job, which fills one run directory."""
 
 from __future__ import annotations
 

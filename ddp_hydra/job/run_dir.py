@@ -1,4 +1,4 @@
-"""Keep a run directory for one run."""
+"""Keeps a run directory for one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddp_hydra.writers.run_dir import locked, read_summary
 
 
 class RunDirCallback(Callback):
-    """Refuse a run directory that holds another run, before Hydra writes its `.hydra` there."""
+    """Refuses a run directory that holds another run, before Hydra writes its `.hydra` there."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Check that the job may use its run directory."""

@@ -1,4 +1,4 @@
-"""Write summary.json, and describe a job that has ended."""
+"""Writes summary.json, and describes a job that has ended."""
 
 from __future__ import annotations
 

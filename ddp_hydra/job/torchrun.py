@@ -1,4 +1,4 @@
-"""Run a job on the ranks that torchrun has started; each of their processes runs the same command."""
+"""Runs a job on the ranks that torchrun has started; each of their processes runs the same command."""
 
 from __future__ import annotations
 

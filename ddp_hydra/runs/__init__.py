@@ -1,4 +1,4 @@
-"""Find the runs below folders and URLs, and read what they have left.
+"""Finds the runs below folders and URLs, and reads what they have left.
 
     run_files   the files of a run, in a folder or in a store
     find        the runs below folders and URLs; what a sweep knows of its jobs

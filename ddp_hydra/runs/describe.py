@@ -1,4 +1,4 @@
-"""Describe a run in one row, from the small files in its folder."""
+"""Describes a run in one row, from the small files in its folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LATEST = 4e9
 
 @dataclass
 class Row:
-    """Describe one run.
+    """Describes one run.
 
     Args:
         run: its path or URL.

@@ -1,4 +1,4 @@
-"""Collect all that is known of one run, and what differs between runs."""
+"""Collects all that is known of one run, and what differs between runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the size of runs, and remove them."""
+"""Measures the size of runs, and removes them."""
 
 from __future__ import annotations
 

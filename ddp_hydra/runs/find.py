@@ -1,4 +1,4 @@
-"""Find the runs below folders and URLs, and return their rows."""
+"""Finds the runs below folders and URLs, and returns their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache the rows of a folder, so that thousands of runs are listed without reading their files.
+"""Caches the rows of a folder, so that thousands of runs are listed without reading their files.
 
 The index is a file in the user's cache folder. It may be removed at any time, and a damaged one is as good as none.
 Of two commands that write it at once, the last one wins.

@@ -1,4 +1,4 @@
-"""Find the words that run a run again, and whether the code is still the same."""
+"""Finds the words that run a run again, and whether the code is still the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_hydra.runs.run_files import RunFiles, yaml_value
 
 @dataclass(frozen=True)
 class Again:
-    """Hold what runs a run again.
+    """Holds what runs a run again.
 
     Args:
         words: of the command line.

@@ -1,4 +1,4 @@
-"""Read the files of a run, which are in a folder or in a store."""
+"""Reads the files of a run, which are in a folder or in a store."""
 
 from __future__ import annotations
 

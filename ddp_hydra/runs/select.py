@@ -1,4 +1,4 @@
-"""Filter the rows of runs, and order them."""
+"""Filters the rows of runs, and orders them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OBJECTIVE = "objective"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compare a metric with a number.
+    """Compares a metric with a number.
 
     Args:
         metric: its name, or "objective" for the one that the run goes by.
@@ -63,7 +63,7 @@ def comparison(word: str) -> Comparison | None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Choose runs: those that match each argument, and at least one word of a list.
+    """Chooses runs: those that match each argument, and at least one word of a list.
 
     Args:
         status: such as "done,failed"; "" for any, as for the others.

@@ -1,4 +1,4 @@
-"""Tell whether a run goes on, and how it has ended."""
+"""Tells whether a run goes on, and how it has ended."""
 
 from __future__ import annotations
 

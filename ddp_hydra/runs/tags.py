@@ -1,4 +1,4 @@
-"""Keep the tags of a run. The first ones are those of its config; tags.json holds them once they are changed."""
+"""Keeps the tags of a run. The first ones are those of its config; tags.json holds them once they are changed."""
 
 from __future__ import annotations
 

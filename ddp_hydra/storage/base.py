@@ -1,4 +1,4 @@
-"""Define the interfaces, the errors and the counters that all stores share."""
+"""Defines the interfaces, the errors and the counters that all stores share."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "
 
 
 class Bucket(Protocol):
-    """Describe a bucket for a message; see `s3.Bucket`."""
+    """Describes a bucket for a message; see `s3.Bucket`."""
 
     name: str
     url: str

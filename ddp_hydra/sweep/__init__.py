@@ -1,4 +1,4 @@
-"""Run many jobs: the implementation of our Hydra launcher.
+"""Runs many jobs: the implementation of our Hydra launcher.
 
     launcher         the class that Hydra calls
     settings         the options of hydra.launcher

@@ -1,4 +1,4 @@
-"""Run a cluster for all jobs of a sweep in a process of its own, which also ends it if the sweep is killed."""
+"""Runs a cluster for all jobs of a sweep in a process of its own, which also ends it if the sweep is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLOSE_S = 30.0
 
 
 class ClusterProcess:
-    """Start a cluster in a process.
+    """Starts a cluster in a process.
 
     Args:
         config: of the cluster, as YAML.

@@ -1,4 +1,4 @@
-"""Compose the configs of a sweep's jobs: once each, and from the config of another job where only values differ.
+"""Composes the configs of a sweep's jobs: once each, and from the config of another job where only values differ.
 
 Hydra reads and merges all config files for each job, which takes 0.2 s. Most jobs of a sweep differ in plain values
 only (`optimizer.lr=0.1`), which Hydra sets after it has merged the files.
@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(\.\w+)*)=(?P<value>[\w.+-]+)")
 
 
 class CachingConfigLoader:
-    """Cache the configs that Hydra's loader composes.
+    """Caches the configs that Hydra's loader composes.
 
     Sweepers compose each job to check it, and launchers compose it again to run it.
 
@@ -78,7 +78,7 @@ class CachingConfigLoader:
 
 
 class Template:
-    """Derive the configs of jobs from the config of one. It is kept pickled, of which a copy takes least time.
+    """Derives the configs of jobs from the config of one. It is kept pickled, of which a copy takes least time.
 
     Args:
         config: of that job, with Hydra's own part.

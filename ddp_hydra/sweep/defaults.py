@@ -1,4 +1,4 @@
-"""Fill in what the config of a job has for the keys that only other jobs of the sweep give."""
+"""Fills in what the config of a job has for the keys that only other jobs of the sweep give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a function in a forked process that sends messages to this one and ends with it.
+"""Runs a function in a forked process that sends messages to this one and ends with it.
 
 The process is forked, so that it has all that Hydra knows (the composed configs, the resolvers, the task function, even
 a closure) and imports nothing again. The process that forks runs no threads of its own.
@@ -32,7 +32,7 @@ LOCKS: set[int] = set()
 
 
 class ForkedProcess:
-    """Start a process.
+    """Starts a process.
 
     Its messages are unpickled, because it is a fork of this very process, and no other process has its pipe.
 

@@ -1,4 +1,4 @@
-"""Run one job of a sweep in a process of its own, which has its own HydraConfig, logging, folder and environment.
+"""Runs one job of a sweep in a process of its own, which has its own HydraConfig, logging, folder and environment.
 
 The process is a fork of the sweep's. So the sweep imports what every job needs before it forks.
 """
@@ -41,7 +41,7 @@ PRELOAD = (
 
 @dataclass
 class JobOutcome:
-    """Describe how a job ended.
+    """Describes how a job ended.
 
     Args:
         state: done, failed or interrupted.

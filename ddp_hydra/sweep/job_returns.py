@@ -1,4 +1,4 @@
-"""Bring the `JobReturn` of a job, and its error, from the job's process to the sweep's, in little space."""
+"""Brings the `JobReturn` of a job, and its error, from the job's process to the sweep's, in little space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DICTIONARY_BYTES = 2**15
 
 
 class CompactReturn(JobReturn):
-    """Keep the configs of a result compressed: those of hundreds of jobs would fill the memory of the sweep.
+    """Keeps the configs of a result compressed: those of hundreds of jobs would fill the memory of the sweep.
 
     Args:
         result: the one that it replaces.
@@ -75,7 +75,7 @@ def portable(result: JobReturn) -> CompactReturn:
 
 
 class RemoteTraceback(Exception):
-    """Carry a traceback from the job's process, as the cause of an error."""
+    """Carries a traceback from the job's process, as the cause of an error."""
 
     def __str__(self) -> str:
         return f"in the job's process:\n{self.args[0]}"

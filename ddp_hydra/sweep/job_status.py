@@ -1,4 +1,4 @@
-"""Take over a job's status, summary and return value into its row."""
+"""Takes over a job's status, summary and return value into its row."""
 
 from __future__ import annotations
 

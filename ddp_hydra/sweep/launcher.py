@@ -28,7 +28,7 @@ def close_all() -> None:
 
 
 class GangLauncher(Launcher):
-    """Run each composed config as a job on Dask.
+    """Runs each composed config as a job on Dask.
 
     Args:
         resume: folder of an earlier sweep to resume; None for `hydra.sweep.dir`.

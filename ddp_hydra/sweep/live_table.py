@@ -1,4 +1,4 @@
-"""Show the jobs of a sweep: as a live table on a terminal, elsewhere as a line for each change."""
+"""Shows the jobs of a sweep: as a live table on a terminal, elsewhere as a line for each change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLES = {
 
 
 class LiveTable:
-    """Show jobs while they run.
+    """Shows jobs while they run.
 
     Args:
         objective: the metric that they are compared by; None if it is not known.

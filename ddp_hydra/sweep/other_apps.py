@@ -1,4 +1,4 @@
-"""Run the task of another Hydra app on each rank of a gang: `hydra.launcher.ranks=2`."""
+"""Runs the task of another Hydra app on each rank of a gang: `hydra.launcher.ranks=2`."""
 
 from __future__ import annotations
 

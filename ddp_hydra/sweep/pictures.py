@@ -1,4 +1,4 @@
-"""Draw axes and write picture files for a sweep; the same content gives the same files."""
+"""Draws axes and writes picture files for a sweep; the same content gives the same files."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _svg(figure: Figure) -> bytes | str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Place the values of one key on an axis: numbers by value, texts side by side.
+    """Places the values of one key on an axis: numbers by value, texts side by side.
 
     Args:
         name: the key.

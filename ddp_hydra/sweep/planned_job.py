@@ -1,4 +1,4 @@
-"""Describe a job of a sweep before it runs: its config, its folder, and what it needs of a cluster."""
+"""Describes a job of a sweep before it runs: its config, its folder, and what it needs of a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_hydra.sweep.rows import Row, State, typed
 
 @dataclass(frozen=True)
 class Need:
-    """State the cluster and the ranks that a job needs.
+    """States the cluster and the ranks that a job needs.
 
     Args:
         cluster: the cluster's config, as canonical YAML; "" for a job that is one process on this machine.
@@ -34,7 +34,7 @@ class Need:
 
 @dataclass
 class PlannedJob:
-    """Hold a job of the sweep.
+    """Holds a job of the sweep.
 
     Args:
         row: its row in the table of jobs.

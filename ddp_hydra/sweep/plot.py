@@ -1,4 +1,4 @@
-"""Draw sweep.png and sweep.svg: the objective over the swept values."""
+"""Draws sweep.png and sweep.svg: the objective over the swept values."""
 
 from __future__ import annotations
 

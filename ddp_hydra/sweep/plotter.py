@@ -1,4 +1,4 @@
-"""Draw the plot of a sweep in a process of its own, so that nothing waits for it."""
+"""Draws the plot of a sweep in a process of its own, so that nothing waits for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NICE = 10
 
 
 class Plotter:
-    """Draw the plot after batches of jobs; sweepers may have hundreds of them.
+    """Draws the plot after batches of jobs; sweepers may have hundreds of them.
 
     Args:
         folder: of the sweep.

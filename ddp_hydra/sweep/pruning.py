@@ -1,4 +1,4 @@
-"""Remove the checkpoints of jobs that are not among the best any more: `hydra.launcher.keep=best:5`."""
+"""Removes the checkpoints of jobs that are not among the best any more: `hydra.launcher.keep=best:5`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Say where the checkpoints of a job are in a store.
+    """Says where the checkpoints of a job are in a store.
 
     Args:
         number: of the job.
@@ -101,7 +101,7 @@ class Place:
 
 
 class StorePruning:
-    """Remove checkpoints from stores while a sweep runs, in a process of its own.
+    """Removes checkpoints from stores while a sweep runs, in a process of its own.
 
     Clients of stores have threads, and a sweep's process forks its jobs.
 
@@ -158,7 +158,7 @@ class StorePruning:
 
 
 class Pruning:
-    """Remove the checkpoints of losers while a sweep runs.
+    """Removes the checkpoints of losers while a sweep runs.
 
     Those in a store go first: until then, the run directory says which of them are the job's.
 

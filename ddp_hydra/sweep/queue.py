@@ -1,4 +1,4 @@
-"""Queue the jobs of a sweep: give them numbers, compose them ahead of time, group them by cluster."""
+"""Queues the jobs of a sweep: gives them numbers, composes them ahead of time, groups them by cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AHEAD = 16
 
 
 class JobQueue:
-    """Hold the jobs that have not started, in Hydra's order.
+    """Holds the jobs that have not started, in Hydra's order.
 
     Args:
         folder: of the sweep.

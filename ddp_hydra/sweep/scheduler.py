@@ -1,4 +1,4 @@
-"""Decide which job of a sweep starts next, and on which cluster."""
+"""Decides which job of a sweep starts next, and on which cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_S = 10.0
 
 @dataclass
 class RunningJob:
-    """Hold a job that has started.
+    """Holds a job that has started.
 
     Args:
         planned: the job.
@@ -84,7 +84,7 @@ class RunningJob:
 
 
 class JobScheduler:
-    """Fill the workers of a cluster with jobs.
+    """Fills the workers of a cluster with jobs.
 
     One cluster is up at a time, so that no cluster slows down the jobs on another. Jobs that need another one wait.
 

@@ -1,4 +1,4 @@
-"""Sum up the jobs of a sweep that differ in their seed only."""
+"""Sums up the jobs of a sweep that differ in their seed only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the files of a sweep: sweep.json to resume it, sweep.csv and sweep.md to read.
+"""Writes the files of a sweep: sweep.json to resume it, sweep.csv and sweep.md to read.
 
 Also write seeds.csv for a sweep that repeats seeds, and, once there are curves, the columns of TensorBoard's HParams
 tab.
@@ -40,7 +40,7 @@ class _Content(msgspec.Struct):
 
 
 class SummaryFiles:
-    """Keep the files of a sweep up to date.
+    """Keeps the files of a sweep up to date.
 
     A full or missing disk does not end the sweep: a warning is logged once, and later calls try again.
 

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: as many at once as fit, and the next one as soon as a gang ends."""
+"""Runs the jobs of a sweep: as many at once as fit, and the next one as soon as a gang ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ POLL_S = 0.2
 
 
 class Sweep:
-    """Run all jobs of one `--multirun`, which Hydra hands over in one or more batches.
+    """Runs all jobs of one `--multirun`, which Hydra hands over in one or more batches.
 
     Args:
         folder: of the sweep.

@@ -1,4 +1,4 @@
-"""Format a sweep as tables: as CSV and as Markdown."""
+"""Formats a sweep as tables: as CSV and as Markdown."""
 
 from __future__ import annotations
 

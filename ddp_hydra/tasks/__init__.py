@@ -1,4 +1,4 @@
-"""Define what a training step means: its loss, the sums that its metrics are made of, and what is predicted."""
+"""Defines what a training step means: its loss, the sums that its metrics are made of, and what is predicted."""
 
 from ddp_hydra.tasks.base import Step, Task
 from ddp_hydra.tasks.classification import Classification

@@ -1,4 +1,4 @@
-"""Define the base class of tasks."""
+"""Defines the base class of tasks."""
 
 from __future__ import annotations
 

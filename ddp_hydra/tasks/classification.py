@@ -1,4 +1,4 @@
-"""Classify: one class for each sample, or for each place of it."""
+"""Classifies: one class for each sample, or for each place of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict the next token."""
+"""Predicts the next token."""
 
 from __future__ import annotations
 

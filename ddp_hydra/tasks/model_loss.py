@@ -1,4 +1,4 @@
-"""Train a model that computes its own loss, as those of Hugging Face's transformers do."""
+"""Trains a model that computes its own loss, as those of Hugging Face's transformers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predict numbers."""
+"""Predicts numbers."""
 
 from __future__ import annotations
 

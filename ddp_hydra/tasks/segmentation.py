@@ -1,4 +1,4 @@
-"""Classify each pixel."""
+"""Classifies each pixel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add the tab *Runs* to TensorBoard: all runs and sweeps below its log directory.
+"""Adds the tab *Runs* to TensorBoard: all runs and sweeps below its log directory.
 
     plugin      what TensorBoard loads: the addresses and their answers
     run_list    all runs, which of them have changed, and which a filter takes

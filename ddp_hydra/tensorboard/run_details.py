@@ -1,4 +1,4 @@
-"""Describe one run for the page, read the tail of a log, and compare runs."""
+"""Describes one run for the page, reads the tail of a log, and compares runs."""
 
 from __future__ import annotations
 

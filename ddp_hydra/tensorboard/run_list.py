@@ -1,4 +1,4 @@
-"""List the runs below TensorBoard's log directory, and tell which have changed since a page has asked."""
+"""Lists the runs below TensorBoard's log directory, and tells which have changed since a page has asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a job's records into files and a live display.
+"""Turns a job's records into files and a live display.
 
     base               the protocol of a writer
     default            the writers of a run directory

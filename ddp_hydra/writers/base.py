@@ -1,4 +1,4 @@
-"""Define the protocol of a writer."""
+"""Defines the protocol of a writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Fetch = Callable[[Record, Path], None]
 
 
 class Writer(Protocol):
-    """Turn records into files. A writer gets every record, and picks the kinds that it knows."""
+    """Turns records into files. A writer gets every record, and picks the kinds that it knows."""
 
     def write(self, record: Record) -> None:
         """Take one record that the handler has checked."""

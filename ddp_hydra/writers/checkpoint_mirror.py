@@ -1,4 +1,4 @@
-"""Copy the checkpoints of a run to a bucket, in the background.
+"""Copies the checkpoints of a run to a bucket, in the background.
 
 The order of the steps makes an interruption at any moment safe, as in `checkpoints.py`: a step file is complete in the
 bucket before the manifest there names it, and only then are older files deleted. Only the manifest ever changes its
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class MirrorWriter:
-    """Copy each checkpoint of a run to a bucket, after it is complete in the run directory.
+    """Copies each checkpoint of a run to a bucket, after it is complete in the run directory.
 
     Copying to a bucket that fails is retried for a while. Then a warning is logged, and with the next checkpoint
     everything that is missing is copied. Training never waits for the bucket. Checkpoints of other runs stay there, and

@@ -1,4 +1,4 @@
-"""Write checkpoints/: step files, last.pt, best.pt and the manifest; delete old step files.
+"""Writes checkpoints/: step files, last.pt, best.pt and the manifest; deletes old step files.
 
 The order of the steps makes an interruption at any moment safe: a step file is complete and verified before the
 manifest names it, the manifest names it before last.pt and best.pt move to it, and only then are older files deleted.
@@ -18,7 +18,7 @@ from ddp_hydra.writers.receive_file import FileReceiver
 
 
 class CheckpointWriter:
-    """Keep a run's checkpoints.
+    """Keeps a run's checkpoints.
 
     Args:
         run_dir: the job's run directory; a manifest that is there already is continued.

@@ -1,4 +1,4 @@
-"""Make the writers of a run directory."""
+"""Makes the writers of a run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Consume a job's records; retry writes while a disk is full or away."""
+"""Consumes a job's records; retries writes while a disk is full or away."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class ResultsHandler:
-    """Give each record of a job to every writer, and keep the values that the job's summary needs.
+    """Gives each record of a job to every writer, and keeps the values that the job's summary needs.
 
     Call it from one thread. Leaving its `with` block closes all writers, also when one of them fails.
 

@@ -1,4 +1,4 @@
-"""Write what TensorBoard's HParams tab shows of a job and of a sweep.
+"""Writes what TensorBoard's HParams tab shows of a job and of a sweep.
 
 The tab reads a session start and a session end from the folder of a job's curves, and an experiment, which defines the
 columns of its table, from the folder above. Each is a file of its own, named `….hparams`. TensorBoard uses the first

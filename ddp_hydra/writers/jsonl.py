@@ -1,4 +1,4 @@
-"""Write metrics.jsonl: one JSON object per line."""
+"""Writes metrics.jsonl: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_hydra.writers.validate import metric_values
 
 
 class JsonLinesWriter:
-    """Append each metrics record as a line: time, attempt, step, epoch, samples, then the metrics by name.
+    """Appends each metrics record as a line: time, attempt, step, epoch, samples, then the metrics by name.
 
     `time` is in seconds since 1970; NaN and infinities are null. A metric with the name of one of the line's own fields
     is written as `metrics/<name>`. Metrics of a rank other than 0 have the field `rank`.

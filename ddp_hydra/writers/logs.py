@@ -9,7 +9,7 @@ from ddp_hydra.storage.files import AppendFile, place
 
 
 class LogWriter:
-    """Append each rank's output to its own file.
+    """Appends each rank's output to its own file.
 
     The file has what the rank wrote, byte for byte. From the second attempt on, a line marks where an attempt begins.
 

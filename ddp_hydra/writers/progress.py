@@ -1,4 +1,4 @@
-"""Show a job's progress: a bar on a terminal, lines elsewhere."""
+"""Shows a job's progress: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_hydra.writers.progress_state import ProgressState
 
 
 class StdoutConsole(Console):
-    """Print to standard output, and survive its end: rich would end the whole program when nobody reads it."""
+    """Prints to standard output, and survives its end: rich would end the whole program when nobody reads it."""
 
     def on_broken_pipe(self) -> None:
         """Stop printing."""
@@ -24,7 +24,7 @@ class StdoutConsole(Console):
 
 
 class ProgressWriter:
-    """Show a job while it runs: a header, the current step, and a permanent line per validation or epoch.
+    """Shows a job while it runs: a header, the current step, and a permanent line per validation or epoch.
 
     A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control
     characters, and between the permanent lines at most one line per `interval_s`. A closed output (`| head`) ends the

@@ -1,4 +1,4 @@
-"""Describe the progress and the speed of a job in words."""
+"""Describes the progress and the speed of a job in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp_hydra.writers.validate import metric_values
 
 
 class ProgressState:
-    """Collect from records what the display shows.
+    """Collects from records what the display shows.
 
     Args:
         clock: a monotonic clock, in seconds.

@@ -1,4 +1,4 @@
-"""Receive the file of a record into the run directory: complete and verified, or not at all."""
+"""Receives the file of a record into the run directory: complete and verified, or not at all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE = 2**20
 
 
 class FileReceiver:
-    """Receive the files of records into a run directory, one after the other.
+    """Receives the files of records into a run directory, one after the other.
 
     A record whose file could not be written may come again. The fetched content is kept for that, because its sender
     may have deleted it.

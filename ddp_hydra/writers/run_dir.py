@@ -1,4 +1,4 @@
-"""Lock a run directory for the one process that writes it, and keep its summary.json."""
+"""Locks a run directory for the one process that writes it, and keeps its summary.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep status.json up to date, which shows other processes the progress of a running job."""
+"""Keeps status.json up to date, which shows other processes the progress of a running job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERVAL_S = 0.5
 
 
 class JobStatus:
-    """Collect the content of status.json from the records of rank 0.
+    """Collects the content of status.json from the records of rank 0.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -74,7 +74,7 @@ def encode(content: Mapping[str, Any]) -> bytes:
 
 
 class StatusWriter:
-    """Write status.json into the run directory while the job runs, and remove it at the end.
+    """Writes status.json into the run directory while the job runs, and removes it at the end.
 
     `summary.json` then says how the job ended. A write that fails is left out, because no job depends on it.
 

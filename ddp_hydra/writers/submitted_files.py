@@ -1,4 +1,4 @@
-"""Write the files that ranks submit."""
+"""Writes the files that ranks submit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_hydra.writers.receive_file import FileReceiver
 
 
 class FileWriter:
-    """Write each submitted file into the run directory; another writer handles checkpoints.
+    """Writes each submitted file into the run directory; another writer handles checkpoints.
 
     Args:
         run_dir: the job's run directory.

@@ -1,4 +1,4 @@
-"""Write TensorBoard events without torch.
+"""Writes TensorBoard events without torch.
 
 tensorboardX imports torch where it is installed, and its background thread swallows the error of a full disk. The
 format is simple enough to write it here, with one flush per event.
@@ -31,7 +31,7 @@ _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
 class TensorBoardWriter:
-    """Write scalars of rank 0, texts, images and histograms of any rank to `<run_dir>/tensorboard`.
+    """Writes scalars of rank 0, texts, images and histograms of any rank to `<run_dir>/tensorboard`.
 
     When a new attempt starts, or the job runs again in the same folder, an event has TensorBoard drop the points after
     the step from which it starts, so that each curve has one line. (TensorBoard's fast loader drops them tag by tag,

@@ -1,4 +1,4 @@
-"""Encode TensorBoard events.
+"""Encodes TensorBoard events.
 
 TensorBoard's own writer takes half a second to import. A record is its length, the checksum of the length, the content,
 and the checksum of the content: https://github.com/tensorflow/tensorboard/blob/master/tensorboard/summary/writer/record_writer.py

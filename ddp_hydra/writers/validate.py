@@ -1,4 +1,4 @@
-"""Check the fields of a record before a writer gets it: ranks are not trusted."""
+"""Checks the fields of a record before a writer gets it: ranks are not trusted."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from ddp_hydra.sweep.launcher import GangLauncher
 
 
 class DaskDDPLauncher(GangLauncher):
-    """Run the jobs of a sweep on Dask. Hydra wants the class in this module."""
+    """Runs the jobs of a sweep on Dask. Hydra wants the class in this module."""
 
 
 register(

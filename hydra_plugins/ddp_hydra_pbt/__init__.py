@@ -6,7 +6,7 @@ from ddp_hydra.sweep.pbt.sweeper import PopulationSweeper
 
 
 class PBTSweeper(PopulationSweeper):
-    """Train a population of jobs, the worst of which copy the best. Hydra wants the class in this module."""
+    """Trains a population of jobs, the worst of which copy the best. Hydra wants the class in this module."""
 
 
 register(

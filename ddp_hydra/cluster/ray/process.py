@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 class DaskProcess:
-    """Run `dask scheduler` or `dask worker` as a child of an actor; each ends with the other.
+    """Runs `dask scheduler` or `dask worker` as a child of an actor; each ends with the other.
 
     If the child is killed or fails, the actor fails, and Ray starts it again, on another node if need be. If the child
     ends by itself, as it does when the scheduler closes the cluster, the actor ends for good.

@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class RayCluster:
-    """Start a Dask cluster on Ray, or connect to one that was kept.
+    """Starts a Dask cluster on Ray, or connects to one that was kept.
 
     Args:
         n_workers: number of workers.

@@ -1,4 +1,4 @@
-"""Run a job whose results go to shared storage: `results.handler=cluster results.root=s3://…`.
+"""Runs a job whose results go to shared storage: `results.handler=cluster results.root=s3://…`.
 
 The job runs in a driver, a process on the host of a worker. It does what the command does otherwise: it reserves
 workers, watches the gang and writes the results into a temporary folder, which is uploaded to the store.

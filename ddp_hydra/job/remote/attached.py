@@ -1,4 +1,4 @@
-"""Show a remote run from its store alone."""
+"""Shows a remote run from its store alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Attached:
-    """Follow one run.
+    """Follows one run.
 
     Args:
         store: the run's folder.

@@ -46,7 +46,7 @@ Messages = queue.SimpleQueue[Any]
 
 @dataclass(frozen=True)
 class StartedDriver:
-    """Identify a driver that has started.
+    """Identifies a driver that has started.
 
     Args:
         name: the driver's name, which is also the topic of its messages.
@@ -207,7 +207,7 @@ def _start(client: Any, worker: str, spec: JobSpec) -> StartedDriver:
 
 @dataclass
 class DriverReport:
-    """Describe how a run ended; this is a driver's last message.
+    """Describes how a run ended; this is a driver's last message.
 
     Args:
         state: done, failed or interrupted.
@@ -221,7 +221,7 @@ class DriverReport:
 
 
 class Follower:
-    """Show a driver's messages, and ask it to stop when the user presses Ctrl-C.
+    """Shows a driver's messages, and asks it to stop when the user presses Ctrl-C.
 
     Args:
         client: of the cluster.

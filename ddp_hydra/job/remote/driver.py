@@ -95,7 +95,7 @@ def open_runner(spec: JobSpec, context: DriverContext) -> Iterator[RemoteJobRunn
 
 
 class RemoteJobRunner:
-    """Run one job and upload its results.
+    """Runs one job and uploads its results.
 
     Args:
         spec: the job.

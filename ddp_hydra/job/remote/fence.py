@@ -1,4 +1,4 @@
-"""Let only one driver at a time write to a run's folder in a store.
+"""Lets only one driver at a time write to a run's folder in a store.
 
 The folder contains its owner's token. Each write succeeds only while the token is there.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class FencedStore(ResultsFolder):
-    """Write to a store as its owner, until another process acquires it.
+    """Writes to a store as its owner, until another process acquires it.
 
     A small object is replaced only if nobody else has changed it since this process became the owner (If-Match,
     If-None-Match). Large objects have a new name each time or only grow, so the owner is just checked before.

@@ -1,4 +1,4 @@
-"""Send messages from a driver to the command that waits for it, as JSON in a topic of the scheduler."""
+"""Sends messages from a driver to the command that waits for it, as JSON in a topic of the scheduler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stop_topic(driver: str) -> str:
 
 
 class EventChannel(logging.Handler):
-    """Send the driver's records and log lines to the command. It is a writer and a logging handler.
+    """Sends the driver's records and log lines to the command. It is a writer and a logging handler.
 
     Args:
         client: the driver's client.

@@ -1,4 +1,4 @@
-"""Make the temporary folder that a driver writes into before it uploads."""
+"""Makes the temporary folder that a driver writes into before it uploads."""
 
 from __future__ import annotations
 

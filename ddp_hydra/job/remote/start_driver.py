@@ -1,4 +1,4 @@
-"""Describe a job to a driver, and start the driver's process."""
+"""Describes a job to a driver, and starts the driver's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STDERR_BYTES = 2000
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Describe a job to a driver. It is sent through Dask and a pipe, and never written to a disk.
+    """Describes a job to a driver. It is sent through Dask and a pipe, and never written to a disk.
 
     Args:
         name: the driver's name, which is also the topic of its messages.
@@ -62,7 +62,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class DriverContext:
-    """Carry what a driver needs to know from the worker that starts it.
+    """Carries what a driver needs to know from the worker that starts it.
 
     Args:
         scheduler: address of the scheduler, as workers reach it.

@@ -27,7 +27,7 @@ LOST_S = 20.0
 
 
 class DriverStatus(JobStatus):
-    """Collect the status of a remote run. It is also a writer: it takes the records of the job.
+    """Collects the status of a remote run. It is also a writer: it takes the records of the job.
 
     Args:
         scheduler: address of the scheduler.

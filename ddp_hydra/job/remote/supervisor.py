@@ -1,4 +1,4 @@
-"""Restart the driver of a detached run on another worker when it is lost. The supervisor lives on the scheduler."""
+"""Restarts the driver of a detached run on another worker when it is lost. The supervisor lives on the scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("distributed.ddp_hydra")
 
 
 class DriverSupervisor(SchedulerPlugin):
-    """Start another driver when a supervised one disconnects.
+    """Starts another driver when a supervised one disconnects.
 
     Args:
         scheduler: of the cluster.

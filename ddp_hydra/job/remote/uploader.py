@@ -1,4 +1,4 @@
-"""Upload a run directory to its store while it grows; `writers/checkpoint_mirror.py` uploads the checkpoints."""
+"""Uploads a run directory to its store while it grows; `writers/checkpoint_mirror.py` uploads the checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Uploader:
-    """Upload the files of a folder about once a second, and retry what fails.
+    """Uploads the files of a folder about once a second, and retries what fails.
 
     Args:
         folder: the run directory.

@@ -1,4 +1,4 @@
-"""Write who copied whom: lineage.csv, lineage.md, and a picture of it."""
+"""Writes who copied whom: lineage.csv, lineage.md, and a picture of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAINT = "#b8bec6"
 
 @dataclass(frozen=True)
 class Entry:
-    """Describe a member at the end of its generation.
+    """Describes a member at the end of its generation.
 
     Args:
         generation: its number.

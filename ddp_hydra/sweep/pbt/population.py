@@ -1,4 +1,4 @@
-"""Decide who goes on, who copies whom, and with which values: one generation from the one before.
+"""Decides who goes on, who copies whom, and with which values: one generation from the one before.
 
 Its rules are the options of `hydra/sweeper=pbt`.
 """
@@ -68,7 +68,7 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """Hold one member of a generation.
+    """Holds one member of a generation.
 
     Args:
         values: of the keys that are searched, as typed.

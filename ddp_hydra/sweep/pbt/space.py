@@ -1,4 +1,4 @@
-"""Draw and change the values of the keys that population-based training searches."""
+"""Draws and changes the values of the keys that population-based training searches."""
 
 from __future__ import annotations
 

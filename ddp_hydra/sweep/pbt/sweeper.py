@@ -29,7 +29,7 @@ PAUSE = "trainer.pause_after_validations"
 
 
 class PopulationSweeper(Sweeper):
-    """Train a population in generations: each is one batch of jobs, which go on from checkpoints of the one before.
+    """Trains a population in generations: each is one batch of jobs, which go on from checkpoints of the one before.
 
     Args:
         direction: maximize or minimize; None for that of the objective.

@@ -1,4 +1,4 @@
-"""Stop the jobs of a sweep early: `hydra.launcher.stop`.
+"""Stops the jobs of a sweep early: `hydra.launcher.stop`.
 
     settings     read `hydra.launcher.stop`
     reports      read the values of the objective that a job has reported

@@ -1,4 +1,4 @@
-"""Define the calls of a sweep to a rule that stops its jobs; the base class stops none."""
+"""Defines the calls of a sweep to a rule that stops its jobs; the base class stops none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed",
 
 
 class Stopping:
-    """Stop no job.
+    """Stops no job.
 
     Args:
         queue: of the sweep.

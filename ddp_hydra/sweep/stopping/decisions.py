@@ -1,4 +1,4 @@
-"""Decide after which report a job is stopped.
+"""Decides after which report a job is stopped.
 
 The decision about a report of a job uses the job's own reports so far, and those of jobs with lower numbers up to the
 same report, as far as these were not stopped before. So it waits until all those jobs have come as far, or have ended;
@@ -15,7 +15,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Seen:
-    """Describe a job with a lower number, as a decision about report n sees it.
+    """Describes a job with a lower number, as a decision about report n sees it.
 
     Args:
         values: its first reports, n at most.
@@ -27,7 +27,7 @@ class Seen:
 
 
 class Rule(Protocol):
-    """Judge a job by its reports."""
+    """Judges a job by its reports."""
 
     def judge(self, own: Sequence[float], earlier: Sequence[Seen]) -> str:
         """Return why a job is stopped at its last report, in a few words; "" if it is not.
@@ -43,7 +43,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Stop:
-    """Name a job that is stopped.
+    """Names a job that is stopped.
 
     Args:
         number: of the job.
@@ -58,7 +58,7 @@ class Stop:
 
 @dataclass
 class Trial:
-    """Hold what is known of a job.
+    """Holds what is known of a job.
 
     Args:
         number: of the job.
@@ -88,7 +88,7 @@ class Trial:
 
 
 class Decisions:
-    """Apply a rule to the reports of all jobs, in an order that does not depend on when they arrive.
+    """Applies a rule to the reports of all jobs, in an order that does not depend on when they arrive.
 
     Args:
         rule: judges a job.

@@ -1,4 +1,4 @@
-"""Interrupt the jobs of a sweep that a rule stops."""
+"""Interrupts the jobs of a sweep that a rule stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENDS = {**ENDS, State.paused: "done"}  # by its own trainer.pause_after_validat
 
 
 class Interrupting(Stopping):
-    """Apply a rule to the jobs of a sweep.
+    """Applies a rule to the jobs of a sweep.
 
     A job that has ended before all is decided about it is shown as paused until then: it may yet be stopped at an
     earlier report.

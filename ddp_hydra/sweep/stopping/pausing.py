@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep from pause to pause, and let the best go on."""
+"""Runs the jobs of a sweep from pause to pause, and lets the best go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAUSES_ITSELF = (
 
 
 class Pausing(Stopping):
-    """Apply rungs to the jobs of a sweep.
+    """Applies rungs to the jobs of a sweep.
 
     Args:
         rungs: rank the jobs.

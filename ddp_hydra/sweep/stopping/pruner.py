@@ -1,4 +1,4 @@
-"""Use a pruner of Optuna as a rule: `hydra.launcher.stop={_target_: optuna.pruners.MedianPruner}`."""
+"""Uses a pruner of Optuna as a rule: `hydra.launcher.stop={_target_: optuna.pruners.MedianPruner}`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_hydra.sweep.stopping.decisions import Seen
 
 
 class Pruner:
-    """Ask a pruner about each report, in the order of the decisions.
+    """Asks a pruner about each report, in the order of the decisions.
 
     A pruner looks at a study, and a study changes with every job that ends. So each report has a study of its own, in
     memory, in which the jobs before have come exactly as far as this report, or to their end; and a copy of the pruner,

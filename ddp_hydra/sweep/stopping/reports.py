@@ -1,4 +1,4 @@
-"""Read the values of the objective that a job has reported: the lines of its metrics.jsonl that have the metric."""
+"""Reads the values of the objective that a job has reported: the lines of its metrics.jsonl that have the metric."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddp_hydra.sweep.rows import State
 
 @dataclass(frozen=True)
 class Report:
-    """Hold one reported value.
+    """Holds one reported value.
 
     Args:
         value: of the objective; NaN if it was not finite.
@@ -33,7 +33,7 @@ class Report:
 
 
 class ReportFile:
-    """Read a metrics.jsonl while it grows.
+    """Reads a metrics.jsonl while it grows.
 
     A job that starts again from a checkpoint removes the lines after it and writes them again, with the same values.
     They are not counted twice.

@@ -11,7 +11,7 @@ from ddp_hydra.sweep.stopping.decisions import Seen
 
 
 class Median:
-    """Stop a job whose best value so far is worse than the median of the earlier jobs' averages up to the same report.
+    """Stops a job whose best value so far is worse than the median of the earlier jobs' averages up to the same report.
 
     This is the median stopping rule of Golovin et al. 2017, "Google Vizier", section 3.2.2.
 
@@ -42,7 +42,7 @@ class Median:
 
 
 class Patient:
-    """Stop a job that makes no progress.
+    """Stops a job that makes no progress.
 
     Args:
         maximize: whether higher values are better.
@@ -64,7 +64,7 @@ class Patient:
 
 
 class Threshold:
-    """Stop a job whose objective is NaN, or is not better than a bound after some reports.
+    """Stops a job whose objective is NaN, or is not better than a bound after some reports.
 
     Args:
         maximize: whether higher values are better.
@@ -86,7 +86,7 @@ class Threshold:
 
 
 class Halving:
-    """Stop a job that is not among the best when it comes to a rung: asha for jobs that can't pause and go on.
+    """Stops a job that is not among the best when it comes to a rung: asha for jobs that can't pause and go on.
 
     Args:
         maximize: whether higher values are better.

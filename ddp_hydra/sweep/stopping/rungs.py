@@ -1,4 +1,4 @@
-"""Decide which jobs go on: asynchronous successive halving (Li et al. 2020, arXiv:1810.05934), made repeatable.
+"""Decides which jobs go on: asynchronous successive halving (Li et al. 2020, arXiv:1810.05934), made repeatable.
 
 Each job runs to the report of its rung and pauses. The jobs of a rung are ranked in the order in which they entered it,
 however they finish: a result waits until those before it are there. After each result, those among the best
@@ -18,7 +18,7 @@ from ddp_hydra.sweep.rows import score
 
 @dataclass
 class Trial:
-    """Hold what is known of a job.
+    """Holds what is known of a job.
 
     Args:
         number: of the job.
@@ -37,7 +37,7 @@ class Trial:
 
 @dataclass
 class Rung:
-    """Hold the jobs of one rung.
+    """Holds the jobs of one rung.
 
     Args:
         goal: the report at which its jobs pause.
@@ -54,7 +54,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Standing:
-    """Describe how good a job is in its rung.
+    """Describes how good a job is in its rung.
 
     Args:
         number: of the job.
@@ -72,7 +72,7 @@ class Standing:
 
 
 class Rungs:
-    """Rank jobs at their rungs, and let the best go on.
+    """Ranks jobs at their rungs, and lets the best go on.
 
     Args:
         maximize: whether higher values are better.

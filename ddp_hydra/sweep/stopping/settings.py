@@ -1,4 +1,4 @@
-"""Read `hydra.launcher.stop`: a rule by its name, a rule with options, or a pruner of Optuna by `_target_`."""
+"""Reads `hydra.launcher.stop`: a rule by its name, a rule with options, or a pruner of Optuna by `_target_`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Call the code of a user at certain moments of a run."""
+"""Calls the code of a user at certain moments of a run."""
 
 from ddp_hydra.training.callbacks.base import Callback, View
 from ddp_hydra.training.callbacks.histograms import Histograms

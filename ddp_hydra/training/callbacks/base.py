@@ -1,4 +1,4 @@
-"""Define the base class of callbacks, the run as they see it, and how they are called."""
+"""Defines the base class of callbacks, the run as they see it, and how they are called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log how weights and gradients are distributed."""
+"""Logs how weights and gradients are distributed."""
 
 from __future__ import annotations
 

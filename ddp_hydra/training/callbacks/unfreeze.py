@@ -1,4 +1,4 @@
-"""Train frozen parameters from some epoch on."""
+"""Trains frozen parameters from some epoch on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop at a time of day."""
+"""Stops at a time of day."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send a job's records to tracking services: MLflow, W&B, Aim, ClearML, or a writer of one's own.
+"""Sends a job's records to tracking services: MLflow, W&B, Aim, ClearML, or a writer of one's own.
 
     base       what a logger for a service has to define
     sender     the job's side: a bounded queue, and the logger's process

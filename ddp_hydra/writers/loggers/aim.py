@@ -1,4 +1,4 @@
-"""Log a job as a run of Aim."""
+"""Logs a job as a run of Aim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, St
 
 @dataclass(eq=False, repr=False)
 class AimLogger(Logger):
-    """Log to a repository of Aim, or to its server. The sweep of a job is a tag of its run, "sweep <name>".
+    """Logs to a repository of Aim, or to its server. The sweep of a job is a tag of its run, "sweep <name>".
 
     Aim keeps no files, so checkpoints are not uploaded.
 

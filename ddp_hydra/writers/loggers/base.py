@@ -1,4 +1,4 @@
-"""Define what a logger does with the records of a job."""
+"""Defines what a logger does with the records of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROJECT = "ddp_hydra"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Describe a job to a logger.
+    """Describes a job to a logger.
 
     Args:
         name: of the run, after its run directory: "2026-08-01/12-00-00-123456".
@@ -46,7 +46,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class StartedRun:
-    """Identify a run at its service.
+    """Identifies a run at its service.
 
     Args:
         id: by which a resumed job continues it.
@@ -65,7 +65,7 @@ class Refused(Exception):
 
 @dataclass(eq=False, repr=False)
 class Logger:
-    """Send records to one service. An error of a method is repeated until it succeeds, unless it is `Refused`.
+    """Sends records to one service. An error of a method is repeated until it succeeds, unless it is `Refused`.
 
     Args:
         checkpoints: which checkpoints are uploaded: None, "best" or "all".

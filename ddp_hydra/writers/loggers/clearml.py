@@ -1,4 +1,4 @@
-"""Log a job as a task of ClearML."""
+"""Logs a job as a task of ClearML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_hydra.writers.loggers.base import FAILED, FINISHED, PROJECT, Logger, Re
 
 @dataclass(eq=False, repr=False)
 class ClearmlLogger(Logger):
-    """Log to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>".
+    """Logs to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>".
 
     Args:
         project: None: CLEARML_PROJECT, else "ddp_hydra".

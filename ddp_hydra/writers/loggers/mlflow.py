@@ -1,4 +1,4 @@
-"""Log a job as a run of MLflow."""
+"""Logs a job as a run of MLflow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPORARY = {
 
 @dataclass(eq=False, repr=False)
 class MlflowLogger(Logger):
-    """Log to an MLflow server, or to a local store of MLflow.
+    """Logs to an MLflow server, or to a local store of MLflow.
 
     The sweep of a job is the tag `sweep`, by which MLflow's page groups runs.
 

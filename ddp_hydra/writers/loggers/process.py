@@ -55,7 +55,7 @@ def _end_as_orphan(parent: int, timeout_s: float) -> None:
 
 
 class RedactedOutput(io.TextIOBase):
-    """Write text to a file, line by line, without secrets.
+    """Writes text to a file, line by line, without secrets.
 
     Args:
         file: an open text file.
@@ -80,7 +80,7 @@ class RedactedOutput(io.TextIOBase):
 
 
 class Session:
-    """Run one logger.
+    """Runs one logger.
 
     Args:
         order: `node`, the logger's config; `job`, fields of `RunInfo`; `roots`, the layers of the project space.

@@ -1,4 +1,4 @@
-"""Send a job's records to a logger's process, without ever waiting for it."""
+"""Sends a job's records to a logger's process, without ever waiting for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordBuffer:
-    """Hold lines for one reader, up to a limit; `put` never waits.
+    """Holds lines for one reader, up to a limit; `put` never waits.
 
     Args:
         max_lines: lines to hold.
@@ -77,7 +77,7 @@ class RecordBuffer:
 
 
 class LoggerProcess:
-    """Run a logger in a process of its own. It is a writer, none of whose methods fails or waits.
+    """Runs a logger in a process of its own. It is a writer, none of whose methods fails or waits.
 
     Args:
         name: of the logger, for messages.

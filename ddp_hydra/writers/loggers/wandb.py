@@ -1,4 +1,4 @@
-"""Log a job as a run of Weights & Biases."""
+"""Logs a job as a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = "trainer/global_step"
 
 @dataclass(eq=False, repr=False)
 class WandbLogger(Logger):
-    """Log to W&B, or offline into the run directory. The sweep of a job is its W&B group.
+    """Logs to W&B, or offline into the run directory. The sweep of a job is its W&B group.
 
     Args:
         project: None: WANDB_PROJECT, else "ddp_hydra".

@@ -1,4 +1,4 @@
-"""Make points on spirals: a data set that needs no files."""
+"""Makes points on spirals: a data set that needs no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define a small fully connected network."""
+"""Defines a small fully connected network."""
 
 from __future__ import annotations
 
