@@ -52,7 +52,7 @@ class PetNames(Dataset):
         num_classes: characters in the alphabet.
 
     Raises:
-        ValueError: an argument out of its range, or a file that is no list of such names.
+        ValueError: an argument out of its range, or a file that is not a list of such names.
         FileNotFoundError: no such file, URL, bucket or object.
         PermissionError: the source can't be read.
         ConnectionError: no network, or the host is not reachable.
@@ -232,7 +232,7 @@ def _parse(content: bytes | bytearray, source: str) -> list[str]:
     try:
         names = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"{source} is no JSON ({error}); {_SET_SOURCE}") from None
+        raise ValueError(f"{source} is not JSON ({error}); {_SET_SOURCE}") from None
     if not isinstance(names, list) or not names:
         raise ValueError(f"{source} holds {str(names)[:60]!r}, and must be a list of names; {_SET_SOURCE}")
     allowed = frozenset(ALPHABET) - {"*", "+"}

@@ -39,7 +39,7 @@ TORCH_MODULES = (
 
 
 TEMPLATE = ROOT / "ddp_hydra" / "cli" / "template"
-"""Files of a new project, which are no modules of ddp_hydra."""
+"""Files of a new project, which are not modules of ddp_hydra."""
 
 
 def modules(package: str) -> dict[str, Path]:

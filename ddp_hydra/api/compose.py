@@ -27,7 +27,7 @@ class Composed:
         run_dir: the folder for its results.
 
     Raises:
-        ConfigError: an argument is no override.
+        ConfigError: an argument is not an override.
         HydraException: there is no such config, or a value has the wrong type.
     """
 

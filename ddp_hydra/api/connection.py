@@ -31,7 +31,7 @@ class Connection:
         self._stack = ExitStack()
         cfg = Composed(overrides).cfg.cluster
         if cluster.is_inline(cfg):
-            raise ConfigError("cluster=inline is no cluster: leave connect out")
+            raise ConfigError("cluster=inline is not a cluster: leave connect out")
         try:
             self.client: Any = cluster.start(cfg, self._stack, notify=print)
             cluster.use_existing(Scheduler(self.client.scheduler.address, self.client.security))

@@ -36,7 +36,7 @@ class Run:
     def __init__(self, folder: str | Path) -> None:
         self.dir = Path(folder)
         if not self.dir.is_dir():
-            raise ConfigError(f"{self.dir} is no run directory: give one that a run has made, outputs/<date>/<time>")
+            raise ConfigError(f"{self.dir} is not a run directory: give one that a run has made, outputs/<date>/<time>")
 
     @property
     def status(self) -> str:

@@ -126,7 +126,7 @@ def offer_choices() -> None:
 
 
 def choices(config: Any, word: str) -> list[str]:
-    """Return the completions of "key=" or "key=beginning"; none if the key is no enum or boolean.
+    """Return the completions of "key=" or "key=beginning"; none if the key is not an enum or boolean.
 
     Args:
         config: as composed so far.

@@ -142,10 +142,10 @@ def error_message(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         near = unknown_keys.meant(name, error.options, f"{group}=")
-        return f"{group}={name} is no option{near or '.'} The options are {', '.join(error.options)}"
+        return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):  # of a list of options
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} is no option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
+        return f"{group}={name} is not an option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
     frames = traceback.extract_tb(error.__traceback__)
     is_in_main = any(frame.filename == __file__ and frame.name == "main" for frame in frames)
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and not is_in_main:

@@ -136,7 +136,7 @@ def check_certificates(security: Any) -> None:
     except ssl.SSLError as error:
         given = ", ".join(f"{name}={file}" for name, file in files.items())
         raise ClusterError(
-            f"cluster.security: these are no certificate and its key, in PEM format ({given}): {error.reason or error}"
+            f"cluster.security: not a certificate and its key in PEM format ({given}): {error.reason or error}"
         ) from None
 
 
@@ -146,7 +146,7 @@ def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
     Dask itself would wait for ever where a program listens that says nothing.
 
     Raises:
-        ClusterError: nobody listens, or the listener is no scheduler, or it refuses the connection.
+        ClusterError: nobody listens, or the listener is not a scheduler, or it refuses the connection.
     """
     deadline = time.monotonic() + timeout_s
     while reason := diagnose(address, security):

@@ -39,7 +39,7 @@ def check_requirements(texts: Iterable[Any]) -> list[str]:
         except InvalidRequirement as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"cluster.pip names {text!r}, which is no requirement ({reason}): write it as for pip install, e.g. "
+                f"cluster.pip names {text!r}, which is not a requirement ({reason}): write it as for pip install, e.g. "
                 "cluster.pip=['timm>=1.0']"
             ) from None
     return list(map(str, texts))

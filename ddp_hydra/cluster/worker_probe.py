@@ -70,7 +70,7 @@ def _installed(name: str, changed: tuple[int, ...]) -> str | None:
 
 
 def _changed(folder: str) -> int:
-    """Return when the names in a folder changed, in nanoseconds; 0 if it is no folder."""
+    """Return when the names in a folder changed, in nanoseconds; 0 if it is not a folder."""
     try:
         return Path(folder or ".").stat().st_mtime_ns
     except OSError:

@@ -24,7 +24,7 @@ def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """Return the node of each logger of a job, by its name; one by `_target_` is called by its class.
 
     Raises:
-        ConfigError: an entry of `results.loggers` is no logger.
+        ConfigError: an entry of `results.loggers` is not a logger.
     """
     found: dict[str, dict[str, Any]] = {}
     for entry in OmegaConf.to_container(cfg.results.loggers, resolve=True, throw_on_missing=True):  # type: ignore[union-attr]

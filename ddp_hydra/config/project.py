@@ -172,7 +172,7 @@ def packed(archive: bytes) -> Project:
                 raise ValueError("it is too large")
             return Project(_hash({info.filename: opened.read(info) for info in opened.infolist()}), archive)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"it is no archive of a project space ({error})") from None
+        raise ValueError(f"it is not an archive of a project space ({error})") from None
 
 
 def _hash(contents: dict[str, bytes]) -> str:

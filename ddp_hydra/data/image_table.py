@@ -136,7 +136,7 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
             for column, place in zip(found, places, strict=True):
                 column.append(row[place])
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{table} is no CSV file ({error}): check data.table=...") from None
+        raise ValueError(f"{table} is not a CSV file ({error}): check data.table=...") from None
     except ValueError as error:
         raise ValueError(f"{table}: {error}: check data.table=...") from None
     return found
@@ -154,7 +154,7 @@ def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list
             _place(column, file.schema_arrow.names, table)
         read = file.read(columns=list(columns))
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{table} is no Parquet file ({error}): check data.table=...") from None
+        raise ValueError(f"{table} is not a Parquet file ({error}): check data.table=...") from None
     return [[str(value) for value in read.column(column).to_pylist()] for column in columns]
 
 

@@ -38,7 +38,7 @@ class ParquetRows:
         num_classes: number of classes, where the target's are whole numbers and the files say the largest.
 
     Raises:
-        ValueError: a file is no Parquet file, lacks a column, or has one that holds no numbers.
+        ValueError: a file is not a Parquet file, lacks a column, or has one that holds no numbers.
         FileNotFoundError: there is no such file.
         ModuleNotFoundError: pyarrow is not installed.
     """
@@ -125,7 +125,7 @@ class ParquetRows:
         elif url.endswith(".csv"):
             name = PurePosixPath(url).with_suffix(".parquet").name
             convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({url!r}), {name!r})"
-            raise ValueError(f'{url} is no Parquet file: type python -c "{convert}", and data.files={name}')
+            raise ValueError(f'{url} is not a Parquet file: type python -c "{convert}", and data.files={name}')
         else:
             store, prefix = self.access.open_folder(url)
             listed = sorted((key, size) for key, size in store.objects(prefix) if key.endswith(SUFFIXES))
@@ -138,7 +138,7 @@ class ParquetRows:
                 source = io.BufferedReader(StoredFile(store, key, size), 1 << 16)
                 opened.append((name, pyarrow.parquet.ParquetFile(source)))
             except pyarrow.ArrowException as error:
-                raise ValueError(f"{name} is no Parquet file ({error}): check data.files=...") from None
+                raise ValueError(f"{name} is not a Parquet file ({error}): check data.files=...") from None
         return opened
 
     def _take_up(self, name: str, file: Any, largest: list[Any]) -> None:

@@ -188,7 +188,7 @@ def _remove_killed() -> None:
 def _remove(folder: Path) -> None:
     with suppress(OSError):
         ports = set((folder / _PORTS_NOTED).read_text().split())
-        for path in glob.glob(f"{_SOCKETS}*.sock"):  # noqa: PTH207 (the beginning is no folder)
+        for path in glob.glob(f"{_SOCKETS}*.sock"):  # noqa: PTH207 (the beginning is not a folder)
             if _port_of(path) in ports:
                 Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

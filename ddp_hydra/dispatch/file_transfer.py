@@ -53,7 +53,7 @@ def drop(source: Path, file: Mapping[str, Any], call: Callable[..., Any]) -> Non
 
 
 def _is_here(source: Path, size: int | None) -> bool:
-    """Return whether this host has the file, and it is no link."""
+    """Return whether this host has the file, and it is not a link."""
     return source.is_file() and source.resolve() == source.absolute() and source.stat().st_size == size
 
 

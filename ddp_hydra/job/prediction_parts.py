@@ -122,7 +122,8 @@ class Parts:
         """Put the file of a part in place."""
         named = _PART.fullmatch(record.data["path"])
         if named is None or not self.length or (self.total and int(named[1]) >= self.total):
-            raise RecordError(f"rank {record.rank} sent {record.data['path']!r:.80}, which is no part of {self.total}")
+            path = f"{record.data['path']!r:.80}"
+            raise RecordError(f"rank {record.rank} sent {path}, which is not a part of {self.total}")
         receiver = FileReceiver(fetch)
         try:
             receiver.receive(record, self.path(int(named[1])))

@@ -75,7 +75,7 @@ class Fault:
         """Read "kill,rank=1,step=20".
 
         Raises:
-            ConfigError: the text is no fault; says what is allowed.
+            ConfigError: the text is not a fault; says what is allowed.
         """
         kind, *settings = [word.strip() for word in str(text).split(",")]
         types = {one.name: {"int": int, "float": float, "str": str}[str(one.type)] for one in fields(cls)}
@@ -97,8 +97,8 @@ class Fault:
     def mistake(cls, text: str) -> ConfigError:
         """Return the error that says what a fault looks like."""
         return ConfigError(
-            f"fault={text!r} is no fault: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind may "
-            f"be left out), with a kind of {', '.join(KINDS | ON_CLIENT)} and a place of {', '.join(PLACES)}"
+            f"fault={text!r} is not a fault: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind "
+            f"may be left out), with a kind of {', '.join(KINDS | ON_CLIENT)} and a place of {', '.join(PLACES)}"
         )
 
 

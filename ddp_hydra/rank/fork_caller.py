@@ -49,7 +49,7 @@ class Caller:
         """Return the requests that have arrived.
 
         Raises:
-            ValueError: the connection has ended, or what came is no request.
+            ValueError: the connection has ended, or what came is not a request.
         """
         try:
             data, fds, _, _ = socket.recv_fds(self.connection, 2**18, MAX_FDS)

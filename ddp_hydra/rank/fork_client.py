@@ -115,7 +115,7 @@ def locked(folder: Path) -> Iterator[int]:
     """Lock a folder during the block, and make it again if a server has just removed it; yield its descriptor.
 
     Raises:
-        ConfigError: the path is no folder, or other users may write there.
+        ConfigError: the path is not a folder, or other users may write there.
     """
     for _ in range(MAX_TRIES):
         try:

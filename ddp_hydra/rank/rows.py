@@ -28,7 +28,7 @@ def write(file: IO[bytes], columns: Mapping[str, Any]) -> None:
 
 
 def is_name(name: Any) -> bool:
-    """Tell whether a column can be called so: by a text that is no path."""
+    """Tell whether a column can be called so: by a text that is not a path."""
     return isinstance(name, str) and bool(name) and name.isprintable() and not {"/", "\\"} & set(name)
 
 

@@ -17,7 +17,7 @@ MOST_TEXT = 500
 MOST_ATTEMPTS = 50
 """At most so many attempts and checkpoints are shown."""
 _LATEST = 4e9
-"""Later times, in seconds since 1970, are no times of a run."""
+"""Later times, in seconds since 1970, are not times of a run."""
 
 
 @dataclass

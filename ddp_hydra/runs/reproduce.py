@@ -37,14 +37,14 @@ def of(files: RunFiles) -> Again:
     """Return what runs a run again.
 
     Raises:
-        ConfigError: it is no run of a config, or the code here can't be packed.
+        ConfigError: it is not a run of a config, or the code here can't be packed.
     """
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     if not isinstance(typed, list) or not all(isinstance(word, str) for word in typed):
         raise ConfigError(f"{files.place} has no .hydra/overrides.yaml: only a run of a config can be run again")
     odd = [word for word in typed if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     if odd:
-        raise ConfigError(f"{files.place}: its overrides hold {odd[0]!r}, which is no override")
+        raise ConfigError(f"{files.place}: its overrides hold {odd[0]!r}, which is not an override")
     hydra: Any = yaml_value(files.read(".hydra/hydra.yaml"))
     hydra = hydra.get("hydra", hydra) if isinstance(hydra, dict) else {}
     job, runtime = (hydra.get(name) if isinstance(hydra.get(name), dict) else {} for name in ("job", "runtime"))

@@ -31,7 +31,7 @@ class LocalRun:
         self.place = str(folder)
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
-        """Return the content of a file; b"" if there is none, or it is no file, or too large.
+        """Return the content of a file; b"" if there is none, or it is not a file, or too large.
 
         Args:
             name: below the run.
@@ -176,7 +176,7 @@ def open_run(run: str) -> RunFiles:
         raise ConfigError(f"{place}: there is no such folder; ddp-hydra runs ls lists the runs of outputs and multirun")
     if not is_run(set(os.listdir(folder))):  # noqa: PTH208
         raise ConfigError(
-            f"{place} is no run directory: it has no .hydra, status.json or summary.json; "
+            f"{place} is not a run directory: it has no .hydra, status.json or summary.json; "
             f"ddp-hydra runs ls {place} lists the runs below it"
         )
     return LocalRun(place)

@@ -50,7 +50,7 @@ def comparison(word: str) -> Comparison | None:
     """Return the comparison that a word is, "val/loss<0.5"; None for another word.
 
     Raises:
-        ConfigError: it compares with something that is no number.
+        ConfigError: it compares with something that is not a number.
     """
     found = _COMPARISON.fullmatch(word)
     if found is None:
@@ -85,7 +85,7 @@ class Filter:
         """Return the rows that are chosen.
 
         Raises:
-            ConfigError: there is no such status, `since` is no date, or no run has a metric that is compared.
+            ConfigError: there is no such status, `since` is not a date, or no run has a metric that is compared.
         """
         for word in _words(self.status):
             if word not in STATUSES:

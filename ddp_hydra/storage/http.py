@@ -88,7 +88,7 @@ def shown(url: str) -> str:
 
 
 def _error(where: str, status: str, reason: str) -> Exception:
-    """Return the error for an answer that is no success.
+    """Return the error for an answer that is not a success.
 
     Args:
         where: the URL, without secrets.

@@ -82,8 +82,8 @@ class Remote(Retrying):
         Raises:
             FileNotFoundError: there is no such bucket.
             PermissionError: no credentials, or wrong ones.
-            ConnectionError: the endpoint is not reachable, is no S3 store, or does not have this bucket in its region.
-            ValueError: a key that is no path.
+            ConnectionError: the endpoint is not reachable, is not an S3 store, or has this bucket in another region.
+            ValueError: a key that is not a path.
         """
         walk = Walk(self.shown(), prefix)
         while page := self._request(walk.next_page, None, first=True):
@@ -134,7 +134,7 @@ class Remote(Retrying):
             return self._wrong_body(str(key), came_to - came_from, end - start)
         if "invalid list response" in text:
             return TemporaryError(
-                f"{self.shown()} answered with what is no listing: if it is an S3 store, try again later; if "
+                f"{self.shown()} answered with what is not a listing: if it is an S3 store, try again later; if "
                 "not, check data.endpoint_url=..."
             )
         return super()._explained(error, key)

@@ -27,7 +27,7 @@ class Bucket(Remote):
         anon: read without credentials, as public buckets allow.
         addressing: "path": the bucket's name comes after the host's name, which most stores understand; "virtual": it
             is a part of the host's name; None: what the environment says, else "path".
-        credentials: access key and secret of a store where they are no secret, as the embedded one.
+        credentials: access key and secret of a store where they are not secret, as the embedded one.
         setting: the config key that names the bucket, for messages; None: only the environment says where the store
             is and who may use it.
         scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.

@@ -117,7 +117,7 @@ def _read_manifest(remote: WritableStore, retry_s: float) -> tuple[Entries, str]
     """Return the entries of a manifest in a store, and why all checkpoints were removed, if they were.
 
     Raises:
-        CheckpointError: there is none, it is no manifest, or the store did not answer in time.
+        CheckpointError: there is none, it is not a manifest, or the store did not answer in time.
     """
     try:
         manifest = bytes(_retried(lambda: remote.get(NAME), retry_s))

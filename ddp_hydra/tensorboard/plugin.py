@@ -153,7 +153,7 @@ def roots_of(logdir: str | None, spec: str | None) -> dict[str, str]:
 
 def _count(word: str) -> int:
     if not (word.isascii() and word.isdigit() and len(word) < 16):
-        raise BadRequestError(f"{word[:20]!r} is no count")
+        raise BadRequestError(f"{word[:20]!r} is not a count")
     return int(word)
 
 

@@ -27,7 +27,7 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     """Build the model. If its `num_classes` is null, the data set fills it.
 
     Raises:
-        ConfigError: it is no module, or some of its parameters have no shape yet.
+        ConfigError: it is not a module, or some of its parameters have no shape yet.
     """
     built = make(fill_num_classes(cfg.model, data, "model"))
     target = cfg.model["_target_"]
@@ -63,7 +63,7 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     built = make(node, **{name: value() for name, value in known.items() if name in taken and name not in node})
     if not isinstance(built, Task):
         raise ConfigError(
-            f"task._target_={node['_target_']} is no subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
+            f"task._target_={node['_target_']} is not a subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
         )
     for part in vars(built).values():
         if isinstance(part, nn.Module):
@@ -81,7 +81,7 @@ def callbacks(cfg: DictConfig) -> dict[str, Callback]:
     for name, one in built.items():
         if not isinstance(one, Callback):
             raise ConfigError(
-                f"callbacks.{name}: {type(one).__name__} is no subclass of ddp_hydra.training.callbacks.Callback"
+                f"callbacks.{name}: {type(one).__name__} is not a subclass of ddp_hydra.training.callbacks.Callback"
             )
     return built
 

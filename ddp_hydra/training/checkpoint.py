@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint file; nothing in it is unpickled.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or is no checkpoint.
+        CheckpointError: the file is missing or damaged, or is not a checkpoint.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
             "damaged or something else; take an earlier step file of the same run"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of ddp_hydra: it has no format={FORMAT}")
+        raise CheckpointError(f"{path} is not a checkpoint of ddp_hydra: it has no format={FORMAT}")
     return content
 
 

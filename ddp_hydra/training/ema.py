@@ -19,7 +19,7 @@ class Ema:
 
     Attributes:
         model: the average, a copy of the model.
-        steps: number of updates. It is no tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
+        steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
             from a GPU waits for the GPU.
     """
 

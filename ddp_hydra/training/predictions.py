@@ -83,7 +83,7 @@ def fitted(name: str, values: Any, kind: str) -> dict[str, Any]:
     if kind == "pictures":
         return {name: [png(picture) for picture in values]}
     raise ConfigError(
-        f"the task predicts {name!r} of shape {values.shape[1:]} for each sample, which is no row of a table: give "
+        f"the task predicts {name!r} of shape {values.shape[1:]} for each sample, which is not a row of a table: give "
         "out=<folder>/ for PNGs, or out=predictions.npz"
     )
 

@@ -65,7 +65,7 @@ def is_locked(run_dir: Path) -> bool | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file or folder, which is no link; None if that can't be told."""
+    """Return whether a process holds the lock of a file or folder, which is not a link; None if that can't be told."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Return the content of summary.json; {} if there is none or it is no JSON object."""
+    """Return the content of summary.json; {} if there is none or it is not a JSON object."""
     try:
         return json_object((run_dir / SUMMARY).read_bytes())
     except OSError:

@@ -54,7 +54,7 @@ class TensorBoardWriter:
         """Append the event of a metrics, text, image or histogram record; a start record may drop points.
 
         Raises:
-            RecordError: an image is no PNG, or the file cannot be written.
+            RecordError: an image is not a PNG, or the file cannot be written.
         """
         if record.kind not in ("start", *_SHOWN) or record.attempt < (self._attempt or 0):
             return

@@ -109,5 +109,5 @@ def test_a_program_keeps_a_cluster_for_its_runs(folder):
 
 
 def test_inline_is_no_cluster(folder):
-    with pytest.raises(ConfigError, match="cluster=inline is no cluster"):
+    with pytest.raises(ConfigError, match="cluster=inline is not a cluster"):
         ddp_hydra.connect(["cluster=inline"])

@@ -33,7 +33,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["model=resnet19"], r"model=resnet19 is no option: did you mean model=resnet18\? The options are"),
+        (["model=resnet19"], r"model=resnet19 is not an option: did you mean model=resnet18\? The options are"),
         slow(["models=resnet18"], r"models: there is no such key: did you mean model\?"),
         slow(["optimizer.learning_rate=1"], r"learning_rate: there is no such key: did you mean optimizer\.lr\?"),
         (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),

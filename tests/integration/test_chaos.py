@@ -69,7 +69,7 @@ def clients(client2, client4) -> dict[int, Client]:
 
 @pytest.fixture(scope="module")
 def client_to_kill(warm_server, tmp_path_factory) -> Iterator[Callable[[int], Client]]:
-    """Start a cluster of so many workers when first asked. They come back, and are no children of the tests."""
+    """Start a cluster of so many workers when first asked. They come back, and are not children of the tests."""
     folder = tmp_path_factory.mktemp("dask")
     with contextlib.ExitStack() as stack:
 

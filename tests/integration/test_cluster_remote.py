@@ -170,7 +170,7 @@ def test_a_certificate_file_that_is_not_there(secured):
 
 def test_a_certificate_with_somebody_elses_key(secured):
     security = secured.certificates(tls_client_key=secured.other.folder / "client.key")
-    assert "these are no certificate and its key" in why_not(address=secured.address, security=security)
+    assert "not a certificate and its key" in why_not(address=secured.address, security=security)
 
 
 def test_tls_without_certificates(secured):

@@ -76,7 +76,7 @@ def test_a_job_through_all_faults_has_the_same_numbers_as_one_without(client2, t
     assert rough.value["bad_samples"] == 0
     assert next(pages, "none") == "none"
     header = next(record.data["lines"] for record in rough.records if record.kind == "start")
-    assert "skipped   1 files that are no images: 1 .txt" in header
+    assert "skipped   1 files that are not images: 1 .txt" in header
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(
 
 
 def test_an_error_in_a_model_names_the_users_file_once(client2, own_project, tmp_path, monkeypatch):
-    """Known before a cluster is there where the file is no Python; else raised by a rank, and not tried again."""
+    """Known before a cluster is there where the file is not Python; else raised by a rank, and not tried again."""
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(own_project))
     monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client2))
     model = own_project / "models" / "tiny.py"

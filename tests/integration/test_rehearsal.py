@@ -70,5 +70,5 @@ def test_a_full_disk_is_waited_for_and_a_damaged_checkpoint_is_not_used(cli, who
 def test_a_misspelt_fault_says_what_there_is(cli):
     ended = cli.run(*TINY, "+fault=explode,rank=1")
     assert ended.returncode == 1
-    assert "fault='explode,rank=1' is no fault" in ended.stderr
+    assert "fault='explode,rank=1' is not a fault" in ended.stderr
     assert "kill" in ended.stderr

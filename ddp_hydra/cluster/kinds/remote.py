@@ -96,7 +96,7 @@ def read_address(file: Path) -> str:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
         except (KeyError, TypeError, ValueError):
-            reason = "this is no file that a scheduler has written"
+            reason = "this is not a file that a scheduler has written"
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"cluster.scheduler_file={file}: {reason}: start one with `dask scheduler --scheduler-file {file}`, in "

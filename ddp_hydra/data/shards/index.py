@@ -202,14 +202,14 @@ def _parse(content: bytes | str, source: str) -> _File:
     try:
         return _converted(json.loads(content), _File, source)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"the index {shown(source)} is no JSON ({error}): {_SET_INDEX}") from None
+        raise ValueError(f"the index {shown(source)} is not JSON ({error}): {_SET_INDEX}") from None
 
 
 def _converted(content: Any, kind: type[T], source: str) -> T:
     try:
         return convert(content, kind)
     except ValidationError as error:
-        raise ValueError(f"{shown(source)} is no index of shards ({error}): {_SET_INDEX}") from None
+        raise ValueError(f"{shown(source)} is not an index of shards ({error}): {_SET_INDEX}") from None
 
 
 class _Folder(Struct, frozen=True):

@@ -259,7 +259,7 @@ def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
             members = tar.getmembers()
             stopped_at = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError) as error:
-        raise ValueError(f"{path} is no tar file, or a damaged one: {error}") from None
+        raise ValueError(f"{path} is not a tar file, or a damaged one: {error}") from None
     file.seek(stopped_at)
     if stopped_at != size and file.read(BLOCK) != _ZEROS:
         raise ValueError(

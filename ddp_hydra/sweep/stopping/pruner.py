@@ -25,7 +25,7 @@ class Pruner:
         pruner: of Optuna.
 
     Raises:
-        ConfigError: it is no pruner of Optuna, or Optuna is missing.
+        ConfigError: it is not a pruner of Optuna, or Optuna is missing.
     """
 
     def __init__(self, maximize: bool, pruner: Any) -> None:

@@ -15,14 +15,14 @@ class WallClock(Callback):
         at: that time, "07:30".
 
     Raises:
-        ConfigError: it is no time of day.
+        ConfigError: it is not a time of day.
     """
 
     def __init__(self, at: str) -> None:
         try:
             time = datetime.strptime(str(at), "%H:%M").time()
         except ValueError:
-            raise ConfigError(f"at={at!r} is no time of day: give hours and minutes, '07:30'") from None
+            raise ConfigError(f"at={at!r} is not a time of day: give hours and minutes, '07:30'") from None
         now = datetime.now().astimezone()
         self.end = now.replace(hour=time.hour, minute=time.minute, second=0, microsecond=0)
         if self.end <= now:

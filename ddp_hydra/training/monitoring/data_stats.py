@@ -92,7 +92,7 @@ def skipped_by(dataset: Any) -> str:
         return ""
     most = sorted(skipped.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{count:,} {kind or 'without extension'}" for kind, count in most[:5])
-    return f"{sum(skipped.values()):,} files that are no images: {kinds}{', ...' if len(most) > 5 else ''}"
+    return f"{sum(skipped.values()):,} files that are not images: {kinds}{', ...' if len(most) > 5 else ''}"
 
 
 @dataclass(frozen=True)

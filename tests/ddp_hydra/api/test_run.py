@@ -86,7 +86,7 @@ def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
         return client
 
     monkeypatch.setattr(cluster, "start", start)
-    with pytest.raises(ConfigError, match="cluster=inline is no cluster: leave connect out"):
+    with pytest.raises(ConfigError, match="cluster=inline is not a cluster: leave connect out"):
         ddp_hydra.connect(["cluster=inline"])
     with ddp_hydra.connect(["cluster.n_workers=3"]) as connection:
         assert repr(connection) == "<Connection: 2 workers at tcp://127.0.0.1:1>"
@@ -137,7 +137,7 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path):
 
 def test_an_empty_run_has_an_empty_table(tmp_path):
     assert Run(tmp_path).metrics().empty
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         Run(tmp_path / "no")
 
 

@@ -29,12 +29,12 @@ def raising(error: BaseException):
         (
             MissingConfigException("a page of search path", "metrics/r2"),
             1,
-            "ddp_hydra: metrics=r2 is no option: there is no metrics/r2.yaml. ddp-hydra --help lists the options\n",
+            "ddp_hydra: metrics=r2 is not an option: there is no metrics/r2.yaml. ddp-hydra --help lists the options\n",
         ),
         (
             MissingConfigException("no such model", "model/resnet19", ["lstm", "resnet18"]),
             1,
-            "ddp_hydra: model=resnet19 is no option: did you mean model=resnet18? The options are lstm, resnet18\n",
+            "ddp_hydra: model=resnet19 is not an option: did you mean model=resnet18? The options are lstm, resnet18\n",
         ),
         (InstantiationException("no such sampler"), 1, "ddp_hydra: no such sampler\n"),
         (FileExistsError(17, "File exists", "outputs"), 1, "give another with hydra.run.dir=<folder>"),

@@ -88,7 +88,7 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(make_run, tmp_path, monkey
         (["ls", "limit=-5"], "limit=-5: give how many"),
         (["ls", "sort=val/los"], "no run has this metric"),
         (["show"], "show takes one run, not 0"),
-        (["show", "outputs"], "outputs is no run directory.*runs ls outputs lists"),
+        (["show", "outputs"], "outputs is not a run directory.*runs ls outputs lists"),
         (["show", "no_such"], "there is no such folder"),
         (["diff", "outputs/a"], "diff takes 2 runs, not 1"),
         (["rm"], "rm needs a run"),
@@ -202,7 +202,7 @@ def test_secrets_and_options_are_not_repeated(three, tmp_path, monkeypatch, caps
     with pytest.raises(ConfigError, match="looks like a secret"):
         runs.main(["reproduce", "outputs/a", "run=true"])
     saved.write_text("- --config-dir=/tmp/evil\n")
-    with pytest.raises(ConfigError, match="which is no override"):
+    with pytest.raises(ConfigError, match="which is not an override"):
         runs.main(["reproduce", "outputs/a", "run=true"])
 
 

@@ -91,7 +91,7 @@ def test_an_archive_tells_its_hash_and_another_is_none(tmp_path):
     packed = pack(make(tmp_path))
     assert project.packed(packed.archive) == packed
     for damaged in (b"", b"no zip", packed.archive[:-30], packed.archive[:40]):
-        with pytest.raises(ValueError, match="it is no archive of a project space"):
+        with pytest.raises(ValueError, match="it is not an archive of a project space"):
             project.packed(damaged)
 
 

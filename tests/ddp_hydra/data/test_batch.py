@@ -22,7 +22,7 @@ class Sample:
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping that is no dict, with its own `to`."""
+    """A mapping that is not a dict, with its own `to`."""
 
     moved_to: Any = None
 

@@ -94,7 +94,7 @@ def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
         ParquetRows(named, "label")
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 but not really")
-    with pytest.raises(ValueError, match=r"broken\.parquet is no Parquet file"):
+    with pytest.raises(ValueError, match=r"broken\.parquet is not a Parquet file"):
         ParquetRows(str(broken), "label")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"holds no file that ends with \.parquet"):
@@ -123,7 +123,7 @@ def test_rows_from_a_store(s3, folder):
 def test_a_csv_file_is_told_with_how_to_convert_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="is no Parquet file") as caught:
+    with pytest.raises(ValueError, match="is not a Parquet file") as caught:
         ParquetRows("rows.csv", "b")
     code, files = re.fullmatch(r'.*: type python -c "(.*)", and data.files=(.*)', str(caught.value)).groups()
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -133,7 +133,7 @@ def test_an_index_may_be_open_for_reading(three, tmp_path):
         for stream in (text, binary):
             data = WidsShards(stream, base=str(tmp_path))
             assert (len(data), data.name) == (203, "pets")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         WidsShards(io.StringIO("{"))
 
 

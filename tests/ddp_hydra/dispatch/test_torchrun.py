@@ -83,7 +83,7 @@ def test_what_starts_ranks_itself_does_not_go_with_a_launcher(started):
             {"address": "tcp://h:1"},
             r"cluster.address: cluster=torchrun has no such key, .* n_workers, wait_timeout_s, keep",
         ),
-        ({"pip": ["=1"]}, r"cluster.pip names '=1', which is no requirement"),
+        ({"pip": ["=1"]}, r"cluster.pip names '=1', which is not a requirement"),
     ],
 )
 def test_the_keys_of_every_cluster_are_held_against_what_was_started(started, given, said):

@@ -68,9 +68,9 @@ def test_what_is_no_run_is_refused(make_run, tmp_path):
     (tmp_path / "link").symlink_to(run_dir)
     (tmp_path / "notes").mkdir()
     for run, said in {
-        "notes": "is no run directory",
+        "notes": "is not a run directory",
         "link": "is a link: give the folder itself",
-        "outputs": "is no run directory",
+        "outputs": "is not a run directory",
         "no_such": "there is no such folder",
         "outputs/a": "holds other runs, too",
     }.items():

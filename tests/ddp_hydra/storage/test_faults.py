@@ -107,7 +107,7 @@ def test_an_odd_page_ends_no_listing(store, fault, at):
 def test_a_listing_that_never_comes_to_its_end_is_an_error(store, fault):
     store.page = 4
     store.fault = lambda number, path: fault if number > 2 else None
-    with pytest.raises(ConnectionError, match=r"(broke off at 'many/011\.png'|what is no listing).*try again later"):
+    with pytest.raises(ConnectionError, match=r"(broke off at 'many/011\.png'|what is not a listing).*try again later"):
         list(bucket(store, retry_timeout_s=0.3).objects("many"))
 
 

@@ -147,8 +147,8 @@ def test_the_filter_is_that_of_runs_ls(ask, make_run, words, names):
     [
         ("/runs", {"filter": "status=dnoe"}, "status=dnoe: give running, done"),
         ("/runs", {"filter": "val/lss<1"}, "no run has this metric"),
-        ("/runs", {"since": "-1"}, "'-1' is no count"),
-        ("/runs", {"since": "1" * 99}, "is no count"),
+        ("/runs", {"since": "-1"}, "'-1' is not a count"),
+        ("/runs", {"since": "1" * 99}, "is not a count"),
         ("/log", {"id": "x", "rank": "../0"}, "no such run"),
         ("/diff", {"id": ["x"]}, "2 to 8 runs are compared"),
         ("/diff", {"id": ["x", "y"]}, "no such run"),

@@ -125,7 +125,7 @@ def test_one_may_ask_to_stop(train, capsys):
 
 
 def test_what_is_no_callback_is_refused(train):
-    with pytest.raises(ConfigError, match=r"callbacks\.it: Linear is no subclass"):
+    with pytest.raises(ConfigError, match=r"callbacks\.it: Linear is not a subclass"):
         train(parts=with_callbacks(it=("torch.nn.Linear", {"in_features": 1, "out_features": 1})))
 
 
@@ -207,7 +207,7 @@ def test_a_wall_clock_stops_at_its_time():
     clock.end -= clock.end - clock.end.replace(year=2020)
     clock.on_step(run)
     assert asked == ["it is 07:30"]
-    with pytest.raises(ConfigError, match=r"at='7.30' is no time of day"):
+    with pytest.raises(ConfigError, match=r"at='7.30' is not a time of day"):
         WallClock("7.30")
 
 

@@ -1,4 +1,4 @@
-"""Decoding: every usual format and mode becomes RGB bytes; what is no image says so."""
+"""Decoding: every usual format and mode becomes RGB bytes; what is not an image says so."""
 
 from __future__ import annotations
 

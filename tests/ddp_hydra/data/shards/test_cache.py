@@ -269,7 +269,7 @@ def test_a_shard_with_other_samples_than_the_index_says_is_refused(server, cache
 
 def test_a_page_that_is_no_tar_file_is_refused_and_not_kept(server, cache_of, tmp_path):
     server.add(a=b"<html>not found</html>")
-    with pytest.raises(ValueError, match=r"a\.tar is no tar file"):
+    with pytest.raises(ValueError, match=r"a\.tar is not a tar file"):
         cache_of([shard_of(server, "/a.tar")]).open(0)
     assert files(tmp_path / "cache") == ["lock"]
 

@@ -196,8 +196,8 @@ def test_a_local_index_may_lead_out_of_its_folder(write, tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b"{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
         (b"[1, 2]", "Expected `object`, got `array`"),
         ({"wids_version": 1, "__kind__": "other"}, r"Invalid enum value 'other' - at `\$.__kind__`"),
         ({"shardlist": [shard()]}, "missing required field `wids_version`"),

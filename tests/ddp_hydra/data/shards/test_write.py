@@ -109,7 +109,7 @@ def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
         (["make", "{pictures}", "https://host/x"], "'https://host/x' can't be written to: give a folder, or s3://"),
         (["make", "gopher://bucket/x", "{out}"], "'gopher://bucket/x' can't be read"),
         (["index", "{pictures}/none.tar", "--out", "{out}/i.json"], "none.tar"),
-        (["index", "{pictures}/cat/0.png", "--out", "{out}/i.json"], "is no tar file, or a damaged one"),
+        (["index", "{pictures}/cat/0.png", "--out", "{out}/i.json"], "is not a tar file, or a damaged one"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(pictures, tmp_path, capsys, arguments, said):

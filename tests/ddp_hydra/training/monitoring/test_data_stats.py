@@ -50,7 +50,7 @@ def test_files_that_were_left_out_are_said_by_extension():
     data = Images()
     assert skipped_by(data) == skipped_by(None) == ""
     data.skipped = {".txt": 2, "": 1, ".heic": 1200}
-    assert skipped_by(data) == "1,203 files that are no images: 1,200 .heic, 2 .txt, 1 without extension"
+    assert skipped_by(data) == "1,203 files that are not images: 1,200 .heic, 2 .txt, 1 without extension"
 
 
 def test_of_a_data_set_that_says_nothing_the_waiting_is_told():

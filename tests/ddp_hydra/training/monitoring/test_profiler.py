@@ -59,7 +59,7 @@ def test_a_memory_that_is_full_amid_a_run_is_told_with_the_step_the_sizes_and_wh
         job("Hungry")
 
 
-# -- gradients that are no numbers -------------------------------------------------------------------------
+# -- gradients that are not numbers -------------------------------------------------------------------------
 
 
 class Rooted(nn.Linear):
