@@ -16,7 +16,13 @@ class Writer(Protocol):
     """Turns records into files. A writer gets every record, and picks the kinds that it knows."""
 
     def write(self, record: Record) -> None:
-        """Take one record that the handler has checked."""
+        """Take one record that the handler has checked.
+
+        Raises:
+            OSError: it could not be written. Where that may pass, as on a full disk, the handler gives the record
+                again, so what was written of it must not count twice.
+            RecordError: it cannot be written at all.
+        """
 
     def close(self) -> None:
         """Finish; the handler calls this once, also after a failure."""
