@@ -482,7 +482,7 @@ def machines(four_machines) -> tuple[Dask, Client]:
 
 
 def program_of(machines: tuple[Dask, Client], story: Story, rank: int) -> psutil.Process:
-    """The program that a rank's worker belongs to."""
+    """The program that a rank's worker belongs to. It takes a while to find, in which a hang keeps the rank."""
     worker = story.gang.attempt.specs[rank].worker
     return psutil.Process(machines[1].run(os.getppid, workers=[worker])[worker])
 
@@ -498,7 +498,8 @@ def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients
         if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
             signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
 
-    story = chaos.done(client, ranks=4, on_record=kill, overrides=(*settings, "model.dropout=0", *fewer, *SLOW))
+    overrides = (*settings, "model.dropout=0", *fewer, *SLOW)
+    story = chaos.done(client, "hang,rank=2,step=7", ranks=4, on_record=kill, overrides=overrides)
     assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
     assert story.summary["world_size"] == 3
     changed = "trainer.gradient_accumulation_steps is 2 instead of 1 and data.batch_size is 4 instead of 6, so"
@@ -520,7 +521,7 @@ def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, 
             for rank in (1, 2):
                 signal_all(program_of(machines, chaos.stories[-1], rank), signal.SIGKILL)
 
-    story = chaos.done(client, ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
+    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
     assert {failure.kind for failure in story.failures} == {"lost"}
     assert "2 ranks instead of 3: a global batch of 15 does not divide among them" in caplog.text
     assert "so it is 10 now: data.batch_size=5 as before" in caplog.text
@@ -535,7 +536,8 @@ def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines):
         if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
             signal_all(program_of(machines, chaos.stories[-1], 3), signal.SIGKILL)
 
-    story = chaos(client, ranks=4, on_record=kill, overrides=(*SLOW, "dispatch.restart_wait_s=0.5"))
+    overrides = (*SLOW, "dispatch.restart_wait_s=0.5")
+    story = chaos(client, "hang,rank=3,step=7", ranks=4, on_record=kill, overrides=overrides)
     assert isinstance(story.error, RankFailed)
     assert "3 of 4 workers are there, and the job shall not go on with fewer than 4" in str(story.error)
 
