@@ -180,7 +180,7 @@ def test_a_damaged_file_in_the_cache_is_downloaded_again(web, tmp_path):
 
 def test_content_that_is_no_list_of_names_is_not_cached(web, tmp_path):
     web.content = b"<html>log in first</html>"
-    with pytest.raises(ValueError, match=r"no JSON.*data\.source="):
+    with pytest.raises(ValueError, match=r"not JSON.*data\.source="):
         PetNames(web.url, cache_dir=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

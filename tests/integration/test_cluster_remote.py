@@ -228,7 +228,7 @@ def test_a_scheduler_file_that_nobody_writes(tmp_path, impatient):
     said = why_not(scheduler_file=str(tmp_path / "s.json"))
     assert "there is no such file: start one with `dask scheduler --scheduler-file" in said
     (tmp_path / "s.json").write_text("{}")
-    assert "no file that a scheduler has written" in why_not(scheduler_file=str(tmp_path / "s.json"))
+    assert "not a file that a scheduler has written" in why_not(scheduler_file=str(tmp_path / "s.json"))
 
 
 def test_no_address_at_all():

@@ -99,7 +99,7 @@ def test_parquet_is_read(table, tmp_path):
     assert (reds(data), data.classes) == ([2, 1], ["9", "11"])
     with pytest.raises(ValueError, match=r"no column 'file', only path, label, more.*data\.path_column="):
         table(content, "images.parquet", path_column="file")
-    with pytest.raises(ValueError, match="no Parquet file"):
+    with pytest.raises(ValueError, match="not a Parquet file"):
         table(content[:100], "images.parquet")
 
 
@@ -128,8 +128,8 @@ def test_a_missing_image_is_replaced_and_named(table):
         ("path,label\n", {}, r"no rows: check data\.table="),
         ("", {}, r"no column 'path', only none"),
         ("path,label\na,b,c\n", {}, "line 2 has 3 fields, and the first line 2"),
-        (b"\xff\xfe\x00", {}, "no CSV file"),
-        ('path,label\n"a,b\n', {}, "no CSV file"),
+        (b"\xff\xfe\x00", {}, "not a CSV file"),
+        ('path,label\n"a,b\n', {}, "not a CSV file"),
     ],
 )
 def test_what_is_no_such_table_is_told(table, content, arguments, words):

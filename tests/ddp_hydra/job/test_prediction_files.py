@@ -109,7 +109,7 @@ def test_pictures(parts, tmp_path):
     ["parts/part-00000003.rows", "parts/part-1.rows", "parts/../x.rows", "plan.json", "parts/part-00000000.rows/x"],
 )
 def test_a_rank_can_write_nothing_but_parts(parts, tmp_path, path):
-    with pytest.raises(RecordError, match="no part of 3"):
+    with pytest.raises(RecordError, match="not a part of 3"):
         parts.receive(file_record(tmp_path, 0, columns(slice(0, 2)), path), fetch)
 
 
@@ -146,7 +146,7 @@ def test_a_data_set_that_has_changed_since_is_refused(parts):
 
 def test_the_number_of_samples_may_be_told_at_the_end(tmp_path):
     parts = Parts(tmp_path / "parts", {"checkpoint": "1"})
-    with pytest.raises(RecordError, match="no part of"):
+    with pytest.raises(RecordError, match="not a part of"):
         parts.receive(file_record(tmp_path, 0, columns(slice(0, 2))), fetch)
     unknown = Record("start", {"samples": None, "rows": 2})
     parts.receive(unknown, fetch)

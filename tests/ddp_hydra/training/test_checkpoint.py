@@ -202,10 +202,10 @@ BAD = {
         "can't be read as a checkpoint",
     ),
     "code in a checkpoint": (saved({"format": FORMAT, "model": Bomb()}), "can't be read as a checkpoint"),
-    "a list": (saved([1, 2]), f"no checkpoint of ddp_hydra: it has no format={FORMAT}"),
-    "a state dict": (saved(nn.Linear(1, 1).state_dict()), "no checkpoint of ddp_hydra"),
-    "of the past": (saved({"format": FORMAT - 1}), "no checkpoint of ddp_hydra"),
-    "of the future": (saved({"format": FORMAT + 1}), "no checkpoint of ddp_hydra"),
+    "a list": (saved([1, 2]), f"not a checkpoint of ddp_hydra: it has no format={FORMAT}"),
+    "a state dict": (saved(nn.Linear(1, 1).state_dict()), "not a checkpoint of ddp_hydra"),
+    "of the past": (saved({"format": FORMAT - 1}), "not a checkpoint of ddp_hydra"),
+    "of the future": (saved({"format": FORMAT + 1}), "not a checkpoint of ddp_hydra"),
 }
 
 
