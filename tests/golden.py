@@ -135,8 +135,8 @@ def main() -> int:
     given = parser.parse_args()
     here, found = arithmetic(), {}
     before = json.loads(given.file.read_text()) if given.command == "compare" else {"arithmetic": here}
-    if before["arithmetic"] != here:
-        raise SystemExit(f"{given.file} was recorded with {before['arithmetic']}, and here is {here}: record it anew")
+    if (there := before.get("arithmetic")) != here:
+        raise SystemExit(f"{given.file} was recorded with {there}, and here is {here}: record it anew")
     with tempfile.TemporaryDirectory(prefix="golden-") as name:
         folder = Path(name)
         places = prepare(folder)

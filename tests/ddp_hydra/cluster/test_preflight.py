@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import ddp_hydra
 from ddp_hydra.cluster import preflight, scheduler_plugin, worker_probe
 from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.preflight import check_workers
 from ddp_hydra.errors import ClusterError, ConfigError
 
 HERE = platform.python_version()
@@ -211,3 +213,55 @@ def test_asking_for_requirements_brings_no_dask_in():
     look += "from ddp_hydra.cluster import preflight; preflight.check_requirements(['a>=1']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
     assert "distributed" not in done.stdout.split()
+
+
+# -- once for all gangs of a client that need the same -------------------------------------------------------
+
+
+@pytest.fixture
+def probed(monkeypatch) -> list[list[str]]:
+    """The workers that were looked at, call by call."""
+    calls: list[list[str]] = []
+
+    def probe(client: Any, workers: list[str], *_: Any) -> dict[str, Any]:
+        calls.append(workers)
+        return dict.fromkeys(workers)
+
+    monkeypatch.setattr(preflight, "probe", probe)
+    for name in ("check", "check_packages", "check_network"):
+        monkeypatch.setattr(preflight, name, lambda *_: None)
+    return calls
+
+
+def test_a_worker_is_looked_at_once_for_each_need(probed):
+    client: Any = SimpleNamespace()
+    check_workers(client, ["a", "b"], [], None)
+    check_workers(client, ["b", "c"], [], None)
+    check_workers(client, ["a"], ["timm"], None)
+    check_workers(client, ["a"], [], "eth1")
+    other: Any = SimpleNamespace()
+    check_workers(other, ["a"], [], None)
+    assert probed == [["a", "b"], ["c"], ["a"], ["a"], ["a"]]
+
+
+def test_a_worker_that_lacks_something_is_looked_at_again(probed, monkeypatch):
+    def refuse(found: Any) -> None:
+        raise ClusterError("no torch")
+
+    client: Any = SimpleNamespace()
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "check", refuse)
+        with pytest.raises(ClusterError):
+            check_workers(client, ["a"], [], None)
+    check_workers(client, ["a"], [], None)
+    assert probed == [["a"], ["a"]]
+
+
+def test_a_new_worker_has_to_fit_together_with_those_looked_at_before(probed, monkeypatch):
+    client: Any = SimpleNamespace()
+    check_workers(client, ["a", "b", "gone"], [], None)
+    together: list[list[str]] = []
+    monkeypatch.setattr(preflight, "check", lambda found: together.append(sorted(found)))
+    check_workers(client, ["a", "b", "c"], [], None)
+    check_workers(client, ["a", "c"], [], None)
+    assert together == [["a", "b", "c"]]

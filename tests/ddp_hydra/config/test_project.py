@@ -120,6 +120,7 @@ def test_unpacking_gives_the_files_and_again_the_same_folder(tmp_path):
     assert packed.unpack(tmp_path / "worker" / "spool") == target
     assert (target / "kept").exists()
     assert list(target.parent.iterdir()) == [target]
+    assert target.stat().st_mode & 0o777 == 0o700  # other users of the host may not read the code
 
 
 def test_an_edit_unpacks_beside_the_old(tmp_path):

@@ -1,94 +1,32 @@
-"""The cache of shards: whole files only, one download, a bounded size, and what stays in it."""
+"""The cache of shards: whole files only, and one download for all processes."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import errno
 import fcntl
 import gzip
-import hashlib
-import multiprocessing
 import os
 import pickle
 import random
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 
 from ddp_hydra.data.shards import cache_folder as shard_folder
-from ddp_hydra.data.shards import cached_shards
 from ddp_hydra.data.shards import download as shard_download
 from ddp_hydra.data.shards.cache import ShardCache
-from ddp_hydra.data.shards.cache_folder import Kept, ShardFolder, eviction_rank, with_index
 from ddp_hydra.data.shards.index import Shard
-from tests.support.tar_server import TarServer, numbered, serving
+from tests.support.shard_caches import COUNT, files, label, serve, settle, shard_of, wait_until
+from tests.support.tar_server import numbered
 
 pytestmark = pytest.mark.integration
-COUNT = 20
 ROOT = Path(__file__).parents[4]
-
-
-@pytest.fixture
-def server():
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
-def cache_of(tmp_path):
-    """Make caches that are closed after the test."""
-    made = []
-
-    def make(shards, budget_bytes=2**30, folder=None, **options) -> ShardCache:
-        cache = ShardCache(shards, folder or tmp_path / "cache", budget_bytes, **{"prefetch": 0, **options})
-        made.append(cache)
-        return cache
-
-    yield make
-    for cache in made:
-        cache.close()
-
-
-def shard_of(server: TarServer, path: str, content: bytes | None = None, count: int = COUNT, **said) -> Shard:
-    """What an index says of a shard; with its size and MD5 where the content is given."""
-    known = {} if content is None else {"size": len(content), "md5": hashlib.md5(content).hexdigest()}
-    return Shard(server.url + path, count, **{**known, **said})
-
-
-def serve(server: TarServer, names: str, known: bool = True, n_bytes: int = 50) -> list[Shard]:
-    """Serve a shard for each letter."""
-    contents = {name: numbered(number * COUNT, COUNT, n_bytes) for number, name in enumerate(names)}
-    server.add(**contents)
-    return [shard_of(server, f"/{name}.tar", contents[name] if known else None) for name in names]
-
-
-def label(cache: ShardCache, number: int, index: int = 0) -> int:
-    return int(bytes(cache.open(number).fields(index)[".cls"]))
-
-
-def files(folder: Path) -> list[str]:
-    """What is in a cache, without the hashes, and without the indexes of members, which may come later."""
-    return sorted(re.sub(r"^[0-9a-f]{32}-", "", path.name) for path in folder.iterdir() if ".npz" not in path.name)
-
-
-def settle(cache: ShardCache) -> None:
-    """Wait for the indexes of members."""
-    cache._cached._index_saver.submit(lambda: None).result()
-
-
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 # One whole file
@@ -437,261 +375,20 @@ def test_it_pickles_at_any_time(server, cache_of):
         copy.close()
 
 
-# A bounded size
-
-SIZE = with_index(len(numbered(0, COUNT)))
-"""Of a shard and its index, at most."""
-
-
-def total(folder: Path) -> int:
-    with (folder / "lock").open("rb+") as file:  # nothing is evicted or added meanwhile
-        fcntl.flock(file, fcntl.LOCK_EX)
-        taken = 0
-        for path in folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # an index that was just made, and got its name
-                taken += path.stat().st_size
-    return taken
-
-
-def test_the_cache_never_takes_more_than_it_may(server, cache_of, tmp_path):
-    shards = serve(server, "abcdefgh")
-    cache = cache_of(shards, 3 * SIZE)
-    for number in (*range(8), *range(8)):
-        assert label(cache, number) == number * COUNT
-        assert total(tmp_path / "cache") <= 3 * SIZE
-    assert len(list((tmp_path / "cache").glob("*.tar"))) >= 2
-
-
-def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(cached_shards, "WAIT_S", 0.2)
-    shards = serve(server, "abc")
-    cache = cache_of(shards, 2 * SIZE)
-    views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
-    with pytest.raises(
-        OSError, match=r"no space for a shard .* all shards in it are in use.*data\.cache_gb=1"
-    ) as caught:
-        cache.open(2)
-    assert "data.cache_dir=" in str(caught.value)
-    assert [int(bytes(view)) for view in views] == [0, COUNT]
-    del views
-    assert label(cache, 2) == 2 * COUNT
-    assert total(tmp_path / "cache") <= 2 * SIZE
-
-
-def test_other_processes_are_asked_to_close_the_shards_that_they_keep_open(server, cache_of):
-    shards = serve(server, "abc")
-    cache, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
-    label(other, 0)
-    label(other, 1)
-    assert label(cache, 2) == 2 * COUNT
-    assert len(other.held) <= 1
-
-
-def test_a_process_that_waits_for_space_gets_it_from_one_that_will_read_on(server, cache_of):
-    shards = serve(server, "abc")
-    cache, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
-    other.expect([0, 1])
-    label(other, 0)
-    label(other, 1)
-    assert label(cache, 2) == 2 * COUNT
-    assert [label(other, number) for number in (0, 1)] == [0, COUNT]
-
-
-def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_path):
-    (shard,) = serve(server, "a", n_bytes=1000)
-    with pytest.raises(OSError, match=r"a shard takes .* GiB, and the cache in .*type data\.cache_gb=1"):
-        cache_of([shard], shard.size + 100).open(0)
-    assert server.gets("/a.tar") == 0
-    assert files(tmp_path / "cache") == []
-
-
-def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
-    shards = serve(server, "a")
-    real = os.fstatvfs
-
-    def full(descriptor):
-        return os.statvfs_result([*real(descriptor)[:4], 0, *real(descriptor)[5:]])
-
-    monkeypatch.setattr(os, "fstatvfs", full)
-    monkeypatch.setattr(cached_shards, "WAIT_S", 0.1)
-    with pytest.raises(OSError, match=r"the disk is full\. Free the disk or type data\.cache_dir="):
-        cache_of(shards).open(0)
-
-
-def test_on_a_full_disk_older_shards_go(server, cache_of, monkeypatch, tmp_path):
-    cache = cache_of(serve(server, "ab"))
-    label(cache, 0)
-    real = os.fstatvfs
-
-    def full(descriptor):
-        free = 0 if list((tmp_path / "cache").glob("*-a.tar")) else 2**20
-        return os.statvfs_result([*real(descriptor)[:4], free, *real(descriptor)[5:]])
-
-    monkeypatch.setattr(os, "fstatvfs", full)
-    assert label(cache, 1) == COUNT
-    assert files(tmp_path / "cache") == ["b.tar", "lock"]
-
-
-def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_path):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    for name in ("holiday.tar", "notes.part", f"{'0' * 32}.tar", f"{'a' * 32}-x.tar.bak"):
-        (folder / name).write_bytes(b"x" * 10 * SIZE)
-    cache = cache_of(serve(server, "abc"), 2 * SIZE)
-    for number in range(3):
-        label(cache, number)
-    assert {"holiday.tar", "notes.part"} <= {path.name for path in folder.iterdir()}
-    assert sum(path.stat().st_size == 10 * SIZE for path in folder.iterdir()) == 4
-
-
-def test_the_leftovers_of_killed_processes_go_when_space_is_needed(server, cache_of, tmp_path):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    old = f"{'0' * 32}-old.tar"
-    for name in (f"{old}.part", f"{old}.npz", f"{old}.npz.abc.part"):
-        (folder / name).write_bytes(b"x" * SIZE)
-    label(cache_of(serve(server, "a")), 0)
-    assert files(folder) == ["a.tar", "lock"]
-
-
-def evict_in_a_process(shards, folder) -> None:
-    cache = ShardCache(shards, folder, 2 * SIZE, prefetch=1)
-    for number in range(len(shards)):
-        assert label(cache, number) == number * COUNT
-
-
-def test_a_spawned_process_evicts_too_and_ends_without_being_closed(server, tmp_path):
-    shards = serve(server, "abcd")
-    process = multiprocessing.get_context("spawn").Process(target=evict_in_a_process, args=(shards, tmp_path / "cache"))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert 0 < total(tmp_path / "cache") <= 2 * SIZE
-
-
-# What is evicted first
-
-
-def test_the_order_of_eviction():
-    def kept(name: str, used: int, read: bool = True) -> Kept:
-        return Kept(name, 1, used, used if read else 0)
-
-    index = {"early", "late", "near", "far", "prefetched", "for others"}
-    needed = {"near": 3, "far": 9, "prefetched": 2}
-    expected = [
-        kept("other index, old", 1), kept("other index, new", 90), kept("late", 80), kept("early", 20), kept("far", 10),
-        kept("near", 50), kept("prefetched", 70, read=False), kept("for others", 60, read=False),
-    ]  # fmt: skip
-    shuffled = random.Random(0).sample(expected, len(expected))
-    assert sorted(shuffled, key=lambda file: eviction_rank(file, index, needed)) == expected
-
-
-def simulated_hits(n_shards: int, capacity: int, epochs: int, shuffled: bool, prefetch: int) -> tuple[float, float]:
-    """Hit rates of `eviction_rank` and of the usual least recently used, after the first epoch."""
-    chance, clock = random.Random(0), 0
-    index = {str(number) for number in range(n_shards)}
-    cache: dict[str, Kept] = {}
-    usual: OrderedDict[str, None] = OrderedDict()
-    hits = usual_hits = 0
-    for epoch in range(epochs):
-        order = [str(number) for number in range(n_shards)]
-        if shuffled:
-            chance.shuffle(order)
-        for place, name in enumerate(order):
-            needed = {later: distance for distance, later in enumerate(order[place:])}
-            for wanted in order[place : place + 1 + prefetch]:
-                if wanted not in cache:
-                    while len(cache) >= capacity:
-                        del cache[min(cache.values(), key=lambda file: eviction_rank(file, index, needed)).name]
-                    cache[wanted] = Kept(wanted, 1, clock, 0)
-                    hits -= epoch > 0
-            clock += 1
-            cache[name] = Kept(name, 1, clock, clock)
-            hits += epoch > 0
-            usual_hits += epoch > 0 and name in usual
-            usual[name] = None
-            usual.move_to_end(name)
-            if len(usual) > capacity:
-                usual.popitem(last=False)
-    reads = (epochs - 1) * n_shards
-    return hits / reads, usual_hits / reads
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_cache_of_half_the_data_saves_half_of_the_downloads(prefetch):
-    hits, _ = simulated_hits(100, 50, 10, shuffled=True, prefetch=prefetch)
-    assert hits > 0.46
-    hits, usual = simulated_hits(100, 50, 10, shuffled=False, prefetch=prefetch)
-    assert hits > 0.46
-    assert usual == 0
-
-
-def test_so_it_is_with_real_shards(server, cache_of):
-    shards = serve(server, "abcdefghijkl")
-    cache = cache_of(shards, 6 * SIZE, prefetch=1)
-    chance = random.Random(0)
-    for epoch in range(4):
-        order = chance.sample(range(12), 12)
-        cache.expect(order)
-        for number in order:
-            assert label(cache, number) == number * COUNT
-            cache.note_done(number)
-        if epoch == 0:
-            first = cache.counts["downloads"]
-    assert first == 12
-    assert cache.counts["downloads"] - first <= 0.65 * 3 * 12
-
-
-# Ahead of time
-
-
-def test_expected_shards_are_there_before_they_are_needed(server, cache_of, tmp_path):
-    shards = serve(server, "abcdefgh")
-    cache = cache_of(shards, prefetch=2)
-    cache.expect([5, 3, 1, 0])
-    wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) == 2)
-    time.sleep(0.1)
-    assert sorted(path for _, path in server.requests) == ["/d.tar", "/d.tar", "/f.tar", "/f.tar"]
-    assert label(cache, 5) == 5 * COUNT
-    wait_until(lambda: cache.counts["downloads"] == 3)
-    for number in (3, 1, 0):
-        label(cache, number)
-    assert (cache.counts["downloads"], server.gets("/b.tar"), server.gets("/c.tar")) == (4, 1, 0)
-
-
-def test_nothing_is_fetched_ahead_beyond_what_the_cache_may_take(server, cache_of, tmp_path):
-    shards = serve(server, "abcdef")
-    cache = cache_of(shards, 2 * SIZE, prefetch=4)
-    cache.expect(range(6))
-    wait_until(lambda: len(list((tmp_path / "cache").glob("*.tar"))) == 2)
-    time.sleep(0.3)
-    assert total(tmp_path / "cache") <= 2 * SIZE
-    for number in range(6):
-        assert label(cache, number) == number * COUNT
-        assert total(tmp_path / "cache") <= 2 * SIZE
-        cache.note_done(number)
-    assert cache.counts["downloads"] <= 7
-
-
-def test_what_fails_ahead_of_time_is_said_when_it_is_needed(server, cache_of):
-    shards = [*serve(server, "a"), shard_of(server, "/none.tar")]
-    cache = cache_of(shards, prefetch=2)
-    cache.expect([0, 1])
-    wait_until(lambda: server.requests["HEAD", "/none.tar"] == 1)
-    assert label(cache, 0) == 0
-    with pytest.raises(FileNotFoundError, match=r"none\.tar"):
-        cache.open(1)
-
-
-def test_close_ends_downloads_that_are_under_way(server, cache_of, tmp_path):
-    cache = cache_of(serve(server, "ab"), prefetch=2)
-    server.gate.clear()
-    cache.expect([0, 1])
-    wait_until(lambda: server.gets("/a.tar") and server.gets("/b.tar"))
-    threading.Timer(0.1, server.gate.set).start()
+def test_a_mapped_shard_stays_locked_until_its_last_part_is_gone(server, cache_of, tmp_path):
+    cache = cache_of(serve(server, "a"))
+    view = cache.open(0).fields(0)[".cls"]
     cache.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "shard-prefetch"]
-    assert not list((tmp_path / "cache").glob("*.part"))
+    (path,) = (tmp_path / "cache").glob("*.tar")
+    with path.open("rb+") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert bytes(view) == b"0"
+        del view
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# Arguments
 
 
 @pytest.mark.parametrize(
@@ -715,97 +412,3 @@ def test_the_default_folder_is_in_the_users_cache(server, monkeypatch, tmp_path)
     label(cache, 0)
     cache.close()
     assert files(tmp_path / "xdg" / "ddp_hydra" / "shards") == ["a.tar", "lock"]
-
-
-# The folder
-
-
-def test_a_claim_is_for_one_only_and_survives_no_death(tmp_path):
-    folder = ShardFolder(tmp_path, 2**20)
-    name = f"{'0' * 32}-a.tar"
-    first = folder.claim(name)
-    assert first is not None
-    assert folder.claim(name) is None
-    os.close(first)  # as the kernel does for a process that dies
-    second = folder.claim(name)
-    assert second is not None
-    folder.publish(second, name)
-    assert folder.claim(name) is None
-    assert files(tmp_path) == ["a.tar", "lock"]
-    descriptor = folder.open(name)
-    assert descriptor is not None
-    with pytest.raises(BlockingIOError), (tmp_path / name).open("rb+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(descriptor)
-    os.close(second)
-
-
-def test_claims_in_a_row_do_not_overlap(tmp_path):
-    """Many threads claim and abandon one name: never are two inside."""
-    folder = ShardFolder(tmp_path, 2**20)
-    name = f"{'0' * 32}-a.tar"
-    inside, most, entered = 0, 0, 0
-    lock = threading.Lock()
-
-    def contend() -> None:
-        nonlocal inside, most, entered
-        for _ in range(100):
-            part = folder.claim(name)
-            if part is None:
-                continue
-            with lock:
-                inside, entered = inside + 1, entered + 1
-                most = max(most, inside)
-            time.sleep(0.0002)
-            with lock:
-                inside -= 1
-            folder.abandon(part, name)
-
-    threads = [threading.Thread(target=contend) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
-    assert entered > 0
-
-
-def test_a_mapped_shard_stays_locked_until_its_last_part_is_gone(server, cache_of, tmp_path):
-    cache = cache_of(serve(server, "a"))
-    view = cache.open(0).fields(0)[".cls"]
-    cache.close()
-    (path,) = (tmp_path / "cache").glob("*.tar")
-    with path.open("rb+") as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert bytes(view) == b"0"
-        del view
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-@pytest.mark.slow
-def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(tmp_path):
-    folder = ShardFolder(tmp_path, 2**30)
-    done = threading.Event()
-
-    def scan() -> None:
-        while not done.is_set():
-            folder._scan()
-
-    scanners = [threading.Thread(target=scan) for _ in range(3)]
-    for scanner in scanners:
-        scanner.start()
-    try:
-        name, claimed = f"{0:032x}-a.tar", 0
-        while claimed < 1500:
-            if (part := folder.claim(name)) is None:
-                continue
-            claimed += 1
-            os.write(part, b"x")
-            folder.publish(part, name)
-            folder.discard(part, name)
-            os.close(part)
-    finally:
-        done.set()
-        for scanner in scanners:
-            scanner.join()

@@ -1,12 +1,15 @@
 """The folder that processes share."""
 
+import fcntl
 import os
 import threading
+import time
 
 import pytest
 
 from ddp_hydra.data.shards import cache_folder as module
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
+from tests.support.shard_caches import files
 
 NAME = f"{'0' * 32}-a.tar"
 OTHER = f"{'1' * 32}-b.tar"
@@ -67,3 +70,79 @@ def test_who_shares_a_folder_with_others_has_a_part_that_only_they_write_to(tmp_
     found.symlink_to(tmp_path)
     with pytest.raises(PermissionError, match=r"shared/user-0 is another user's"):
         ShardFolder(shared, SIZE)
+
+
+def test_a_claim_is_for_one_only_and_survives_no_death(tmp_path):
+    folder = ShardFolder(tmp_path, 2**20)
+    first = folder.claim(NAME)
+    assert first is not None
+    assert folder.claim(NAME) is None
+    os.close(first)  # as the kernel does for a process that dies
+    second = folder.claim(NAME)
+    assert second is not None
+    folder.publish(second, NAME)
+    assert folder.claim(NAME) is None
+    assert files(tmp_path) == ["a.tar", "lock"]
+    descriptor = folder.open(NAME)
+    assert descriptor is not None
+    with pytest.raises(BlockingIOError), (tmp_path / NAME).open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+    os.close(second)
+
+
+def test_claims_in_a_row_do_not_overlap(tmp_path):
+    """Many threads claim and abandon one name: never are two inside."""
+    folder = ShardFolder(tmp_path, 2**20)
+    inside, most, entered = 0, 0, 0
+    lock = threading.Lock()
+
+    def contend() -> None:
+        nonlocal inside, most, entered
+        for _ in range(100):
+            part = folder.claim(NAME)
+            if part is None:
+                continue
+            with lock:
+                inside, entered = inside + 1, entered + 1
+                most = max(most, inside)
+            time.sleep(0.0002)
+            with lock:
+                inside -= 1
+            folder.abandon(part, NAME)
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert entered > 0
+
+
+@pytest.mark.slow
+def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(tmp_path):
+    folder = ShardFolder(tmp_path, 2**30)
+    done = threading.Event()
+
+    def scan() -> None:
+        while not done.is_set():
+            folder._scan()
+
+    scanners = [threading.Thread(target=scan) for _ in range(3)]
+    for scanner in scanners:
+        scanner.start()
+    try:
+        claimed = 0
+        while claimed < 1500:
+            if (part := folder.claim(NAME)) is None:
+                continue
+            claimed += 1
+            os.write(part, b"x")
+            folder.publish(part, NAME)
+            folder.discard(part, NAME)
+            os.close(part)
+    finally:
+        done.set()
+        for scanner in scanners:
+            scanner.join()

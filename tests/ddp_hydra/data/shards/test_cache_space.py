@@ -1,0 +1,209 @@
+"""The space of the cache of shards: it is bounded, and what is needed again stays."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections import OrderedDict
+
+import pytest
+
+from ddp_hydra.data.shards import cached_shards
+from ddp_hydra.data.shards.cache import ShardCache
+from ddp_hydra.data.shards.cache_folder import Kept, eviction_rank
+from tests.support.shard_caches import COUNT, SIZE, files, label, serve, total
+
+pytestmark = pytest.mark.integration
+
+
+# A bounded size
+
+
+def test_the_cache_never_takes_more_than_it_may(server, cache_of, tmp_path):
+    shards = serve(server, "abcdefgh")
+    cache = cache_of(shards, 3 * SIZE)
+    for number in (*range(8), *range(8)):
+        assert label(cache, number) == number * COUNT
+        assert total(tmp_path / "cache") <= 3 * SIZE
+    assert len(list((tmp_path / "cache").glob("*.tar"))) >= 2
+
+
+def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(cached_shards, "WAIT_S", 0.2)
+    shards = serve(server, "abc")
+    cache = cache_of(shards, 2 * SIZE)
+    views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
+    with pytest.raises(
+        OSError, match=r"no space for a shard .* all shards in it are in use.*data\.cache_gb=1"
+    ) as caught:
+        cache.open(2)
+    assert "data.cache_dir=" in str(caught.value)
+    assert [int(bytes(view)) for view in views] == [0, COUNT]
+    del views
+    assert label(cache, 2) == 2 * COUNT
+    assert total(tmp_path / "cache") <= 2 * SIZE
+
+
+def test_other_processes_are_asked_to_close_the_shards_that_they_keep_open(server, cache_of):
+    shards = serve(server, "abc")
+    cache, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
+    label(other, 0)
+    label(other, 1)
+    assert label(cache, 2) == 2 * COUNT
+    assert len(other.held) <= 1
+
+
+def test_a_process_that_waits_for_space_gets_it_from_one_that_will_read_on(server, cache_of):
+    shards = serve(server, "abc")
+    cache, other = cache_of(shards, 2 * SIZE), cache_of(shards, 2 * SIZE)
+    other.expect([0, 1])
+    label(other, 0)
+    label(other, 1)
+    assert label(cache, 2) == 2 * COUNT
+    assert [label(other, number) for number in (0, 1)] == [0, COUNT]
+
+
+def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_path):
+    (shard,) = serve(server, "a", n_bytes=1000)
+    with pytest.raises(OSError, match=r"a shard takes .* GiB, and the cache in .*type data\.cache_gb=1"):
+        cache_of([shard], shard.size + 100).open(0)
+    assert server.gets("/a.tar") == 0
+    assert files(tmp_path / "cache") == []
+
+
+def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
+    shards = serve(server, "a")
+    real = os.fstatvfs
+
+    def full(descriptor):
+        return os.statvfs_result([*real(descriptor)[:4], 0, *real(descriptor)[5:]])
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    monkeypatch.setattr(cached_shards, "WAIT_S", 0.1)
+    with pytest.raises(OSError, match=r"the disk is full\. Free the disk or type data\.cache_dir="):
+        cache_of(shards).open(0)
+
+
+def test_on_a_full_disk_older_shards_go(server, cache_of, monkeypatch, tmp_path):
+    cache = cache_of(serve(server, "ab"))
+    label(cache, 0)
+    real = os.fstatvfs
+
+    def full(descriptor):
+        free = 0 if list((tmp_path / "cache").glob("*-a.tar")) else 2**20
+        return os.statvfs_result([*real(descriptor)[:4], free, *real(descriptor)[5:]])
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    assert label(cache, 1) == COUNT
+    assert files(tmp_path / "cache") == ["b.tar", "lock"]
+
+
+def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for name in ("holiday.tar", "notes.part", f"{'0' * 32}.tar", f"{'a' * 32}-x.tar.bak"):
+        (folder / name).write_bytes(b"x" * 10 * SIZE)
+    cache = cache_of(serve(server, "abc"), 2 * SIZE)
+    for number in range(3):
+        label(cache, number)
+    assert {"holiday.tar", "notes.part"} <= {path.name for path in folder.iterdir()}
+    assert sum(path.stat().st_size == 10 * SIZE for path in folder.iterdir()) == 4
+
+
+def test_the_leftovers_of_killed_processes_go_when_space_is_needed(server, cache_of, tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    old = f"{'0' * 32}-old.tar"
+    for name in (f"{old}.part", f"{old}.npz", f"{old}.npz.abc.part"):
+        (folder / name).write_bytes(b"x" * SIZE)
+    label(cache_of(serve(server, "a")), 0)
+    assert files(folder) == ["a.tar", "lock"]
+
+
+def evict_in_a_process(shards, folder) -> None:
+    cache = ShardCache(shards, folder, 2 * SIZE, prefetch=1)
+    for number in range(len(shards)):
+        assert label(cache, number) == number * COUNT
+
+
+def test_a_spawned_process_evicts_too_and_ends_without_being_closed(server, tmp_path):
+    shards = serve(server, "abcd")
+    process = multiprocessing.get_context("spawn").Process(target=evict_in_a_process, args=(shards, tmp_path / "cache"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert 0 < total(tmp_path / "cache") <= 2 * SIZE
+
+
+# What is evicted first
+
+
+def test_the_order_of_eviction():
+    def kept(name: str, used: int, read: bool = True) -> Kept:
+        return Kept(name, 1, used, used if read else 0)
+
+    index = {"early", "late", "near", "far", "prefetched", "for others"}
+    needed = {"near": 3, "far": 9, "prefetched": 2}
+    expected = [
+        kept("other index, old", 1), kept("other index, new", 90), kept("late", 80), kept("early", 20), kept("far", 10),
+        kept("near", 50), kept("prefetched", 70, read=False), kept("for others", 60, read=False),
+    ]  # fmt: skip
+    shuffled = random.Random(0).sample(expected, len(expected))
+    assert sorted(shuffled, key=lambda file: eviction_rank(file, index, needed)) == expected
+
+
+def simulated_hits(n_shards: int, capacity: int, epochs: int, shuffled: bool, prefetch: int) -> tuple[float, float]:
+    """Hit rates of `eviction_rank` and of the usual least recently used, after the first epoch."""
+    chance, clock = random.Random(0), 0
+    index = {str(number) for number in range(n_shards)}
+    cache: dict[str, Kept] = {}
+    usual: OrderedDict[str, None] = OrderedDict()
+    hits = usual_hits = 0
+    for epoch in range(epochs):
+        order = [str(number) for number in range(n_shards)]
+        if shuffled:
+            chance.shuffle(order)
+        for place, name in enumerate(order):
+            needed = {later: distance for distance, later in enumerate(order[place:])}
+            for wanted in order[place : place + 1 + prefetch]:
+                if wanted not in cache:
+                    while len(cache) >= capacity:
+                        del cache[min(cache.values(), key=lambda file: eviction_rank(file, index, needed)).name]
+                    cache[wanted] = Kept(wanted, 1, clock, 0)
+                    hits -= epoch > 0
+            clock += 1
+            cache[name] = Kept(name, 1, clock, clock)
+            hits += epoch > 0
+            usual_hits += epoch > 0 and name in usual
+            usual[name] = None
+            usual.move_to_end(name)
+            if len(usual) > capacity:
+                usual.popitem(last=False)
+    reads = (epochs - 1) * n_shards
+    return hits / reads, usual_hits / reads
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_cache_of_half_the_data_saves_half_of_the_downloads(prefetch):
+    hits, _ = simulated_hits(100, 50, 10, shuffled=True, prefetch=prefetch)
+    assert hits > 0.46
+    hits, usual = simulated_hits(100, 50, 10, shuffled=False, prefetch=prefetch)
+    assert hits > 0.46
+    assert usual == 0
+
+
+def test_so_it_is_with_real_shards(server, cache_of):
+    shards = serve(server, "abcdefghijkl")
+    cache = cache_of(shards, 6 * SIZE, prefetch=1)
+    chance = random.Random(0)
+    for epoch in range(4):
+        order = chance.sample(range(12), 12)
+        cache.expect(order)
+        for number in order:
+            assert label(cache, number) == number * COUNT
+            cache.note_done(number)
+        if epoch == 0:
+            first = cache.counts["downloads"]
+    assert first == 12
+    assert cache.counts["downloads"] - first <= 0.65 * 3 * 12
