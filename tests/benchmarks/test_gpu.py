@@ -192,6 +192,12 @@ def test_outcomes_of_tests_are_read(output, expected):
     assert (found["passed"], found["failed"], found["error"]) == expected
 
 
+def test_the_files_with_tests_for_gpus_are_found():
+    found = [Path(file).relative_to(ROOT).as_posix() for file in parts.files_with_gpu_tests()]
+    assert "tests/integration/test_gpu.py" in found
+    assert "tests/integration/test_cluster_ssh.py" not in found  # it needs a package of its own
+
+
 SMI = """#!/bin/sh
 case "$1" in
   *driver*) echo 575.1; echo 575.1;;
