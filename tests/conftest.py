@@ -29,7 +29,7 @@ set_hypothesis_home_dir(Path(__file__).parents[1] / ".pytest_cache" / "hypothesi
 
 GRACE_S = 5.0
 """What is on its way out when a test ends has so long to be gone."""
-LIBRARY_VARIABLES = ("PYTEST_", "KMP_", "RAY_CLIENT_MODE", "TF2_", "TORCHINDUCTOR_")
+LIBRARY_VARIABLES = ("PYTEST_", "KMP_", "RAY_CLIENT_MODE", "TF2_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 """Set by pytest, scikit-learn, Ray, TensorBoard and torch, when they are imported."""
 LIBRARY_THREADS = ("Dask-", "TCP-Executor", "asyncio_", "pytest_timeout")
 """Pools that live as long as the process that first used them."""

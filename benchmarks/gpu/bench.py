@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import commands, overhead
+from benchmarks import commands, overhead, report
 from benchmarks.gpu.card import Card
 from benchmarks.report import Goal
 
 SHORT = ("data=digits", "model=mlp", "data.batch_size=32", "scheduler=none", "trainer.log_every_steps=1")
 """A job of a second: 1,437 images of 8x8, a network without noise."""
+SHOWN = 6000
+"""Characters of what a command printed last that are shown when it does not end as it should."""
 
 
 class Missing(Exception):
@@ -138,6 +140,7 @@ class Bench:
         command = commands.job(f"trainer.device={self.device}", *threads, *overrides, run_dir=folder)
         job = self.command(command, folder, variables or {})
         if job.returncode != ends:
+            report.progress(job.output[-SHOWN:])
             raise Broken(f"{name} ended with code {job.returncode}: {last_line(job.output)}")
         return job
 
@@ -167,6 +170,7 @@ class Bench:
             output, _ = process.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
+            report.progress(output[-SHOWN:])
             raise Broken(f"no end after {self.timeout_s:.0f} s: {last_line(output)}") from None
         return Job(folder, process.returncode, output, time.monotonic() - begin)
 
@@ -178,6 +182,7 @@ class Bench:
         """
         done = self.command([sys.executable, "-m", module, *arguments], self.folder, {})
         if done.returncode:
+            report.progress(done.output[-SHOWN:])
             raise Broken(f"{module} ended with code {done.returncode}: {last_line(done.output)}")
         return dict(json.loads(done.output.strip().splitlines()[-1]))
 

@@ -19,7 +19,7 @@ def demo(bench: Bench) -> Iterator[Figure]:
     ranks = min(bench.card.gpus or 2, 2)
     shorter = () if bench.on_gpu else ("trainer.epochs=2",)
     job = bench.job("demo", "experiment=digits", *shorter, *bench.ranks(ranks))
-    name = f"demo, {ranks} ranks: val/accuracy"
+    name = f"demo, {ranks} rank{'s' * (ranks > 1)}: val/accuracy"
     yield report.value(name, job.summary["metrics"]["val/accuracy"], bench.goal(0.9))
     yield report.value("demo: from the command to the prompt", job.seconds, unit="s")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,24 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
 
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
-    """Wrap a training step for its ranks, and compile its model if trainer.compile is set."""
+    """Wrap a training step for its ranks, and compile its model if trainer.compile is set.
+
+    Raises:
+        ConfigError: what wraps it does not go with its task, its ranks or trainer.compile.
+    """
+    if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp"):
+        raise ConfigError(
+            f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp, which copies the model in each step: "
+            "give parallel=ddp, or trainer.compile=null"
+        )
     wrapped: Parallel = make(cfg.parallel, step)
     if cfg.trainer.compile is not None:
         # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
-        step.call = torch.compile(step.call, mode=cfg.trainer.compile.replace("_", "-"))
+        mode = cfg.trainer.compile.replace("_", "-")
+        if step.update:
+            step.part.compile(mode=mode)  # the task finds it in the model, not in a wrapper
+        else:
+            step.wrap(partial(torch.compile, mode=mode))
     return wrapped
 
 

@@ -266,10 +266,15 @@ def dp(step: TrainStep) -> Parallel:
     """Wrap the model of a step in DataParallel: one rank splits each batch among all GPUs that it sees.
 
     Raises:
-        ConfigError: there are several ranks.
+        ConfigError: there are several ranks, or the task trains parts of the model, which it calls by their names.
     """
     _refuse_several_ranks("dp")
-    step.call = DataParallel(step.part)
+    if step.update:
+        raise ConfigError(
+            f"parallel=dp splits batches where the whole model is called, but the task trains its part {step.update} "
+            "apart: give parallel=none, or parallel=ddp"
+        )
+    step.wrap(DataParallel)
     return Parallel(step, step)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -41,14 +41,10 @@ class TrainStep(nn.Module):
         # No children of this module: DDP has to see the parameters of the part only.
         self._others: tuple[Task, Any] = (task, model)
 
-    @property
-    def call(self) -> Any:
-        """The model that the task is given: the model itself, or a wrapper of it."""
-        return self._others[1]
-
-    @call.setter
-    def call(self, model: Any) -> None:
-        self._others = (self._others[0], model)
+    def wrap(self, wrapper: Callable[[nn.Module], Any]) -> None:
+        """Give the task a wrapper of its model. A method, since a module makes a child of any module that it is set."""
+        task, model = self._others
+        self._others = (task, wrapper(model))
 
     def forward(self, batch: Any) -> Step:
         """Compute the loss of a micro-batch."""

@@ -32,6 +32,7 @@ def peak_bytes(device: torch.device) -> int:
 def begin(device: torch.device) -> None:
     """Reset the peak of a GPU: the process may have run another job before."""
     if device.type == "cuda":
+        torch.cuda.init()  # NCCL has opened the GPU by now, gloo has not
         torch.cuda.reset_peak_memory_stats(device)
 
 

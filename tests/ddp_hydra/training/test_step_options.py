@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import DataParallel
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Task
+from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import Parallel
-from tests.ddp_hydra.training.loop_runs import Numbers, flat, weights
+from ddp_hydra.training.train_step import TrainStep
+from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, config, flat, weights
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -153,7 +162,49 @@ def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monke
 
 
 @pytest.mark.integration
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch compiles by a C++ compiler")
 def test_a_compiled_model_trains_the_same(train):
+    counters.clear()
     compiled = train(epochs=1, compile="default")
+    assert counters["stats"]["unique_graphs"] == 1
     assert torch.allclose(weights(compiled), weights(train(epochs=1)), atol=1e-5)
     assert read(compiled.last)["model"].keys() == {"weight", "bias"}
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_each_part_that_is_trained_apart_is_compiled_where_the_task_finds_it(group):
+    model = nn.ModuleDict({"one": nn.Linear(4, 3), "other": nn.Linear(3, 4)})
+    step = TrainStep(Apart(), model, "one")
+    builders.parallel(OmegaConf.merge(config(compile="default"), ALONE), step)
+    assert [part._compiled_call_impl is not None for part in model.values()] == [True, False]
+
+
+class Apart(Task):
+    """Trains the parts of a model apart."""
+
+    def updates(self, step):
+        return ("one", "other")
+
+    def step(self, model, batch, update):
+        return model[update](batch[0]).sum()
+
+
+ALONE = {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}
+SPLIT = {"parallel": {"_target_": "ddp_hydra.training.parallel.dp"}}
+
+
+def test_data_parallel_splits_the_batches_of_the_training(train, monkeypatch):
+    calls, forward = [], DataParallel.forward
+    monkeypatch.setattr(DataParallel, "forward", lambda *given: calls.append(1) or forward(*given))
+    split = train(epochs=1, parts=SPLIT)
+    assert len(calls) == STEPS
+    assert torch.equal(weights(split), weights(train(epochs=1, parts=ALONE)))
+
+
+def test_what_does_not_go_with_data_parallel_is_refused(train, group):
+    with pytest.raises(ConfigError, match=r"trainer\.compile=default does not go with parallel=dp.*give parallel=ddp"):
+        train(parts=SPLIT, compile="default")
+    with pytest.raises(ConfigError, match="trains its part one apart: give parallel=none"):
+        builders.parallel(
+            OmegaConf.merge(config(), SPLIT), TrainStep(Apart(), nn.ModuleDict({"one": nn.Identity()}), "one")
+        )

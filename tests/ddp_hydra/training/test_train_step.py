@@ -74,3 +74,25 @@ def test_a_regression_does_not_broadcast():
     x = torch.randn(6, 1)
     step = Regression(nn.MSELoss()).step(lambda x: 2 * x, (x, x[:, 0]))
     assert step.loss.item() == pytest.approx(x.square().mean().item())
+
+
+class Counted(nn.Module):
+    """Counts the calls of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.model(x)
+
+
+def test_the_task_calls_the_wrapper_of_its_model_and_the_parameters_keep_their_names():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    step, wrapper = TrainStep(Classification(CrossEntropy()), model), Counted(model)
+    names = [name for name, _ in step.named_parameters()]
+    step.wrap(lambda wrapped: wrapper if wrapped is model else None)
+    step((IMAGES, LABELS))
+    assert wrapper.calls == 1
+    assert [name for name, _ in step.named_parameters()] == names
