@@ -17,6 +17,8 @@ from ddp_hydra.rank import gpus
 
 WARM_S = 120.0
 """How long a fork server stays for the next job of the report."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 def main() -> None:
@@ -40,21 +42,30 @@ def main() -> None:
         sys.exit("NVIDIA's driver shows no GPU here: type make gpu-report DEVICE=cpu to rehearse the report")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is under way ends as with Ctrl-C
     chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
-    found = run(arguments.device, chosen, arguments.repeats)
-    write_page(arguments, *found)
-    report.finish([line for _, lines in found[1] for line in lines], arguments)
+    seen, measured = run(arguments.device, chosen, arguments.repeats)
+    is_whole = len(measured) == len(chosen)
+    if is_whole or arguments.page:
+        write_page(arguments, seen, measured)
+    report.finish([line for _, lines in measured for line in lines], arguments)
+    if not is_whole:
+        sys.exit(INTERRUPTED)
 
 
 def run(device: str, parts: list[Part], repeats: int) -> tuple[card.Card, list]:
-    """Measure parts on a device, in a temporary folder and beside a fork server of their own."""
+    """Measure parts on a device, in a temporary folder and beside a fork server of their own; Ctrl-C ends it early."""
     seen = card.look(device)
     report.progress(f"{seen.name}, {seen.gpus} GPUs, torch {seen.torch_version}")
     with commands.nobody_warm(WARM_S) as variables, tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         bench = Bench(seen, Path(folder), {**variables, "COLUMNS": "200"}, repeats)
+        measured: list = []
         try:
-            return seen, list(measure(bench, parts))
+            for found in measure(bench, parts):
+                measured.append(found)
+        except KeyboardInterrupt:
+            report.progress(f"interrupted after {len(measured)} of {len(parts)} parts")
         finally:
             stop_server(bench)
+        return seen, measured
 
 
 def stop_server(bench: Bench) -> None:

@@ -45,7 +45,7 @@ def render(card: Card, measured: Sequence[tuple[Part, list[Line]]], date: dateti
         "",
     ]
     if left_out:
-        lines += [f"These parts were not asked for: {', '.join(left_out)}.", ""]
+        lines += [f"These parts were not run: {', '.join(left_out)}.", ""]
     for part, found in measured:
         lines += [f"## {part.name}", "", part.about, "", *table(found), ""]
     return "\n".join(lines)

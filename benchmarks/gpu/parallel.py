@@ -23,9 +23,9 @@ HOOKS = {
 """How far the loss may be from that with whole gradients, after 60 steps: as the bits that each one keeps."""
 
 
-def images(bench: Bench, batch_size: int, steps: int) -> tuple[str, ...]:
-    """Return the overrides of ResNet-18 on images of 32x32 in memory."""
-    samples = min(batch_size * steps * max(2, bench.card.gpus), MOST_IMAGES)
+def images(bench: Bench, batch_size: int, steps: int, ranks: int = 1) -> tuple[str, ...]:
+    """Return the overrides of ResNet-18 on images of 32x32 in memory: as many as all ranks see together."""
+    samples = min(batch_size * steps * ranks, MOST_IMAGES)
     data = ("data=bench", "data.train._target_=benchmarks.workloads.Images", f"data.train.n_samples={samples}")
     often = ("trainer.log_every_steps=1", "trainer.checkpoint_every_epochs=0")
     length = (f"trainer.max_steps={steps}", "trainer.epochs=null", *often)
@@ -45,7 +45,9 @@ def data_parallel(bench: Bench) -> Iterator[Figure]:
     yield report.value(name, relative(losses["dp"], losses["ddp"]), CLOSE, "of it")
     size, steps = (128, 120) if bench.on_gpu else (4, 6)
     found = {
-        name: bench.job(f"{name}-speed", *images(bench, size * shares[name], steps), *side).speed(steps // 3)
+        name: bench.job(f"{name}-speed", *images(bench, size * shares[name], steps, gpus // shares[name]), *side).speed(
+            steps // 3
+        )
         for name, side in sides.items()
     }
     yield from (report.value(f"ResNet-18, 32x32, {name}", speed, unit="samples/s") for name, speed in found.items())
@@ -57,7 +59,7 @@ def sync_batchnorm(bench: Bench) -> Iterator[Figure]:
     one = bench.job("whole-batch", *images(bench, 32, steps), *bench.ranks(1)).every("train/loss")
     for name, synced in (("SyncBatchNorm", "true"), ("BatchNorm of each rank", "false")):
         settings = (f"parallel.sync_batchnorm={synced}", *bench.ranks(2))
-        two = bench.job("two-ranks", *images(bench, 16, steps), *settings).every("train/loss")
+        two = bench.job("two-ranks", *images(bench, 16, steps, ranks=2), *settings).every("train/loss")
         goal = Goal(0.02, at_most=True) if synced == "true" else None
         title = f"{name}, two ranks by {bench.backend} beside one: largest difference of the loss"
         yield report.value(title, relative(two, one), goal, "of it")
@@ -67,7 +69,7 @@ def freeze(bench: Bench) -> Iterator[Figure]:
     """Train the last layer only, on GPUs with SyncBatchNorm: all others stay as they are, bit for bit."""
     sync = ("parallel.sync_batchnorm=true",) if bench.on_gpu else ()
     frozen = ("trainer.freeze=['*','!fc.*']", "trainer.checkpoint_every_steps=1", "results.keep_checkpoints=null")
-    job = bench.job("freeze", *images(bench, 8, 4), *frozen, *sync, *bench.ranks(2))
+    job = bench.job("freeze", *images(bench, 8, 4, ranks=2), *frozen, *sync, *bench.ranks(2))
     before, after = (job.checkpoint(name)["model"] for name in ("step-000001.pt", "last.pt"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     yield report.value("frozen tensors that changed", len(changed - {"fc.weight", "fc.bias"}), NONE)

@@ -73,7 +73,9 @@ class BuildUpdates:
 
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
         parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name))
-        return OptimizerStep(parallel, optimizer, scaler, self.cfg.trainer.clip_norm, name)
+        trainer = self.cfg.trainer
+        in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
+        return OptimizerStep(parallel, optimizer, scaler, trainer.clip_norm, name, in_place)
 
     def _relate(self, updates: Mapping[str, Update]) -> None:
         """Tell each update what the others train, and whether its gradients may be checked late."""

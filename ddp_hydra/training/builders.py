@@ -64,6 +64,11 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
     return wrapped
 
 
+def makes_cuda_graphs(cfg: DictConfig, device: torch.device) -> bool:
+    """Return whether what is compiled is recorded as CUDA graphs."""
+    return device.type == "cuda" and cfg.trainer.compile in ("reduce_overhead", "max_autotune")
+
+
 def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     """Build the task; pass what it takes of the loss, the mix and the classes. Its own models go to the device."""
     taken = init_parameters(str(cfg.task["_target_"]))

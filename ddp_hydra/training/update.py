@@ -99,6 +99,7 @@ class OptimizerStep:
         scaler: scales the loss of fp16; disabled for other precisions.
         clip_norm: the largest norm of all gradients together; None for no limit.
         update: name of the update that this is for; "" for the only one.
+        in_place: add gradients to memory that stays, for CUDA graphs write those of each micro-batch to the same place.
 
     Attributes:
         gradients: norms of the last step's gradients; None if they are scaled.
@@ -113,9 +114,10 @@ class OptimizerStep:
         scaler: torch.amp.GradScaler,
         clip_norm: float | None = None,
         update: str = "",
+        in_place: bool = False,
     ) -> None:
         self.parallel, self.optimizer = parallel, optimizer
-        self.scaler, self.clip_norm, self.update = scaler, clip_norm, update
+        self.scaler, self.clip_norm, self.update, self.in_place = scaler, clip_norm, update, in_place
         names = {parameter: name for name, parameter in parallel.part.named_parameters(prefix=update)}
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.trained = [(names[parameter], parameter) for parameter in trained]
@@ -128,7 +130,11 @@ class OptimizerStep:
     def begin(self) -> None:
         """Clear the last step's gradients."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.in_place)
+        if self.in_place:
+            for _, parameter in self.trained:
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a micro-batch.

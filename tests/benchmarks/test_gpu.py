@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -104,7 +105,7 @@ def test_the_page_names_the_card_and_shows_all_lines():
     assert "| a count | 3 |  | >= 3 | ok |" in text
     assert "| a speed | 2.000 (1.000 to 3.000) | samples/s |  |  |" in text
     assert "- **left out**: lacks: needs a GPU" in text
-    assert "These parts were not asked for: demo" in text
+    assert "These parts were not run: demo" in text
 
 
 def test_a_rehearsal_says_so_and_does_not_replace_what_a_card_has_measured(tmp_path):
@@ -265,6 +266,28 @@ def test_without_a_gpu_the_command_says_what_to_type(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu"])
     with pytest.raises(SystemExit, match="make gpu-report DEVICE=cpu"):
         command.main()
+
+
+def test_what_was_measured_before_ctrl_c_is_kept_but_does_not_replace_the_page(tmp_path, monkeypatch, capsys):
+    def two(bench, chosen):
+        yield chosen[0], [report.value("a count", 3)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", two)
+    monkeypatch.setattr(command, "stop_server", lambda bench: None)
+    monkeypatch.setattr(page, "PAGE", tmp_path / "gpu.md")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        for given in ([], ["--page", str(tmp_path / "mine.md")]):
+            monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", *given])
+            with pytest.raises(SystemExit) as ended:
+                command.main()
+            assert ended.value.code == 130
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.md"]
+    assert "a count" in (tmp_path / "mine.md").read_text()
+    assert "interrupted after 1 of 20 parts" in capsys.readouterr().err
 
 
 @pytest.mark.slow

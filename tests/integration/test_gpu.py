@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -179,7 +180,8 @@ def test_the_average_never_asks_the_gpu():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
     ema = Ema(model, 0.9)
     ema.update(model)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         ema.update(model)
     finally:

@@ -17,6 +17,7 @@ from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.update import OptimizerStep
 from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, config, flat, weights
 
 
@@ -28,6 +29,23 @@ def test_a_step_of_several_parts_is_one_of_a_larger_batch(parts, train):
     losses = [dict(run.metrics("train/loss")) for run in (cut, whole)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     assert cut.value["samples"] == whole.value["samples"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "none"])
+def test_gradients_that_are_added_in_place_are_the_same_bits(train, monkeypatch, parallel):
+    given = {"epochs": 1, "gradient_accumulation_steps": 2, "clip_norm": 0.5}
+    parts = {"parallel": {"_target_": f"ddp_hydra.training.parallel.{parallel}"}}
+    usual = train(**given, parts=parts)
+    monkeypatch.setattr(builders, "makes_cuda_graphs", lambda cfg, device: True)
+    kept, backward = [], OptimizerStep.backward
+
+    def looked_at(step: OptimizerStep, loss: torch.Tensor) -> None:
+        kept.append([parameter.grad is not None for _, parameter in step.trained])
+        backward(step, loss)
+
+    monkeypatch.setattr(OptimizerStep, "backward", looked_at)
+    assert torch.equal(weights(train(**given, parts=parts)), weights(usual))
+    assert kept == [[True, True]] * 4
 
 
 def test_a_bad_part_spoils_the_whole_step(train):
