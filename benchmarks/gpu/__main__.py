@@ -81,7 +81,7 @@ def write_page(arguments: argparse.Namespace, seen: card.Card, measured: list) -
     if not arguments.page and not page.may_write(path, seen.gpus > 0):
         report.progress(f"{path.name} stays as a card has measured it; --page {path.name} gives another place")
         return
-    command = "make gpu-report" if seen.gpus else "make gpu-report DEVICE=cpu"
+    command = f"make gpu-report REPORT='--repeats {arguments.repeats}'" if seen.gpus else "make gpu-report DEVICE=cpu"
     path.write_text(page.render(seen, measured, datetime.datetime.now(datetime.UTC).date(), command), encoding="utf-8")
 
 

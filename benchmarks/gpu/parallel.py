@@ -14,6 +14,8 @@ NONE = Goal(0, at_most=True)
 CLOSE = Goal(0.001, at_most=True)
 LENGTH = ("trainer.max_steps=20", "trainer.epochs=null", "data.val=null")
 BARE = ("optimizer.lr=0.01", "optimizer.nesterov=false", "optimizer.weight_decay=0", "scheduler=none")
+SLOW = ("optimizer.lr=0.0003",)
+"""Rounding alone moves the losses of eight steps by 0.1 at a rate of 0.01, by 0.005 at this one."""
 MOST_IMAGES = 20_480
 HOOKS = {
     "fp16": Goal(0.02, at_most=True),
@@ -56,11 +58,11 @@ def data_parallel(bench: Bench) -> Iterator[Figure]:
 def sync_batchnorm(bench: Bench) -> Iterator[Figure]:
     """Train on two ranks with SyncBatchNorm: the losses are those of one rank with the whole batch."""
     steps = 8
-    one = bench.job("whole-batch", *images(bench, 32, steps), *bench.ranks(1)).every("train/loss")
+    one = bench.job("whole-batch", *images(bench, 32, steps), *SLOW, *bench.ranks(1)).every("train/loss")
     for name, synced in (("SyncBatchNorm", "true"), ("BatchNorm of each rank", "false")):
-        settings = (f"parallel.sync_batchnorm={synced}", *bench.ranks(2))
+        settings = (f"parallel.sync_batchnorm={synced}", *SLOW, *bench.ranks(2))
         two = bench.job("two-ranks", *images(bench, 16, steps, ranks=2), *settings).every("train/loss")
-        goal = Goal(0.02, at_most=True) if synced == "true" else None
+        goal = Goal(0.01, at_most=True) if synced == "true" else None
         title = f"{name}, two ranks by {bench.backend} beside one: largest difference of the loss"
         yield report.value(title, relative(two, one), goal, "of it")
 
