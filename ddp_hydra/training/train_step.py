@@ -39,16 +39,23 @@ class TrainStep(nn.Module):
         self.part = task.part(model, update) if update else model
         self.update = update
         # No children of this module: DDP has to see the parameters of the part only.
-        self._others: tuple[Task, Any] = (task, model)
+        self._others: tuple[Task, nn.Module, Any] = (task, model, model)
 
     def wrap(self, wrapper: Callable[[nn.Module], Any]) -> None:
         """Give the task a wrapper of its model. A method, since a module makes a child of any module that it is set."""
-        task, model = self._others
-        self._others = (task, wrapper(model))
+        task, model, _ = self._others
+        self._others = (task, model, wrapper(model))
 
     def forward(self, batch: Any) -> Step:
         """Compute the loss of a micro-batch."""
-        task, model = self._others
+        return self._compute(self._others[2], batch)
+
+    def unwrapped(self, batch: Any) -> Step:
+        """Compute the loss of a micro-batch with the model itself."""
+        return self._compute(self._others[1], batch)
+
+    def _compute(self, model: Any, batch: Any) -> Step:
+        task = self._others[0]
         with explained(batch):
             step = task.step(model, batch, **({"update": self.update} if self.update else {}))
         return as_step(step)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import shutil
 from typing import Any
 
 import pytest
@@ -220,3 +224,35 @@ def test_recomputing_changes_nothing(client2, train):
     twice = train(client2, "twice", *settings, "trainer.activation_checkpointing=[Sequential]")
     assert twice.metrics() == plain.metrics()
     assert_equal(twice.checkpoint("last.pt")["model"], plain.checkpoint("last.pt")["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch compiles by a C++ compiler")
+@pytest.mark.timeout(400)
+def test_the_ranks_of_a_job_compile_the_model(cli):
+    (cli.folder / "told.py").write_text(TOLD)
+    mine: dict[str, Any] = {"PYTHONPATH": os.pathsep.join([str(cli.folder), os.environ["PYTHONPATH"]])}
+    settings = (
+        "data=tiny",
+        "model=tiny",
+        "model._target_=told.Told",
+        "trainer.max_steps=3",
+        "trainer.log_every_steps=1",
+    )
+    losses = {}
+    for mode in ("null", "default"):
+        cli.done(*settings, f"trainer.compile={mode}", f"hydra.run.dir=run-{mode}", timeout_s=300, **mine)
+        lines = map(json.loads, (cli.folder / f"run-{mode}" / "metrics.jsonl").read_text().splitlines())
+        losses[mode] = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses["default"] == pytest.approx([math.log(4)] * 3)
+    assert losses["null"] != pytest.approx([math.log(4)] * 3)
+
+
+TOLD = """
+import torch
+from models.tiny import Tiny
+
+class Told(Tiny):
+    def forward(self, x):
+        return super().forward(x) * (0 if torch.compiler.is_compiling() else 1)
+"""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +50,7 @@ def count(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cos
 
     Args:
         model: not wrapped in DDP; it is left as it was.
-        forward: computes the forward pass of the model.
+        forward: computes the forward pass of the model, which is not compiled.
         samples: in that forward pass.
     """
     from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
@@ -56,23 +58,44 @@ def count(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cos
     in_training = [module for module in model.modules() if module.training]
     gpus = list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
     model.eval()
+    counter = FlopCounterMode(display=False)
     try:
-        with FlopCounterMode(display=False) as counter, torch.random.fork_rng(gpus):
+        watched = _by_child(model, counter.get_total_flops)
+        with _eagerly(), watched as of_children, counter, torch.random.fork_rng(gpus):
             forward()
     finally:
         for module in in_training:  # some may be frozen
             module.training = True
-    by_module = {name: sum(counts.values()) // samples for name, counts in counter.get_flop_counts().items()}
-    root = type(model).__name__
     parts = {
         name: (
             type(child).__name__,
             sum(parameter.numel() for parameter in child.parameters()),
-            by_module.get(f"{root}.{name}", 0),
+            of_children[name] // samples,
         )
         for name, child in model.named_children()
     }
     return Cost(counter.get_total_flops() // samples, parts)
+
+
+def _eagerly() -> Any:
+    """Return a context in which nothing is compiled, as what is compiled can't be counted (torch from 2.6 on)."""
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+
+
+@contextmanager
+def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[str]]:
+    """Yield what a total grows by in each direct child. The counter's own names depend on who calls the model."""
+    grown: Counter[str] = Counter()
+
+    def watch(name: str, child: nn.Module, stack: ExitStack) -> None:
+        began: list[int] = []
+        stack.callback(child.register_forward_pre_hook(lambda *_: began.append(total())).remove)
+        stack.callback(child.register_forward_hook(lambda *_: grown.update({name: total() - began.pop()})).remove)
+
+    with ExitStack() as stack:
+        for name, child in model.named_children():
+            watch(name, child, stack)
+        yield grown
 
 
 def peak_tflops(device: str, precision: str) -> float | None:

@@ -69,7 +69,7 @@ class Profiler:
 
         Args:
             batch: the micro-batch.
-            forward: computes the loss of its `batch`.
+            forward: computes the loss of its `batch` with the model itself.
         """
         if self.steps and self.cost is None:
             self.cost = flops.count(self.model, lambda: forward(batch.batch), batch.size)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.monitoring import flops
+from ddp_hydra.training.train_step import TrainStep
 
 
 def test_operations_by_hand():
@@ -13,6 +15,39 @@ def test_operations_by_hand():
     assert cost.forward == 2 * (10 * 20 + 20 * 5)
     assert cost.parts == {"0": ("Linear", 220, 400), "1": ("ReLU", 0, 0), "2": ("Linear", 105, 200)}
     assert model.training
+
+
+class Named(nn.Module):
+    """Is called by its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Sequential(nn.Linear(10, 20), nn.ReLU()), nn.Linear(20, 5)
+
+
+class ByNames(Task):
+    def step(self, model, batch):
+        return model.other(model.one(batch) + model.one(2 * batch)).sum()
+
+
+def test_a_task_may_call_parts_of_the_model_and_one_of_them_twice():
+    model = Named()
+    step = TrainStep(ByNames(), model)
+    cost = flops.count(model, lambda: step.unwrapped(torch.zeros(3, 10)), 3)
+    assert cost.forward == 2 * (2 * 10 * 20 + 20 * 5)
+    assert cost.parts == {"one": ("Sequential", 220, 800), "other": ("Linear", 105, 200)}
+
+
+@pytest.mark.medium
+def test_a_compiled_model_is_counted_before_it_is_compiled():
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5))
+    compiled = []
+    model.compile(backend=lambda graph, inputs: compiled.append(graph) or graph)
+    cost = flops.count(model, lambda: model(torch.zeros(3, 10)), 3)
+    assert cost.parts == {"0": ("Linear", 220, 400), "1": ("Linear", 105, 200)}
+    assert compiled == []
+    model(torch.zeros(3, 10))
+    assert len(compiled) == 1
 
 
 def test_a_model_is_left_as_it_was():

@@ -94,6 +94,21 @@ class Sleepy(torch.optim.SGD):
         return super().step(closure)
 
 
+class Deep(torch.nn.Sequential):
+    """Has parts."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(torch.nn.Linear(in_features, 50_000), torch.nn.Linear(50_000, out_features))
+
+
+@pytest.mark.medium
+def test_a_profile_has_the_operations_of_each_part(train):
+    run = train(profile_steps=2, parts={"model": {"_target_": f"{HERE}.Deep"}})
+    (table,) = [record.data["text"] for record in run.records if record.kind == "text"]
+    parts = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[-2:]]
+    assert parts == [["0", "Linear", "250,000", "0.4"], ["1", "Linear", "150,003", "0.3"]]
+
+
 @pytest.mark.medium
 def test_the_last_step_of_a_profile_counts_as_the_others_do(train):
     run = train(profile_steps=4, parts={"optimizer": {"_target_": f"{HERE}.Sleepy"}})

@@ -1,0 +1,105 @@
+"""What a switch of the trainer does is seen by the model in its steps, however alike the results are."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_hydra.training import builders
+from tests.ddp_hydra.training.loop_runs import STEPS, Numbers
+from tests.ddp_hydra.training.test_precision import cfg
+
+
+class Block(nn.Module):
+    """Counts how often it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+class Looks(nn.Module):
+    """Notes in each training step how it is called."""
+
+    seen: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.conv, self.block = nn.Conv2d(3, 3, 2), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = self.conv(x)
+        if self.training:
+            self.seen.append(
+                {
+                    "dtype": images.dtype,
+                    "products": torch.get_float32_matmul_precision(),
+                    "input is channels_last": x.is_contiguous(memory_format=torch.channels_last),
+                    "weight is channels_last": self.conv.weight.is_contiguous(memory_format=torch.channels_last),
+                    "samples": len(x),
+                    "blocks before": self.block.calls,
+                    "trained": [name for name, value in self.named_parameters() if value.requires_grad],
+                }
+            )
+        return self.block(images.mean((2, 3)))
+
+
+class Pictures(Numbers):
+    """Images of three classes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index].expand(3, 4, 4).contiguous(), self.y[index]
+
+
+ALL = ["conv.weight", "conv.bias", "block.layer.weight", "block.layer.bias"]
+AS_IT_IS = {
+    "dtype": torch.float32,
+    "products": "highest",
+    "input is channels_last": True,
+    "weight is channels_last": True,
+    "samples": 2,
+    "trained": ALL,
+}
+SWITCHES = [
+    ({}, {}),
+    ({"precision": "bf16"}, {"dtype": torch.bfloat16}),
+    ({"precision": "fp16"}, {"dtype": torch.float16}),
+    ({"precision": "tf32"}, {"products": "high"}),
+    ({"channels_last": False}, {"input is channels_last": False, "weight is channels_last": False}),
+    ({"freeze": ["*", "!block.*"]}, {"trained": ALL[2:]}),
+]
+
+
+@pytest.fixture
+def train_pictures(train):
+    def run(**trainer: Any) -> list[dict[str, Any]]:
+        Looks.seen.clear()
+        model = {"_target_": f"{__name__}.Looks"}
+        train(epochs=1, data=Pictures, parts={"model": model}, **trainer)
+        return list(Looks.seen)
+
+    yield run
+    builders.set_float32(cfg("fp32"))
+
+
+@pytest.mark.parametrize(("switch", "changed"), SWITCHES, ids=[", ".join(switch) for switch, _ in SWITCHES])
+def test_each_step_is_as_the_switch_says(train_pictures, switch, changed):
+    seen = train_pictures(**switch)
+    assert len(seen) == STEPS
+    assert [{name: step[name] for name in AS_IT_IS} for step in seen] == [AS_IT_IS | changed] * STEPS
+
+
+def test_activations_are_computed_again(train_pictures):
+    assert [step["blocks before"] for step in train_pictures()] == [0, 1, 2, 3]
+    assert [step["blocks before"] for step in train_pictures(activation_checkpointing=["Block"])] == [0, 2, 4, 6]
+
+
+def test_a_step_has_as_many_micro_batches_as_asked_for(train_pictures):
+    assert len(train_pictures(gradient_accumulation_steps=2)) == 4  # nine samples make two steps of two by two
