@@ -64,8 +64,9 @@ def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_heard() -> None:
-    """Ctrl-C means something to the tests and what they start, even where they were started in the background."""
+    """Ctrl-C and a closed terminal mean something to what the tests start, also in the background and under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
