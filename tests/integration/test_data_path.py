@@ -96,7 +96,8 @@ def test_bad_images_are_replaced_alike_on_any_number_of_ranks(client4, train, st
 def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, store):
     for path in sorted(TRAIN)[::16]:
         store.objects[path] = b"a text"  # 6 of 96; a rank sees 1 or 2 of them in an epoch
-    words = r"all ranks together found [3-6] bad samples of 96, and data\.max_bad_fraction=0\.02 allows 1"
+    # How many are found before the first interval ends depends on how far the ranks have read ahead.
+    words = r"all ranks together found [2-6] bad samples of 96, and data\.max_bad_fraction=0\.02 allows 1"
     with pytest.raises(RankFailed, match=words) as failed:
         train(client4, "bad", "data.max_bad_fraction=0.02", ranks=4)
     assert "Traceback" not in str(failed.value)
