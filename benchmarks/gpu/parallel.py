@@ -46,13 +46,10 @@ def data_parallel(bench: Bench) -> Iterator[Figure]:
     name = f"DataParallel beside DDP on {gpus}: largest difference of the loss"
     yield report.value(name, relative(losses["dp"], losses["ddp"]), CLOSE, "of it")
     size, steps = (128, 120) if bench.on_gpu else (4, 6)
-    found = {
-        name: bench.job(f"{name}-speed", *images(bench, size * shares[name], steps, gpus // shares[name]), *side).speed(
-            steps // 3
-        )
-        for name, side in sides.items()
-    }
-    yield from (report.value(f"ResNet-18, 32x32, {name}", speed, unit="samples/s") for name, speed in found.items())
+    for name, side in sides.items():
+        data = images(bench, size * shares[name], steps, ranks=gpus // shares[name])
+        speed = bench.job(f"{name}-speed", *data, *side).speed(steps // 3)
+        yield report.value(f"ResNet-18, 32x32, {name}", speed, unit="samples/s")
 
 
 def sync_batchnorm(bench: Bench) -> Iterator[Figure]:
