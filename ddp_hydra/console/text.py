@@ -58,7 +58,7 @@ def counted(number: float, noun: str) -> str:
     """
     if round(number) == 1:
         return f"1 {noun}"
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{number:,.0f} {plural}"
 
 

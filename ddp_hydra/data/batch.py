@@ -10,6 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
+
+
+def make_batch(dataset: Any, indices: list[int]) -> Any:
+    """Return a batch of a map-style data set, as it makes them itself."""
+    several = getattr(dataset, "__getitems__", None)
+    samples = several(indices) if several else [dataset[index] for index in indices]
+    return getattr(dataset, "collate", default_collate)(samples)
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -15,6 +15,8 @@ A data set has these methods and attributes:
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
     shard_lengths, targets            optional: some samplers use them
     built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
+    read_apart = True                 optional: where the model is on a GPU, processes beside the rank make its batches
+    share(processes)                  optional: called in each of them, which has that part of the threads and memory
     bad                               optional: {name: reason} of samples that were replaced
     bad_counts                        optional: {name: number} of samples, if a name stands for several
     skipped                           optional: {extension: number} of files that it left out
@@ -48,12 +50,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import heartbeat
 from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.processes import InProcesses, Processes, made_by
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.consensus import from_rank_0, world_size
 from ddp_hydra.training.instantiate import make, parameters
@@ -71,10 +75,24 @@ def dataset(node: DictConfig | None) -> Any:
     return make(node)
 
 
+def processes(cfg: DictConfig, device: torch.device) -> Processes:
+    """Return how many processes make the batches of each data set of this rank.
+
+    Raises:
+        ConfigError: data.processes is not a number of processes.
+    """
+    return Processes(cfg.data.get("processes"), device.type == "cuda", f"{cfg.seed}/{dist.get_rank()}")
+
+
 @contextmanager
-def opened(node: DictConfig | None) -> Iterator[Any]:
-    """Build a data set, see `dataset`, and close it at the end."""
-    built = dataset(node)
+def opened(node: DictConfig | None, processes: Processes = Processes(0)) -> Iterator[Any]:  # noqa: B008  frozen
+    """Build a data set, see `dataset`, and close it at the end.
+
+    Args:
+        node: of the config; None: there is none.
+        processes: that make its batches.
+    """
+    built = made_by(processes, dataset(node))
     try:
         yield built
     finally:
@@ -156,7 +174,10 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     if streams.is_stream(data):
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress}
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
-    return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
+    loader = Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
+    if isinstance(data, InProcesses) and loader.prefetch:
+        loader.prefetch = max(loader.prefetch, data.count)  # each has a batch to make
+    return loader
 
 
 @dataclass

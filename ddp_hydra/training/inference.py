@@ -74,7 +74,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     seed_numpy_and_python(cfg.seed)  # as in training: all ranks split a data set alike
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
-    with build_data.opened(cfg.data[split]) as data:
+    with build_data.opened(cfg.data[split], build_data.processes(cfg, trained.device)) as data:
         yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data)
 
 

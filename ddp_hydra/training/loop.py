@@ -14,8 +14,8 @@ from ddp_hydra import heartbeat
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import setup
-from ddp_hydra.training.build_data import opened
+from ddp_hydra.training import builders, setup
+from ddp_hydra.training.build_data import opened, processes
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.metrics import Count, count
 from ddp_hydra.training.monitoring import memory
@@ -46,7 +46,8 @@ def train(
     heartbeat.at("start", 0)
     seed_numpy_and_python(cfg.seed)  # all ranks split a data set alike
     paths = {name: Path(path) for name, path in (files or {}).items()}
-    with opened(cfg.data.train) as train_set, opened(cfg.data.get("val")) as val_set:
+    apart = processes(cfg, builders.device(cfg))
+    with opened(cfg.data.train, apart) as train_set, opened(cfg.data.get("val"), apart) as val_set:
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)

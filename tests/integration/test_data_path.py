@@ -198,8 +198,23 @@ def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, t
     assert set(downloads(store).values()) == {1}
 
 
+def test_processes_beside_the_ranks_make_the_same_batches(client2, project, tmp_path, store, shards):
+    settings = (*shards, "data.batch_size=12", f"data.cache_dir={tmp_path / 'theirs'}")
+    apart = training.train(client2, project, tmp_path / "apart", *settings, "data.processes=1")
+    assert set(downloads(store).values()) == {1}
+    own = training.train(client2, project, tmp_path / "own", *shards, "data.batch_size=12")
+    assert apart.metrics("data/retries") == own.metrics("data/retries")
+    for name, values in own.checkpoint("last.pt")["model"].items():
+        assert values.equal(apart.checkpoint("last.pt")["model"][name])
+    (header,) = [record.data["lines"] for record in apart.records if record.kind == "start"]
+    assert "reading   1 process beside each rank" in header
+    assert apart.value["data"]["samples"] == own.value["data"]["samples"] == 2 * len(TRAIN)
+
+
 @pytest.mark.slow
-def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, shards):
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, shards, processes):
+    shards = (*shards, f"data.processes={processes}")
     path = sorted(path for path in store.objects if path.startswith("shards/train/") and path.endswith(".tar"))[2]
     store.objects[path] = store.objects[path][:3000]
     settings = (*shards, "data.batch_size=12", "data.max_bad_fraction=0.3")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from ddp_hydra.data.cores import cores_per_rank
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
 from ddp_hydra.data.images.batch_loader import BatchLoader, PreallocatedBatch
 from ddp_hydra.data.images.cache import Cache
@@ -61,6 +62,7 @@ class ImageDataset(Dataset, ABC):
     """
 
     built_once = True
+    read_apart = True
     labelled = True
     targets: np.ndarray
     classes: list[str]
@@ -290,6 +292,18 @@ class ImageDataset(Dataset, ABC):
 
     # For the training loop
 
+    def share(self, processes: int) -> None:
+        """Take an equal part of threads and memory, before anything is read.
+
+        Args:
+            processes: that make batches of this data set for one rank.
+        """
+        self.threads = -(-self.threads // processes)
+        self.decoders = max(1, (self.decoders or cores_per_rank()) // processes)
+        self.memory_mb /= processes
+        self.cache_mb /= processes
+        self._set_process_state()
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the random transforms; batches that are being made keep theirs."""
         self._epoch = epoch
@@ -328,11 +342,6 @@ class ImageDataset(Dataset, ABC):
     def _get_loader(self) -> BatchLoader:
         with self._lock:
             if self._loader is None or self._loader.pid != os.getpid():  # a fork does not copy threads
-                decoders = self.decoders or _cores_per_rank()
+                decoders = self.decoders or cores_per_rank()
                 self._loader = BatchLoader(self, self.threads, decoders, int(self.memory_mb * 2**20))
             return self._loader
-
-
-def _cores_per_rank() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
