@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from ddp_hydra.data.shards.write import write_shards
@@ -223,3 +225,23 @@ def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, s
     assert 3 <= lost <= 20
     with pytest.raises(RankFailed, match=rf"bad.*{Path(path).name}.*data\.max_bad_fraction="):
         training.train(client2, project, tmp_path / "few", *shards, "data.batch_size=12")
+
+
+def test_a_process_that_is_killed_costs_an_attempt_and_changes_nothing(cli):
+    settings = (
+        "data=tiny", "data.train._target_=data.tiny.Announced", "model=tiny", "optimizer.lr=0.1",
+        "trainer.epochs=2", "trainer.threads=1", "trainer.checkpoint_every_steps=1", "data.val=null",
+    )  # fmt: skip
+    (cli.folder / "there").touch()
+    cli.done(*settings, "+data.train.mark=there", "hydra.run.dir=calm")
+    ended = cli.done(*settings, "+data.train.mark=mark", "+data.processes=1", "hydra.run.dir=killed")
+    assert (cli.folder / "mark").exists()
+    assert "the process that makes batches for this rank has ended by signal 9" in ended.stdout + ended.stderr
+    calm, killed = (
+        torch.load(cli.folder / name / "checkpoints" / "last.pt", weights_only=True)["model"]
+        for name in ("calm", "killed")
+    )
+    for name, values in calm.items():
+        assert values.equal(killed[name])
+    summary = json.loads((cli.folder / "killed" / "summary.json").read_text())
+    assert summary["restarts"] == 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,3 +41,25 @@ class Points(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(self.delay_s)
         return self.x[index], self.y[index]
+
+
+class Announced(Points):
+    """Wants to know what will be read; so a process beside the rank makes all batches, where there is one.
+
+    Args:
+        mark: a file. The process that reads sample 50 makes it, and kills itself; once it is there, nothing happens.
+        others: of `Points`.
+    """
+
+    def __init__(self, mark: str, **others: Any) -> None:
+        super().__init__(**others)
+        self.mark = Path(mark)
+
+    def expect(self, indices: list[int]) -> None:
+        """Do nothing."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 50 and not self.mark.exists():
+            self.mark.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
