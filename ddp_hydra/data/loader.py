@@ -1,6 +1,7 @@
 """Makes the batches of a data set ahead of the loop, in threads of the same process.
 
-It needs no worker processes: reading from an object store and decoding both release the interpreter lock.
+Reading from an object store and decoding release the interpreter lock. On CPUs that is enough; on GPUs, the data set
+that a loader gets has its batches made by other processes, see `ddp_hydra/data/processes/`.
 """
 
 from __future__ import annotations

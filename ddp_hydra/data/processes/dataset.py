@@ -24,6 +24,7 @@ CORES = 4
 """Cores that a process has for its threads. On a host of 16 cores, one process alone made 2,000 crops of photos a
 second, and kept 4 of them busy."""
 MOST = 4
+"""Processes that a rank has at most, unless the config says a number."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def made_by(processes: Processes, dataset: Any) -> Any:
     """Return a data set whose batches these processes make; the data set itself where there are none.
 
     Raises:
-        ConfigError: processes were asked for, and the data set can't be pickled, or is iterable.
+        ConfigError: processes were asked for, and the data set is iterable.
     """
     return InProcesses(dataset, processes) if dataset is not None and processes.of(dataset) else dataset
 

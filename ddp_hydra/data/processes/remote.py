@@ -115,15 +115,16 @@ class Remote:
 
     def _receive(self) -> None:
         try:
-            while True:
-                message = self._connection.recv()
-                if "number" in message:
-                    self.heard(message)
-                    self._asked.pop(message["number"]).set_result(message)
-                else:
-                    self.refused = message.get("refused", "")
-                    self.begun.set()
-        except (EOFError, OSError):
+            with suppress(EOFError, OSError):  # the process has ended
+                while True:
+                    message = self._connection.recv()
+                    if "number" in message:
+                        self.heard(message)
+                        self._asked.pop(message["number"]).set_result(message)
+                    else:
+                        self.refused = message.get("refused", "")
+                        self.begun.set()
+        finally:  # nobody waits for what can't come any more
             with self._lock:
                 self._ended = True
                 waiting = list(self._asked.values())

@@ -27,8 +27,6 @@ READY_S = 60
 class Rows:
     """Sample i is a row of i, and who made it."""
 
-    mistake = False
-
     def __init__(self, n: int = 100, bad: int | None = None) -> None:
         self.n, self.bad_index = n, bad
         self.epoch = 0
