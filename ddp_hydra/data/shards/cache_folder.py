@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from ddp_hydra.data.shards.tar_index import TarMembers
 from ddp_hydra.data.user_cache import private_folder
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
@@ -173,6 +174,12 @@ class ShardFolder:
     def index_path(self, name: str) -> Path:
         """Return the path of the saved index of a shard's members."""
         return self.path / f"{name}.npz"
+
+    def save_index(self, descriptor: int, name: str, members: TarMembers) -> None:
+        """Save the index of a shard's members, if its name still means the open file."""
+        with self._exclusive():  # else another process might evict the shard between the two
+            if _is_same_file(self.path / name, descriptor):
+                members.save(self.index_path(name))
 
     def note_read(self, name: str) -> None:
         """Note on the disk that a shard was read just now."""

@@ -95,21 +95,22 @@ class CachedShards:
                 os.close(descriptor)
 
     def _read_and_save_members(self, number: int, descriptor: int) -> TarMembers:
-        """Index a shard; save the index in the background, when the disk has all of the shard."""
+        """Index a shard; save the index in the background, when the disk has all of the shard.
+
+        Without a saved index, the next process indexes the shard again.
+        """
         folder, name = self._folder(), self.names[number]
         members = checked(self.shards[number], read_members(folder.path / name, descriptor))
-        copy = os.dup(descriptor)
+        members.checksum = checksum_of_some(descriptor)
 
         def save() -> None:
-            with contextlib.suppress(OSError):  # without it the next process indexes the shard again
-                os.fsync(copy)
-                members.checksum = checksum_of_some(copy)
-                members.save(folder.index_path(name))
+            # Without a lock, so that the shard may be evicted meanwhile.
+            with contextlib.suppress(OSError), (folder.path / name).open("rb") as file:
+                os.fsync(file.fileno())
+                folder.save_index(file.fileno(), name, members)
 
-        try:
-            self._index_saver.submit(save).add_done_callback(lambda future: os.close(copy))
-        except RuntimeError:  # the cache was closed, or the interpreter ends
-            os.close(copy)
+        with contextlib.suppress(RuntimeError):  # the cache was closed, or the interpreter ends
+            self._index_saver.submit(save)
         return members
 
     def _find_or_download(self, number: int) -> tuple[int, bool]:
