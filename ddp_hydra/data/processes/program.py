@@ -93,9 +93,11 @@ class Program:
         try:
             batch = make_batch(self.dataset, indices)
             with self.sending:
-                slot = self.free.pop() if self.free else self.new_slot()
-            structure = self.slots[slot].write(batch)
-            answer = {"structure": structure, "slot": slot, "path": self.slots[slot].path}
+                number_of_slot = self.free.pop() if self.free else self.new_slot()
+            slot = self.slots[number_of_slot]
+            structure = slot.write(batch)
+            memory = {"slot": number_of_slot, "path": slot.path, "size": slot.size}
+            answer = {"structure": structure, "memory": memory}
             with self.sending, suppress(OSError):
                 self.connection.send({"number": number, **answer, **self.report(indices)})
         except BaseException as error:  # else the other process would wait for ever

@@ -62,7 +62,7 @@ class Remote:
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Mapping[str, Any]]] = {}
         self._ended = False
-        self._memory: dict[int, tuple[str, mmap.mmap]] = {}
+        self._memory: dict[int, mmap.mmap] = {}
         self._send((dataset, seed, processes))
         self._thread = threading.Thread(target=self._receive, name="batches", daemon=True)
         self._thread.start()
@@ -91,23 +91,19 @@ class Remote:
         if "error" in answer:
             raise pickle.loads(answer["error"])  # noqa: S301  from a process that this one has started
         try:
-            return shared_batch.read(answer["structure"], self._memory_of(answer["slot"], answer["path"]), self.own)
+            return shared_batch.read(answer["structure"], self._memory_of(**answer["memory"]), self.own)
         finally:
-            self._send({"free": answer["slot"]})
+            self._send({"free": answer["memory"]["slot"]})
 
     def tell(self, **request: Any) -> None:
         """Send a request that has no answer."""
         self._send(request)
 
-    def _memory_of(self, slot: int, path: str) -> mmap.mmap | None:
+    def _memory_of(self, slot: int, path: str, size: int) -> mmap.mmap | None:
         """Map a slot once, and again when it has grown."""
-        if not path:
-            return None
-        known, memory = self._memory.get(slot, ("", None))
-        if known != path:
-            memory = shared_batch.mapped(path)
-            self._memory[slot] = path, memory
-        return memory
+        if path and len(self._memory.get(slot, ())) != size:
+            self._memory[slot] = shared_batch.mapped(path)
+        return self._memory.get(slot)
 
     def _send(self, message: Any) -> None:
         with self._lock, suppress(OSError):  # if it has ended, `_receive` learns of it

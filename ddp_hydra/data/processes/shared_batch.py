@@ -22,13 +22,20 @@ class Slot:
     """Memory for one batch at a time, in no file system. It grows with the batches.
 
     Attributes:
-        path: by which another process of this user can map it; "" where the system has no such memory.
+        path: by which another process of this user can map it; "" where there is none. It may stay the same when the
+            slot grows.
+        size: bytes.
     """
 
     def __init__(self) -> None:
         self.path = ""
         self._fd = -1
         self._memory: mmap.mmap | None = None
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes it has."""
+        return 0 if self._memory is None else len(self._memory)
 
     def write(self, batch: Any) -> bytes:
         """Copy the tensors of a batch to this memory; return the rest of the batch for `read`."""
@@ -53,7 +60,7 @@ class Slot:
 
     def _of_size(self, n_bytes: int) -> mmap.mmap:
         """Return memory of at least this size."""
-        if self._memory is None or len(self._memory) < n_bytes:
+        if self._memory is None or self.size < n_bytes:
             self.close()
             self._fd = os.memfd_create("ddp_hydra-batch")
             os.ftruncate(self._fd, n_bytes)

@@ -179,6 +179,15 @@ def test_several_processes_share_the_batches_and_have_seeds_of_their_own(opened)
 
 
 @pytest.mark.medium
+def test_batches_may_grow_and_shrink(opened):
+    dataset = ready(opened(Rows()))
+    for size in (1, 10, 2, 100, 3, 100):
+        rows = dataset.__getitems__(range(100 - size, 100))["row"]
+        assert rows[:, 0, 0].tolist() == list(range(100 - size, 100))
+    assert len(dataset._remotes[0]._memory) == 1
+
+
+@pytest.mark.medium
 def test_who_wants_to_know_what_will_be_read_waits_for_the_process(opened):
     dataset = opened(Announced())
     (batch,) = Loader(dataset, CPU).load([[4, 5, 6]])
