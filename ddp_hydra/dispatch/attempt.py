@@ -80,6 +80,8 @@ class Attempt:
             settings, self.workers, self.rank_states, interrupts, self.futures, self.events, self.handle_next
         )
         self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
+        wake_up = lambda: self.events.put(None)  # noqa: E731
+        self.records = RecordQueue(lambda record: self.read(self, record), self.acknowledge, wake_up)
 
     def reach_workers(self) -> WorkerClient:
         """Return what reaches the workers."""
@@ -94,8 +96,7 @@ class Attempt:
         Raises:
             RankFailed: at least one rank did not end well.
         """
-        wake_up = lambda: self.events.put(None)  # noqa: E731
-        self.records = RecordQueue(lambda record: self.read(self, record), self.acknowledge, wake_up)
+        self.records.start()
         try:
             with self.submitted(call):
                 try:

@@ -25,7 +25,7 @@ FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "h
 
 
 class RecordQueue:
-    """Has records read in order; stops at the first that cannot be read.
+    """Has records read in order, once it is started; stops at the first that cannot be read.
 
     Args:
         on_record: reads one record.
@@ -53,6 +53,9 @@ class RecordQueue:
         self.resume = threading.Event()
         self.closed = False
         self.thread = threading.Thread(target=self._read, name="ddp_hydra-record-queue", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
         self.thread.start()
 
     def put(self, record: Record, size: int) -> None:

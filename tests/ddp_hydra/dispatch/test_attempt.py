@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_hydra import dispatch
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch import attempt as module
 from ddp_hydra.dispatch import file_transfer, placement, watchdog
 from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.errors import ClusterError, RankFailed, RecordError
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.results import Record
@@ -425,16 +427,22 @@ def test_an_error_of_the_reader_ends_the_attempt_and_comes_out(make, monkeypatch
     assert is_cleared_up(one)
 
 
-def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost(make, monkeypatch, tmp_path):
+def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost_and_the_gang_starts_again(
+    make, monkeypatch, tmp_path, caplog
+):
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("Timed out trying to connect")
 
     one = make()
     monkeypatch.setattr(file_transfer, "call", fail)
     (tmp_path / "a.pt").write_bytes(b"x")
+    gang = dispatch.Gang(None, max_restarts=1)
+    gang.attempt, gang.restarts = one, Restarts(1)
     with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
-        one.send_files({"resume": tmp_path / "a.pt"})
+        gang.run_attempt(one, dispatch.Call("m:f", files={"resume": tmp_path / "a.pt"}))
     assert (caught.value.failure.kind, one.watchdog.silent) == ("lost", {"tcp://h:0"})
+    gang.decide_restart(caught.value)
+    assert "restart 1 of 1: rank 0 on h: " in caplog.text
 
 
 def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):

@@ -36,6 +36,7 @@ class Stage:
     def reader(self, **actions) -> RecordQueue:
         given = {"on_record": self.on_record, "acknowledge": lambda *args: self.acknowledged.append(args)}
         self.readers.append(RecordQueue(**{**given, "on_error": self.alarms.release, **actions}))
+        self.readers[-1].start()
         return self.readers[-1]
 
     def on_record(self, one: Record) -> None:
