@@ -66,8 +66,7 @@ class Attempt:
     ) -> None:
         self.settings, self.number, self.name, self.specs = settings, number, name, specs
         self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
-        self.client = settings.client
-        self.workers = self.reach_workers()
+        self.client, self.workers = settings.client, self.reach_workers()
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures: list[Future] = []
         self.values: dict[int, Any] = {}
@@ -254,6 +253,7 @@ class Attempt:
         elif record.kind == "warning":
             text = plain(shorten(str(record.data.get("text", "")), MESSAGE_CHARS))
             log.warning("rank %d: %s", record.rank, text)
+            self.records.put(record, size)  # to be acknowledged in its turn
         elif record.kind == "preempted":
             self.workers.finish(self.rank_states.running, "preemption")
         elif record.kind == "end":

@@ -248,6 +248,8 @@ class Gang(Settings):
 
     def read(self, attempt: Attempt, record: Record) -> None:
         """Pass on one record at a time: those of a failed attempt may still be read when the next one begins."""
+        if record.kind == "warning":
+            return  # the attempt has logged it already
         with self.lock:
             self.read_from, self.fetched = attempt, False
             for read in (self.record, self.on_record):

@@ -142,6 +142,15 @@ def test_an_attempt_ends_when_all_ranks_have_and_leaves_nothing_behind(make):
     assert one.client.sent == []
 
 
+def test_a_warning_is_acknowledged_too_or_its_rank_would_not_be_read_for_ever(make, monkeypatch, caplog):
+    monkeypatch.setattr(module, "ACKNOWLEDGE_BYTES", 10)
+    warning = Record("warning", {"text": "a slow disk"}, 1)
+    one = make(warning, end(1), end(0))
+    assert one.run(b"") == ["done", "done"]
+    assert one.client.sent == [("topic", 1, {"acknowledged": len(warning.encode())})]
+    assert caplog.messages == ["rank 1: a slow disk"]
+
+
 def test_a_failure_stops_the_others_and_names_its_attempt(make):
     one = make(end(1, "raised", message="ValueError: bad", step=20, attempt=99))
     with pytest.raises(RankFailed, match=r"rank 1 on h: ValueError: bad \(in step 20\)") as caught:

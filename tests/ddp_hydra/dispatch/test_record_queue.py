@@ -223,6 +223,12 @@ def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(a
     assert (attempt.dropped, attempt.fetched, gang.unread.counts) == ([], [FILE], {})
 
 
+def test_a_reader_gets_no_warnings_for_they_are_logged(attempt):
+    read = []
+    Gang(None, on_record=read.append).read(attempt, Record("warning", {"text": "a slow disk"}))
+    assert not read
+
+
 def test_where_nothing_was_dropped_nothing_is_said(caplog):
     with Gang(None).reporting_dropped():
         pass
