@@ -53,8 +53,9 @@ def drop(source: Path, file: Mapping[str, Any], call: Callable[..., Any]) -> Non
 
 
 def _is_here(source: Path, size: int | None) -> bool:
-    """Return whether this host has the file, and it is not a link."""
-    return source.is_file() and source.resolve() == source.absolute() and source.stat().st_size == size
+    """Return whether this host has the file, it is not a link, and its folder is not closed to this user."""
+    is_file = os.path.isfile(source)  # noqa: PTH113 (Path.is_file raises where the folder is closed)
+    return is_file and source.resolve() == source.absolute() and source.stat().st_size == size
 
 
 def call(

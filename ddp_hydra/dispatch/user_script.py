@@ -32,7 +32,7 @@ class Script:
         """Run the script as `__main__`; run this host's file if it is the same. Exit code 0 means success."""
         with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
             path = Path(self.path)
-            if not path.is_file() or path.read_text() != self.text:
+            if not self.is_here():
                 path = Path(folder) / path.name
                 path.write_text(self.text)
             sys.argv = [str(path), *self.args]
@@ -42,6 +42,13 @@ class Script:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
+
+    def is_here(self) -> bool:
+        """Return whether this host has the same file, and this user can read it."""
+        try:
+            return Path(self.path).read_text() == self.text
+        except (OSError, ValueError):  # ValueError: it is no text
+            return False
 
 
 def script(path: str | Path, *args: object) -> Script:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from typing import Any, NoReturn
 
 
@@ -27,6 +28,8 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
 
         its_listener = listener[0] if listener else None
         code = process.main(request["title"], launch_file, control, shared_status, its_listener)
+    except BaseException:
+        traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

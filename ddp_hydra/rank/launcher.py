@@ -113,7 +113,7 @@ class Launcher:
             "environment": environment.of_rank(
                 spec, self.interface(), launch_spec.gang, launch_spec.attempt, launch_spec.group, share.position
             ),
-            "cwd": launch_spec.cwd if Path(launch_spec.cwd).is_dir() else str(local),
+            "cwd": launch_spec.cwd if os.access(f"{launch_spec.cwd}/", os.X_OK) else str(local),
             "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
             "affinity": environment.cores(),
             "keep_warm_s": launch_spec.keep_warm_s,

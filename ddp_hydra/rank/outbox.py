@@ -99,12 +99,12 @@ def write(gang: str, rank: int, name: str, data: bytes, first: bool, dask_worker
 
 
 def is_same_file(path: str, size: int, mtime_ns: int) -> bool:
-    """Return whether this host sees a file of the client under the same path. Runs on the worker."""
+    """Return whether this host can read a file of the client under the same path. Runs on the worker."""
     try:
         found = Path(path).stat()
     except OSError:
         return False
-    return (found.st_size, found.st_mtime_ns) == (size, mtime_ns)
+    return (found.st_size, found.st_mtime_ns) == (size, mtime_ns) and os.access(path, os.R_OK)
 
 
 def remove(gang: str, rank: int, name: str, dask_worker: Any = None) -> None:

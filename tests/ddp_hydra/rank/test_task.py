@@ -154,6 +154,20 @@ def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_u
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.parametrize("can_enter", [True, False])
+def test_a_rank_works_in_the_folder_of_the_client_where_it_can_be_entered(can_enter, worker, tmp_path, monkeypatch):
+    folder = tmp_path / "of the client"
+    folder.mkdir()
+    if not can_enter:
+        monkeypatch.setattr(launcher.os, "access", lambda path, mode: False)
+    with ExitStack() as stack:
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b"", cwd=str(folder)), stack)
+        request = one.launcher.request(device_leases.Share(None, 0, 0))
+    inbox.remove("gang", 0)
+    inbox._ended.clear()
+    assert request["cwd"] == str(folder if can_enter else tmp_path)
+
+
 def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(worker, monkeypatch):
     monkeypatch.setattr(environment, "cores", lambda: list(range(12)))
     spec = replace(SPEC, local_world_size=2)
