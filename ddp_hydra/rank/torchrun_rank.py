@@ -7,6 +7,7 @@ sends and prints, and says how it ended.
 from __future__ import annotations
 
 import base64
+import contextlib
 import faulthandler
 import json
 import os
@@ -54,8 +55,9 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
         os._exit(code)
 
 
