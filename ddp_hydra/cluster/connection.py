@@ -200,7 +200,8 @@ def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
     context = security.get_connection_args("client").get("ssl_context")
     if context is None:
         return f"the scheduler at {where} wants to see a certificate: give {GIVE}"
-    files = security.get_tls_config_for_role("client") if hasattr(security, "tls_ca_file") else {}
+    given = security.get_tls_config_for_role("client") if hasattr(security, "tls_ca_file") else {}
+    files = {kind: "<text>" if "\n" in str(value) else value for kind, value in given.items()}  # may hold a key
     try:
         with (
             socket.create_connection((host, port), timeout=PROBE_S) as plain,

@@ -79,10 +79,8 @@ def make_security(given: Mapping[str, Any] | None) -> Any:
     values = {key: value for key, value in (given or {}).items() if value is not None}
     try:
         return Security(**({"require_encryption": True, **values} if values else {}))
-    except (TypeError, ValueError) as error:
-        raise ClusterError(
-            f"cluster.security={dict(values)}: {error}: give {GIVE}, or what else distributed.Security takes"
-        ) from None
+    except (TypeError, ValueError) as error:  # without the values: a private key may be among them
+        raise ClusterError(f"cluster.security: {error}: give {GIVE}, or what else distributed.Security takes") from None
 
 
 def read_address(file: Path) -> str:
