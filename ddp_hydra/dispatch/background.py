@@ -136,7 +136,10 @@ class Running:
             self._ended.wait()
             raise
         if not ended:
-            raise TimeoutError(f"the ranks have not ended after {timeout:g} s; they go on")
+            if graceful and self._interrupts.wanted:  # which the next wait sets back
+                self._stop.set()
+            what_now = "are ending" if self._stop.is_set() else "go on"
+            raise TimeoutError(f"the ranks have not ended after {timeout:g} s; they {what_now}")
         self._thread.join()
         if graceful and self._interrupts.wanted and not self._stop.is_set():
             raise KeyboardInterrupt
