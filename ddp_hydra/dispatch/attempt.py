@@ -22,7 +22,7 @@ from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import WorkerClient
-from ddp_hydra.errors import RankFailed, RecordError, explain
+from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
@@ -71,8 +71,7 @@ class Attempt:
         self.futures: list[Future] = []
         self.values: dict[int, Any] = {}
         self.is_stopping = False
-        self.begun_at = time.monotonic()
-        self.checked_at = 0.0
+        self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
         self.rank_states = RankStates(specs, number, self.health)
         self.watchdog = self.watchdog_class(
@@ -251,8 +250,7 @@ class Attempt:
         elif record.kind == "stack":
             self.watchdog.stacks[record.rank] = plain(str(record.data.get("text", "")))
         elif record.kind == "warning":
-            text = plain(shorten(str(record.data.get("text", "")), MESSAGE_CHARS))
-            log.warning("rank %d: %s", record.rank, text)
+            log.warning("rank %d: %s", record.rank, plain(shorten(str(record.data.get("text", "")), MESSAGE_CHARS)))
             self.records.put(record, size)  # to be acknowledged in its turn
         elif record.kind == "preempted":
             self.workers.finish(self.rank_states.running, "preemption")
@@ -272,7 +270,10 @@ class Attempt:
         """Note how a rank ended."""
         if self.rank_states.end(record, was_stopped=self.is_stopping):
             if record.data.get("status") == "ok":
-                self.values[record.rank] = self.workers.returned(record)
+                try:
+                    self.values[record.rank] = self.workers.returned(record)
+                except OSError as error:
+                    self.lose(self.specs[record.rank], "could not send what it returned", error)
             last = {**record.data, "phase": record.data.get("phase", "end")}
             self.health.note_heartbeat(record.rank, last, time.monotonic())
 
@@ -291,10 +292,12 @@ class Attempt:
                 log.warning,
             )
         except OSError as error:
-            if error.errno is not None:  # an error of a file, here or there
-                raise
-            self.watchdog.silent.add(first.worker)
-            failure = self.rank_states.failure(
-                "lost", first, f"its worker {first.worker} could not be given its files: {error}"
-            )
-            raise RankFailed(explain(failure), failure) from None
+            self.lose(first, "could not be given its files", error)
+            raise self.rank_states.error() from None
+
+    def lose(self, spec: RankSpec, what: str, error: OSError) -> None:
+        """Note that a worker does not answer; raise the error if it is one of a file, here or there."""
+        if error.errno is not None:
+            raise error
+        self.watchdog.silent.add(spec.worker)
+        self.rank_states.fail(spec, "lost", f"its worker {spec.worker} {what}: {error}")

@@ -454,6 +454,24 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost_and_the_gang
     assert "restart 1 of 1: rank 0 on h: " in caplog.text
 
 
+@pytest.mark.parametrize("error", [OSError("it does not answer"), OSError(28, "No space left on device")], ids=repr)
+def test_a_worker_that_is_gone_with_what_its_rank_returned_is_lost(error, make, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise error
+
+    value_file = {"source": "v", "size": 9, "sha256": ""}
+    one = make(end(0), Record("end", {"status": "ok", "value_file": value_file}, 1))
+    monkeypatch.setattr(file_transfer, "fetch", fail)
+    if error.errno:  # of a file here
+        with pytest.raises(OSError, match="No space left"):
+            one.run(b"")
+    else:
+        with pytest.raises(RankFailed, match="could not send what it returned: it does not answer") as caught:
+            one.run(b"")
+        assert (caught.value.failure.kind, one.watchdog.silent) == ("lost", {"tcp://h:1"})
+    assert is_cleared_up(one)
+
+
 def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):
     with pytest.raises(FileNotFoundError):
         make().send_files({"resume": tmp_path / "a.pt"})
