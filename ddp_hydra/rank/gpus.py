@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ UUID_BYTES = 96
 def visible(variables: Mapping[str, str]) -> list[str]:
     """Return the GPUs that a process with these variables sees, counted without touching CUDA."""
     if "CUDA_VISIBLE_DEVICES" in variables:
-        return [gpu.strip() for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+        names = [gpu.strip() for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+        return list(itertools.takewhile(lambda name: not name.startswith("-"), names))  # as CUDA does
     return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 

@@ -63,6 +63,8 @@ class LocalCuda(Local):
 
     def check(self) -> None:
         """Check that there are as many GPUs as workers."""
+        if isinstance(given := self.arguments.get("CUDA_VISIBLE_DEVICES"), int):  # Hydra makes a number of 1
+            self.arguments["CUDA_VISIBLE_DEVICES"] = [given]
         there = len(visible) if (visible := self.visible()) is not None else gpus.count()
         if not there:
             raise ClusterError(
@@ -83,7 +85,7 @@ class LocalCuda(Local):
         given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
         if given is None:
             return None
-        return [str(part).strip() for part in (given.split(",") if isinstance(given, str) else given) if str(part)]
+        return gpus.visible({"CUDA_VISIBLE_DEVICES": given if isinstance(given, str) else ",".join(map(str, given))})
 
 
 def _kill_starting_workers(loop: Any) -> None:

@@ -229,8 +229,9 @@ def test_local_cuda_without_a_gpu(monkeypatch):
     assert "train on the CPU with cluster=local" in said
 
 
-def test_local_cuda_where_none_may_be_used(monkeypatch, gpus):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_local_cuda_where_none_may_be_used(visible, monkeypatch, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert "look at nvidia-smi and CUDA_VISIBLE_DEVICES" in refused("local_cuda")
 
 
@@ -246,15 +247,20 @@ def test_more_workers_than_gpus(gpus):
 
 
 @pytest.mark.parametrize(
-    ("given", "workers"),
-    [((), 2), (("cluster.n_workers=1",), 1), (("cluster.CUDA_VISIBLE_DEVICES=[0,2,3]",), 3)],
+    ("given", "workers", "visible"),
+    [
+        ((), 2, None),
+        (("cluster.n_workers=1",), 1, None),
+        (("cluster.CUDA_VISIBLE_DEVICES=[0,2,3]",), 3, [0, 2, 3]),
+        (("cluster.CUDA_VISIBLE_DEVICES=1",), 1, [1]),
+    ],
 )
-def test_local_cuda_gets_its_arguments(gpus, given, workers):
+def test_local_cuda_gets_its_arguments(gpus, given, workers, visible):
     chosen = manager("local_cuda", *given)
     chosen.check()
     with chosen.open() as opened:
         native = opened.given
-    assert (chosen.expected, native["n_workers"]) == (workers, workers)
+    assert (chosen.expected, native["n_workers"], native["CUDA_VISIBLE_DEVICES"]) == (workers, workers, visible)
     assert native["preload"] == ["ddp_hydra.rank.dask_preload"]
     assert type(native["preload"]) is list  # dask-cuda adds its own to it
     assert native["host"] == "127.0.0.1"

@@ -79,6 +79,8 @@ def test_a_library_that_does_not_start_shows_no_gpu(driver):
         ("GPU-bbbb-2,7", ["GPU-bbbb-2", "7"]),
         ("MIG-cccc", ["MIG-cccc"]),
         ("", []),
+        ("-1", []),
+        ("1,-1,0", ["GPU-bbbb-2"]),  # CUDA looks no further
     ],
 )
 def test_visible_gpus_get_names_that_mean_the_same_everywhere(visible, expected, driver):
