@@ -30,6 +30,7 @@ QUIET = {
 watching itself. The last one keeps nannies: Dask would close a nanny whose worker is not there 15 s after it was lost,
 even if that worker came back and was lost again."""
 REFUSED = "nobody listens there"
+NO_SCHEDULER = "what listens there is no Dask scheduler, or one that is too busy to answer"
 GIVE_ADDRESS = (
     "give the address that `dask scheduler` prints, cluster.address=tcp://<host>:<port> or tls://<host>:<port>"
 )
@@ -141,7 +142,7 @@ def check_certificates(security: Any) -> None:
 
 
 def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
-    """Wait for a scheduler that may still be starting.
+    """Wait for a scheduler that may still be starting, or be busy.
 
     Dask itself would wait for ever where a program listens that says nothing.
 
@@ -150,7 +151,7 @@ def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
     """
     deadline = time.monotonic() + timeout_s
     while reason := diagnose(address, security):
-        if REFUSED not in reason or time.monotonic() > deadline:
+        if not (REFUSED in reason or NO_SCHEDULER in reason) or time.monotonic() > deadline:
             raise ClusterError(reason)
         time.sleep(POLL_S)
 
@@ -185,14 +186,18 @@ def diagnose(address: str, security: Any) -> str:
 
 def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
     """Say why whoever listens there and this client do not understand each other; "" where they do."""
-    where = f"{host}:{port}"
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    no_scheduler = f"cluster.address={scheme}://{where}: {NO_SCHEDULER}: {GIVE_ADDRESS}"
     if scheme == "tcp":
         if _speaks_first(host, port):
             return ""
         if _speaks_tls(host, port):
             return f"the scheduler at {where} speaks TLS: give cluster.address=tls://{where} {GIVE}"
-        return f"cluster.address=tcp://{where}: what listens there is no Dask scheduler: {GIVE_ADDRESS}"
-    if not _speaks_tls(host, port):
+        return no_scheduler
+    speaks_tls = _speaks_tls(host, port)
+    if speaks_tls is None:
+        return no_scheduler
+    if not speaks_tls:
         return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
     from distributed import Security
 
@@ -208,6 +213,8 @@ def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
             context.wrap_socket(plain, server_hostname=host) as encrypted,
         ):
             encrypted.recv(1)  # with TLS 1.3, only now it is known whether the other side took our certificate
+    except TimeoutError:
+        return no_scheduler
     except ssl.SSLCertVerificationError as error:
         return (
             f"the certificate of the scheduler at {where} is not signed by cluster.security.tls_ca_file="
@@ -232,7 +239,8 @@ def _speaks_first(host: str, port: int) -> bool:
             return False
 
 
-def _speaks_tls(host: str, port: int) -> bool:
+def _speaks_tls(host: str, port: int) -> bool | None:
+    """Return whether the other side speaks TLS; None if it says nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is sent over it, so nothing has to be verified
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection((host, port), timeout=PROBE_S) as plain:
@@ -241,5 +249,7 @@ def _speaks_tls(host: str, port: int) -> bool:
                 return True
         except ssl.SSLError as error:
             return "ALERT" in (error.reason or "")
+        except TimeoutError:
+            return None
         except OSError:
             return False

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 import distributed
 import pytest
 
 from ddp_hydra.cluster import connection
-from ddp_hydra.cluster.connection import Scheduler, load
+from ddp_hydra.cluster.connection import Scheduler, await_scheduler, diagnose, load
 from ddp_hydra.errors import ClusterError
 
 
@@ -64,3 +65,36 @@ def test_where_the_reason_is_known_nobody_is_asked_again(clients, monkeypatch):
     with pytest.raises(ClusterError, match=r"nobody listens at tcp://127.0.0.1:1"):
         Scheduler("tcp://127.0.0.1:1").client()
     assert len(clients) == 1
+
+
+@pytest.fixture
+def listener(monkeypatch):
+    """Set what is found out about who listens: whether it speaks first, and whether it speaks TLS."""
+    found = {"first": [], "tls": []}
+    monkeypatch.setattr(connection, "POLL_S", 0.0)
+    monkeypatch.setattr(connection, "_speaks_first", lambda host, port: found["first"].pop(0))
+    monkeypatch.setattr(connection, "_speaks_tls", lambda host, port: found["tls"].pop(0))
+    return found
+
+
+@pytest.mark.parametrize("tls", [None, False])  # it may answer when it is asked for TLS
+def test_a_scheduler_that_is_too_busy_to_speak_is_asked_again_until_the_time_is_over(tls, listener):
+    listener |= {"first": [False, True], "tls": [tls]}
+    await_scheduler("tcp://127.0.0.1:1", None, timeout_s=60.0)
+    listener |= {"first": [False], "tls": [tls]}
+    with pytest.raises(ClusterError, match=r"127\.0\.0\.1:1: what listens there is no Dask scheduler, or one"):
+        await_scheduler("tcp://127.0.0.1:1", None, timeout_s=-1.0)
+
+
+def test_one_that_speaks_tls_is_asked_again_too_and_one_that_does_not_is_not(listener):
+    listener |= {"tls": [None, False]}
+    with pytest.raises(ClusterError, match=r"does not speak TLS: give cluster\.address=tcp://\[::1\]:8786"):
+        await_scheduler("tls://[::1]:8786", None, timeout_s=60.0)
+
+
+def test_who_says_nothing_may_be_busy(monkeypatch):
+    monkeypatch.setattr(connection, "PROBE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for scheme in ("tcp", "tls"):
+            address = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+            assert diagnose(address, None).startswith(f"cluster.address={address}: {connection.NO_SCHEDULER}")
