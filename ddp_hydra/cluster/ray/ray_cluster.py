@@ -61,6 +61,9 @@ class RayCluster:
         self.n_workers = n_workers
         self.bundle = {"CPU": cpus_per_worker, "GPU": gpus_per_worker, **(resources or {})}
         self.bundle = {kind: amount for kind, amount in self.bundle.items() if amount}
+        self.workers: list[Any] = []
+        self.scheduler: Any = None
+        self.group: Any = None
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(connected(address, math.ceil(cpus_per_worker * n_workers)))
         try:
@@ -69,7 +72,7 @@ class RayCluster:
             else:
                 self._find()
         except BaseException:
-            self.stack.close()
+            self.close()  # Ray keeps what is detached
             raise
 
     def _start(self, strategy: str, lifetime: str | None) -> None:
@@ -80,12 +83,11 @@ class RayCluster:
         self.group = ray.util.placement_group([self.bundle] * self.n_workers, strategy, self.name, lifetime)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         scheduler = actor.options(name=f"{self.name}-scheduler", num_cpus=0, scheduling_strategy=here, **common)
-        self.scheduler: Any = scheduler.remote(["scheduler", "--port", "0", "--no-dashboard"], config, self.name)
+        self.scheduler = scheduler.remote(["scheduler", "--port", "0", "--no-dashboard"], config, self.name)
         self._address()
         amounts = dict(self.bundle)
         common |= {"num_cpus": amounts.pop("CPU", 0), "num_gpus": amounts.pop("GPU", 0), "resources": amounts}
         command = ["worker", self.scheduler_address, "--nthreads", "1", "--memory-limit", "0", "--no-dashboard"]
-        self.workers: list[Any] = []
         for number in range(self.n_workers):
             place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
             name = f"{self.name}-worker-{number}"
@@ -100,7 +102,6 @@ class RayCluster:
         """
         self.scheduler = ray.get_actor(f"{self.name}-scheduler", NAMESPACE)
         self.group = ray.util.get_placement_group(self.name)
-        self.workers = []
         for number in range(len(self.group.bundle_specs)):
             with contextlib.suppress(ValueError):  # it is being started again
                 self.workers.append(ray.get_actor(f"{self.name}-worker-{number}", NAMESPACE))
