@@ -145,7 +145,10 @@ class RankTask:
 
     def on_server(self) -> None:
         """Read from the fork server: the rank's pid, then how it ended; or why it was not started."""
-        data = self.server.recv(65536)
+        try:
+            data = self.server.recv(65536)
+        except ConnectionResetError:  # it died before it had read a request
+            data = b""
         for line in data.splitlines():
             message = json.loads(line)
             self.pid = message.get("pid", self.pid)

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import selectors
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -274,6 +276,19 @@ def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
     inbox.remove("gang", 0)
     inbox._ended.clear()
     assert [record.kind for record in worker.said] == ["preempted"] * ("preempted" in message)
+
+
+def test_a_fork_server_that_dies_with_an_unread_request_takes_the_rank_with_it(worker):
+    with ExitStack() as stack:
+        one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
+        one.server, server = (stack.enter_context(end) for end in socket.socketpair())
+        one.selector.register(one.server, selectors.EVENT_READ)
+        one.server.sendall(b"a request")
+        server.close()
+        one.on_server()
+        assert one.exit == {"exit": -signal.SIGKILL, "peak_rss": 0}
+    inbox.remove("gang", 0)
+    inbox._ended.clear()
 
 
 def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
