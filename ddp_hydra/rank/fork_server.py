@@ -158,7 +158,9 @@ class Server:
 
     def accept(self) -> None:
         """Accept the next connection, if there is one; start anew before it if the imported code is out of date."""
-        is_wanted = bool(select.select([self.listener], [], [], 0)[0])
+        poll = select.poll()  # select.select takes no descriptor from 1024 on
+        poll.register(self.listener, select.POLLIN)
+        is_wanted = bool(poll.poll(0))
         if is_wanted and self.is_idle and not self.idling.is_current():
             self.spares.end()
             self.start_anew()
