@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -38,11 +39,15 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         RecordError: the file holds something else. It comes from a rank, so it can be anything.
     """
+    error = RecordError(f"{path.name} holds no rows of predictions")
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         while head := file.read(_LENGTH):
-            data = file.read(int.from_bytes(head, "big"))
-            columns = return_values.decode(data)
+            length = int.from_bytes(head, "big")
+            if length > size - file.tell():
+                raise error
+            columns = return_values.decode(file.read(length))
             is_table = isinstance(columns, dict) and all(is_name(name) for name in columns)
             if not is_table or not all(hasattr(values, "__len__") for values in columns.values()):
-                raise RecordError(f"{path.name} holds no rows of predictions")
+                raise error
             yield columns

@@ -124,9 +124,10 @@ def test_rows_that_are_missing_or_too_many_are_found(parts, tmp_path):
     parts.receive(file_record(tmp_path, 1, {"id": NAMES[:2]}), fetch)
     with pytest.raises(RecordError, match="the columns id, and those before"):
         list(parts.merged())
-    parts.path(1).write_bytes(b"\0" * 7 + b"\1" + b"\xc1")
-    with pytest.raises(RecordError):
-        list(parts.merged())
+    for length in (b"\0" * 7 + b"\1", b"\0" * 7 + b"\2", b"\x7f" + b"\xff" * 7, b"\xff" * 8):
+        parts.path(1).write_bytes(length + b"\xc1")
+        with pytest.raises(RecordError):
+            list(parts.merged())
 
 
 def test_parts_of_another_prediction_are_refused_or_dropped(parts, tmp_path):
