@@ -79,7 +79,7 @@ def run(
         if threads:
             process.set_threads(threads, 1)
         results.connect(DirectSender(on_record, Path(folder)), 0, attempt, retry_s)
-        fault_injection.install(0, 0, {})
+        fault_injection.install(0, attempt, {})
         heartbeat.connect(None)
         try:
             with FinishOnInterrupt(notice).caught():
