@@ -15,8 +15,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,9 +165,13 @@ class Gang(Settings):
         """
         self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
-        reserved = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
-        interrupts = self.interrupts.caught(self.grace_s > 0)
-        with self.reporting_dropped(), interrupts, self.cleaned_up(), reserved as reservation:
+        self.attempt = None
+        with ExitStack() as stack:
+            stack.callback(self.report_dropped)
+            stack.enter_context(self.interrupts.caught(self.grace_s > 0))
+            stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
+            reservation = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
+            stack.enter_context(reservation)
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
             preflight.check_workers(self.client, workers, self.pip, self.interface)
@@ -203,24 +207,15 @@ class Gang(Settings):
         attempt = self.attempt
         return attempt is not None and attempt.health.in_loop(attempt.rank_states.running)
 
-    @contextmanager
-    def reporting_dropped(self) -> Iterator[None]:
-        """Warn after the block if records were dropped because nothing reads them."""
-        try:
-            yield
-        finally:
-            if sentence := self.unread.sentence():
-                log.warning("%s", sentence)
+    def report_dropped(self) -> None:
+        """Warn if records were dropped because nothing reads them."""
+        if sentence := self.unread.sentence():
+            log.warning("%s", sentence)
 
-    @contextmanager
-    def cleaned_up(self) -> Iterator[None]:
-        """Empty the outboxes of the last attempt after the block: other gangs wait for its workers, not for this."""
-        self.attempt = None
-        try:
-            yield
-        finally:
-            if self.attempt is not None:
-                self.attempt.clean_up()
+    def clean_up(self) -> None:
+        """Empty the outboxes of the last attempt."""
+        if self.attempt is not None:
+            self.attempt.clean_up()
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
