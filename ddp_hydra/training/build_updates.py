@@ -129,7 +129,7 @@ def updates_of(task: Task) -> list[str]:
 
 
 def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
-    """Let the optimizers train parameters that are frozen.
+    """Let the optimizers train parameters that `trainer.freeze` has frozen; the model may have frozen others itself.
 
     Args:
         cfg: the config.
@@ -140,7 +140,11 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
     Raises:
         ConfigError: a pattern fits no frozen parameter.
     """
-    names = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter_groups.is_chosen(name, cfg.trainer.freeze)
+    ]
     chosen = {name for name in names if parameter_groups.is_chosen(name, stage["patterns"])}
     if not chosen:
         frozen = f"frozen are {', '.join(names[:6])}{', …' if names[6:] else ''}" if names else "nothing is frozen"

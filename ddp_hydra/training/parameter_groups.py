@@ -26,7 +26,7 @@ def is_chosen(name: str, patterns: Sequence[str]) -> bool:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze parameters, so that they are not trained.
+    """Freeze parameters, so that they are not trained. What the model has frozen itself stays so.
 
     Args:
         model: the model.
@@ -43,7 +43,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
                 f"{', '.join(names if len(names) <= 6 else [*names[:3], '…', *names[-3:]])}"
             )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not is_chosen(name, patterns))
+        if is_chosen(name, patterns):
+            parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"trainer.freeze={list(patterns)} leaves nothing to train: exclude something, as with '!fc.*'"

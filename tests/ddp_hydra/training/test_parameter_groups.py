@@ -33,6 +33,14 @@ def test_of_the_patterns_that_fit_the_last_counts(patterns, trained):
     assert [name for name, part in model.named_parameters() if part.requires_grad] == trained
 
 
+def test_what_the_model_has_frozen_itself_stays_so():
+    model = network()
+    model.body[0].weight.requires_grad_(False)
+    model.packed = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    parameter_groups.freeze(model, ["*.bias"])
+    assert [name for name, part in model.named_parameters() if part.requires_grad] == ["body.1.weight", "head.weight"]
+
+
 def test_norms_whose_weights_are_frozen_are_told():
     model = network()
     parameter_groups.freeze(model, ["body.1.weight"])
