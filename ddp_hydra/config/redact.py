@@ -28,6 +28,10 @@ HARMLESS = {
 HIDDEN = "***"
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
+_FIELD = re.compile(r"""(?<=[=;'"])([\w./]+)=([^,;\s]+)""")
+"""Matches a field of a connection string, which is itself a value."""
+_ENTRY = re.compile(r"""((?<!\$)[{,]\s*["']?)([\w.-]+)(["']?\s*:\s*)("[^"]*"|'[^']*'|\{[^{}]*\}|\[[^][]*\]|[^,}\]]+)""")
+"""Matches a key and its value in a dict, as Hydra and JSON write it; not a resolver, as in "${secret:name}"."""
 
 _PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,}\]]*)""")
 """Matches a key and its value in a line of YAML, JSON or TOML."""
@@ -131,7 +135,14 @@ def _override(text: str) -> str:
         return f"{name}={_hidden(value)}"
     text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)
-    return _WORD.sub(lambda part: _named(part[1], part[2]), text)
+    for pattern in (_WORD, _FIELD):
+        text = pattern.sub(lambda part: _named(part[1], part[2]), text)
+    return _ENTRY.sub(_entry, text)
+
+
+def _entry(found: re.Match[str]) -> str:
+    value = _hidden(found[4]) if named_secret(found[2]) else _ENTRY.sub(_entry, found[4])
+    return f"{found[1]}{found[2]}{found[3]}{value}"
 
 
 def _named(name: str, value: str) -> str:

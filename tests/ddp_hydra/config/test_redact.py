@@ -72,6 +72,24 @@ def test_the_files_of_hydra_go_without_secrets(tmp_path):
     assert same.read_text() == "a: 1   # as it was\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("+data.options={key:top-secret,secret:'top-secret'}", "+data.options={key:***,secret:***}"),
+        ("cluster.environment={WANDB_API_KEY:top-secret,N:3}", "cluster.environment={WANDB_API_KEY:***,N:3}"),
+        ('data.headers={Authorization:"Bearer top-secret"}', "data.headers={Authorization:***}"),
+        ('a=[{"b": {"x-api-key": "top-secret"}}, {c: [1, 2]}]', 'a=[{"b": {"x-api-key": ***}}, {c: [1, 2]}]'),
+        ("a={credentials:{user:me,word:top-secret},n:1}", "a={credentials:***,n:1}"),
+        ("a={key:${oc.env:KEY},b:${secret:name}}", "a={key:${oc.env:KEY},b:${secret:name}}"),
+        ("url=Protocol=https;Name=x;AccountKey=top-secret==", "url=Protocol=https;Name=x;AccountKey=***"),
+        ("a=1,url=AccountKey=top-secret==;Name=x", "a=1,url=AccountKey=***;Name=x"),
+        ("a=1,password=top;secret", "a=1,password=***"),
+    ],
+)
+def test_secrets_are_found_inside_a_value(text, left):
+    assert redact.without([text]) == [left]
+
+
 def test_a_config_is_written_as_omegaconf_writes_it():
     """But for the places where long lines are broken."""
     values = ["1e-3", "null", "yes", "0x1", "~", "a: b", "${x}", "é\n", " x ", "1_000", "off", "#", "", "2026-11-25"]
