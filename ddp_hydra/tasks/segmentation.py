@@ -47,6 +47,8 @@ class Segmentation(Task):
             both = torch.bincount(guess[guess == truth], minlength=n_classes)
             either = torch.bincount(guess, minlength=n_classes) + torch.bincount(truth, minlength=n_classes) - both
             n = masks.numel() if self.ignore is None else counted.sum()
+        if self.ignore is not None:
+            loss = loss.where(n > 0, 0.0)  # without any pixel, the mean is NaN; it counts 0 times
         return Step(loss, n, {"intersection": both, "union": either}, logits, masks)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
