@@ -65,5 +65,6 @@ class Segmentation(Task):
         }
 
     def predict(self, model: Any, batch: Any) -> Tensor:
-        """Return the class of each pixel, uint8 (batch, height, width)."""
-        return model(inputs(batch)).argmax(1).to(torch.uint8)
+        """Return the class of each pixel, (batch, height, width): uint8, or int32 for more than 256 classes."""
+        logits = model(inputs(batch))
+        return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from ddp_hydra.tasks import Segmentation
@@ -11,3 +12,11 @@ def test_a_batch_without_a_pixel_that_counts_counts_nothing_and_breaks_nothing()
     step.loss.backward()
     assert (int(step.n), step.loss.item()) == (0, 0.0)
     assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("n_classes", "dtype"), [(256, torch.uint8), (257, torch.int32)])
+def test_each_class_has_its_number(n_classes, dtype):
+    logits = torch.zeros(1, n_classes, 2, 2)
+    logits[:, -1] = 1
+    found = Segmentation().predict(lambda x: logits, None)
+    assert (found.dtype, found.unique().tolist()) == (dtype, [n_classes - 1])
