@@ -27,6 +27,8 @@ class Regression(Task):
         """Compute the loss, and the sums of errors and squares for each output."""
         x, y = batch
         prediction = flat_if_single(model(x), y)
+        if prediction.dtype in (torch.bfloat16, torch.float16):  # of autocast, which would round the targets
+            prediction = prediction.float()
         y = y.to(prediction.dtype)
         loss = self.criterion(prediction, y)
         with torch.no_grad():
