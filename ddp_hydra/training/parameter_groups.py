@@ -102,13 +102,13 @@ def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
             part.forward = partial(_checkpointed, part.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], *inputs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], /, *inputs: Any, **options: Any) -> Any:
     """Compute a forward pass now, and again in the backward pass."""
     if torch.compiler.is_compiling():  # then statistics are not computed again
-        return checkpoint(forward, *inputs, use_reentrant=False)
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
     part = forward.__self__  # type: ignore[attr-defined]
     return checkpoint(
-        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _restored_buffers(part))
+        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _restored_buffers(part)), **options
     )
 
 

@@ -92,6 +92,27 @@ def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+def test_what_is_recomputed_may_be_called_with_keywords():
+    class Scaled(nn.Linear):
+        def forward(self, x, *, scale):
+            return scale * super().forward(x)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Scaled(4, 2)
+
+        def forward(self, x):
+            return self.part(x, scale=3.0)
+
+    model, x = Whole(), torch.randn(2, 4)
+    before = model(x)
+    parameter_groups.activation_checkpointing(model, ["Scaled"])
+    assert torch.equal(model(x), before)
+    model(x).sum().backward()
+    assert torch.equal(model.part.bias.grad, torch.full((2,), 6.0))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batchnorm_counts_once_what_is_computed_twice(compiled):
