@@ -82,7 +82,8 @@ class Monitor:
             self.sums_of_ranks.learn(self.consensus.gather_objects(shapes_of(sums)))
             (all_sums,) = self.consensus.gather(self.sums_of_ranks.packed(sums))
         self.exchange.interval(all_waits)
-        counted = self.task.metrics(self.sums_of_ranks.total(all_sums))
+        total = self.sums_of_ranks.total(all_sums)
+        counted = self.task.metrics(total) if total else {}  # nothing yet, where each step so far was left out
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
 

@@ -9,7 +9,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training.build_updates import BuildUpdates
-from tests.ddp_hydra.training.loop_runs import same, weights
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, same, weights
 
 
 def test_a_step_with_a_bad_loss_ends_the_run_by_default(train):
@@ -21,6 +21,13 @@ def test_a_step_with_a_bad_loss_may_be_left_out(train):
     run = train(fault=["nan,step=6"], on_nonfinite="skip")
     assert (run.value["steps"], run.steps_saved) == (8, [4, 8])
     assert all(value == value for _, value in run.metrics("train/loss"))
+
+
+def test_nothing_is_logged_where_no_step_has_counted(train):
+    parts = {**BY_LOSS, "model": {"out_features": 1}, "loss": {"_target_": "torch.nn.MSELoss"}}
+    parts |= {"task": {"_target_": "ddp_hydra.tasks.Regression"}}
+    run = train(fault=["nan,step=1"], on_nonfinite="skip", log_every_steps=1, max_steps=2, val=0, parts=parts)
+    assert [step for step, _ in run.metrics("train/loss")] == [2]
 
 
 @pytest.mark.medium
