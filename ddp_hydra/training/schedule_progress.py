@@ -71,9 +71,10 @@ class ScheduleProgress:
         for part in parts:
             if isinstance(part, FactorLR):
                 part.go_to(self.done)
-        while self.taken < int(self.done) and not isinstance(parts[0], FactorLR):
+        torchs = [part for part in parts if not isinstance(part, FactorLR)]
+        while torchs and self.taken < int(self.done):
             self.taken += 1
-            for part in parts:
+            for part in torchs:
                 part.step()
 
     def state_dict(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.schedule_progress import ScheduleProgress
-from ddp_hydra.training.state import Position
+from ddp_hydra.training.state import Position, together
 
 
 def rates(schedule, total_steps, steps=None, **options):
@@ -233,3 +233,16 @@ def test_one_of_torchs_takes_a_step_for_each_that_the_run_would_have_taken(then,
         advance(now)
         now.move(scheduler)
         assert (now.done, scheduler.last_epoch) == (done, int(done))
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_schedules_of_several_updates_may_be_of_both_kinds(ours_first):
+    run, optimizer = begun(4, 12, epochs=4), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    ours = lr_schedules.cosine(torch.optim.SGD([torch.zeros(1)], lr=1.0), run.total)
+    torchs = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    named = [("a", ours), ("b", torchs)]
+    for _ in range(2):
+        run.move(together(dict(named if ours_first else reversed(named))))
+        assert (ours.last_epoch, torchs.last_epoch) == (run.done, run.done)
+        advance(run)
