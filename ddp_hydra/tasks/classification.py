@@ -62,10 +62,16 @@ class Classification(Task):
         return found
 
     def update_metric(self, metric: Any, step: Step) -> None:
-        """Give a metric (answers, classes) scores, and as many class numbers; perplexity needs the time axis."""
-        scores = step.prediction.float()
+        """Give a metric (answers, classes) scores, and as many class numbers; perplexity needs the time axis.
+
+        A target in the shape of the scores holds a number for each class, and stays like them.
+        """
+        axis = -1 if self.class_axis is None else self.class_axis
+        scores = step.prediction.float().movedim(axis, -1)
         if type(metric).__name__ == "Perplexity":
             metric.update(scores, step.target)
+        elif step.target.shape == step.prediction.shape:
+            metric.update(*(part.reshape(-1, part.shape[-1]) for part in (scores, step.target.movedim(axis, -1))))
         else:
             metric.update(scores.flatten(0, -2), step.target.flatten())
 

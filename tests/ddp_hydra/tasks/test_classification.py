@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ddp_hydra.tasks import Classification
+from ddp_hydra.tasks import Classification, Step
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.metrics import Meter, count
 
@@ -85,3 +85,27 @@ def test_a_prediction_is_the_likeliest_class_with_its_probability_and_name():
     assert (found["class"].tolist(), found["name"]) == ([0, 0, 1], ["cat", "cat", "dog"])
     assert found["probability"].tolist() == pytest.approx([1 / 2, 3 / 4, 7 / 8])
     assert "name" not in task().predict(lambda x: x, torch.tensor(LOGITS))  # a batch without targets
+
+
+class Noted:
+    """Stands for a metric of torchmetrics."""
+
+    def update(self, *given):
+        self.given = [part.tolist() for part in given]
+
+
+@pytest.mark.parametrize(
+    ("axis", "prediction", "target", "given"),
+    [
+        (-1, [[[1, 2], [3, 4]]], [[0, 1]], ([[1, 2], [3, 4]], [0, 1])),
+        (1, [[[1, 2], [3, 4]]], [[0, 1]], ([[1, 3], [2, 4]], [0, 1])),
+        (None, [[1, 2], [3, 4]], [[0.0, 1.0], [1.0, 1.0]], ([[1, 2], [3, 4]], [[0, 1], [1, 1]])),
+        (1, [[[1, 2], [3, 4]]], [[[0.0, 1.0], [1.0, 1.0]]], ([[1, 3], [2, 4]], [[0, 1], [1, 1]])),
+    ],
+    ids=["last", "of the loss", "labels", "labels over time"],
+)
+def test_metrics_are_given_the_scores_of_an_answer_in_a_row(axis, prediction, target, given):
+    metric = Noted()
+    step = Step(torch.zeros(()), prediction=torch.tensor(prediction), target=torch.tensor(target))
+    task(axis).update_metric(metric, step)
+    assert metric.given == list(given)
