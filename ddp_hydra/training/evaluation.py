@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.metrics import Meter, count, named
@@ -94,16 +95,26 @@ class EvalMetrics:
         numbers: dict[str, float] = {}
         self.matrices.clear()
         for name, metric in self.metrics.items():
-            value = metric.compute()
+            found = metric.compute()
             metric.reset()
-            if value.ndim == 0:
-                numbers[f"val/{name}"] = float(value)
-            elif value.ndim == 1:
-                labels = self._labels(value)
-                numbers |= {f"val/{name}/{label}": float(one) for label, one in zip(labels, value, strict=True)}
-            else:
-                self.matrices[f"val/{name}"] = value.cpu()
+            several = found.items() if isinstance(found, Mapping) else [("", found)]
+            for key, value in several:
+                if not isinstance(value, (Tensor, float, int)):
+                    raise ConfigError(
+                        f"metrics.{name} ({type(metric).__name__}) computes a {type(value).__name__}: it must compute "
+                        "a tensor, or a dict of them; leave it out with '~metrics." + name + "'"
+                    )
+                numbers |= self._logged(f"val/{name}/{key}" if key else f"val/{name}", torch.as_tensor(value))
         return numbers
+
+    def _logged(self, name: str, value: Tensor) -> dict[str, float]:
+        """Return a metric's numbers; keep a matrix for its picture."""
+        if value.ndim == 0:
+            return {name: float(value)}
+        if value.ndim == 1:
+            return {f"{name}/{label}": float(one) for label, one in zip(self._labels(value), value, strict=True)}
+        self.matrices[name] = value.cpu()
+        return {}
 
     def show(self, step: int) -> None:
         """Send pictures of the last result's matrices; called on rank 0."""

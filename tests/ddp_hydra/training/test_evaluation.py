@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import LanguageModel, Step
 from ddp_hydra.training.evaluation import EvalMetrics
 
@@ -19,3 +20,28 @@ def test_perplexity_is_that_of_all_places_whatever_the_batches():
     assert scores.result() == {"val/perplexity": pytest.approx(loss.exp().item())}
     scores.add(LanguageModel(), Step(torch.zeros(()), prediction=torch.zeros(1, 2, 4), target=target[:1, :2]))  # anew
     assert scores.result() == {"val/perplexity": pytest.approx(4)}
+
+
+class Computes:
+    """Stands for a metric of torchmetrics."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def compute(self):
+        return self.value
+
+    def reset(self):
+        pass
+
+
+def test_a_metric_may_be_several():
+    metric = Computes({"map": torch.tensor(0.5), "of": torch.tensor([1, 2]), "n": 3, "all": torch.eye(2)})
+    scores = EvalMetrics({"m": metric}, classes=["cat", "dog"])
+    assert scores.result() == {"val/m/map": 0.5, "val/m/of/cat": 1, "val/m/of/dog": 2, "val/m/n": 3}
+    assert list(scores.matrices) == ["val/m/all"]
+
+
+def test_a_metric_that_is_a_curve_is_refused():
+    with pytest.raises(ConfigError, match=r"metrics\.roc \(Computes\) computes a tuple: .* with '~metrics\.roc'"):
+        EvalMetrics({"roc": Computes((torch.zeros(2), torch.zeros(2)))}).result()
