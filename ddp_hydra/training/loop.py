@@ -62,6 +62,7 @@ def fit(run: Run) -> None:
     run.callbacks.call("start")
     run.pause_if_due()
     while not run.is_over:
+        run.remember_unfrozen()
         run.begin_epoch()
         for micro_batches in run.steps():
             run.begin_step()
@@ -83,6 +84,7 @@ def fit(run: Run) -> None:
                 break  # the position has moved: ask for its batches
             run.advance(updated=nonfinite is None)
             run.callbacks.call("step")
+            run.remember_unfrozen()
 
             if due.log:
                 run.log_interval()

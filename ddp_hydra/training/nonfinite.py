@@ -57,12 +57,19 @@ class NonFinite:
         self.buffers = list(state.model.buffers()) if policy != "abort" else []
         self.saved_buffers = [buffer.clone() for buffer in self.buffers]
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
+        self.stages = 0
         self.remember()
 
     def remember(self) -> None:
         """Copy the state: a rollback goes back to here. Called at each checkpoint."""
         if self.policy == "rollback":
             self.checkpoint = self.state.begin_capture()
+            self.stages = len(self.state.unfrozen)
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if parameters were unfrozen since: the copy does not fit the optimizer any more."""
+        return self.policy == "rollback" and self.stages != len(self.state.unfrozen)
 
     @torch.no_grad()
     def before_step(self) -> None:

@@ -242,11 +242,22 @@ class Run:
 
     def _save(self, best: bool) -> None:
         self.callbacks.call("checkpoint")
+        self._remember()
+        if self.rank == 0:
+            self.checkpoints.save(self.state, self.metrics, best)
+
+    def remember_unfrozen(self) -> None:
+        """Let a rollback come back to here, if a callback has unfrozen parameters. A collective.
+
+        At the end of an epoch nothing is remembered: its validation may still be to come.
+        """
+        if self.nonfinite.is_outdated and not self.epoch_is_over:
+            self._remember()
+
+    def _remember(self) -> None:
         if (stream := self.state.extras.get("stream")) is not None:
             stream.gather(self.consensus.gather_objects)
         self.nonfinite.remember()
-        if self.rank == 0:
-            self.checkpoints.save(self.state, self.metrics, best)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -180,6 +180,24 @@ def test_what_was_frozen_is_trained_from_some_epoch_on_also_after_a_resume(train
     assert same(resumed.last, whole.last)
 
 
+class Thaw(Callback):
+    """Unfreezes after some step, of which no checkpoint follows."""
+
+    def on_step(self, run: Any) -> None:
+        if run.step == 2:
+            run.unfreeze(["0.*"])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("callback", "bad"), [("ddp_hydra.training.callbacks.Unfreeze", 6), (f"{HERE}.Thaw", 4)])
+def test_a_rollback_goes_back_to_where_parameters_were_unfrozen(train, net, callback, bad):
+    options = {"after_epochs": 1, "parameters": ["0.*"]} if callback.endswith("Unfreeze") else {}
+    given = {"parts": {**unfrozen(), **with_callbacks(u=(callback, options))}, "freeze": ["*", "!2.*"]}
+    given |= {"fault": [f"nan,step={bad}"], "checkpoint_every_epochs": 0}
+    rolled = train(on_nonfinite="rollback", **given)
+    assert same(rolled.last, train(on_nonfinite="skip", **given).last)
+
+
 def path_of(record: Any) -> Path:
     return Path(record.data["source"])
 
