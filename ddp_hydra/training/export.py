@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -136,7 +135,7 @@ def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path
         from safetensors.torch import load_model, save_model
     except ModuleNotFoundError:
         raise missing("safetensors", "safetensors") from None
-    config = redact.without({name: OmegaConf.to_container(trained.cfg[name]) for name in ("model", "task", "data")})
+    config = redact.without({name: trained.config[name] for name in ("model", "task", "data")})
     meta = {"format": "pt", "config": json.dumps(config), "classes": json.dumps(trained.classes.as_dict())}
     save_model(model, str(path), {**meta, "step": str(trained.step)})
     again = builders.model(trained.cfg, trained.classes).eval()

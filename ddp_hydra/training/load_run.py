@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_hydra.config import checkpoint_config, project
@@ -32,6 +32,7 @@ class Trained:
         device: of the model.
         channels_last: the memory layout of its images.
         step: optimizer steps done at the checkpoint.
+        config: the run's config as the checkpoint keeps it, with its interpolations: their values may be secret.
     """
 
     cfg: DictConfig
@@ -40,6 +41,7 @@ class Trained:
     device: torch.device
     channels_last: bool
     step: int
+    config: Mapping[str, Any]
 
     @cached_property
     def train_set(self) -> Any:
@@ -63,7 +65,8 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         content = needed(read(stored_checkpoints.find(run, which, Path(folder))))
-    return restore(content, checkpoint_config.composed(content["config"], overrides))
+    content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
+    return restore(content, checkpoint_config.composed(content["config"]))
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
@@ -89,4 +92,5 @@ def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     load_weights(model, content)
-    return Trained(cfg, model.eval(), classes, device, channels_last, content["position"]["step"])
+    step, config = content["position"]["step"], content["config"]
+    return Trained(cfg, model.eval(), classes, device, channels_last, step, config)

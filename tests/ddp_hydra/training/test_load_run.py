@@ -26,7 +26,8 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
     run = train(ema_decay=ema_decay, parts=DATA)
     content = read(run.last)
     assert "hunter2" not in str(content["config"])
-    assert len(load_run.load(run.last, overrides=["data.n=7"]).train_set) == 7
+    changed = load_run.load(run.last, overrides=["data.n=7"])
+    assert (len(changed.train_set), changed.config["data"]["train"]["n"]) == (7, "${data.n}")
     found = load_run.load(run.last)
     for name, value in (content["ema"] if ema_decay else content)["model"].items():
         assert torch.equal(found.model.state_dict()[name], value)
