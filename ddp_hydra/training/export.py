@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,11 +69,17 @@ def export(trained: Trained, example: Example, form: str, out: Path, tolerance: 
     )
     write = {"safetensors": safetensors, "torch_export": torch_export, "onnx": onnx}[form]
     out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out, part=out.with_name(f".part-{out.name}")) as part, torch.no_grad(), quiet():
-        check_call(model, example)
-        again, dynamic = write(trained, model, example, part)
-        sizes = SIZES if dynamic else SIZES[:1]
-        found = max(compared(model, again, example.of_size(size), tolerance) for size in sizes)
+    # The files have their names from the beginning, for a model may name that of its weights.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+        part = Path(folder) / out.name
+        with torch.no_grad(), quiet():
+            check_call(model, example)
+            again, dynamic = write(trained, model, example, part)
+            sizes = SIZES if dynamic else SIZES[:1]
+            found = max(compared(model, again, example.of_size(size), tolerance) for size in sizes)
+        for file in sorted(part.parent.iterdir(), key=lambda file: file == part):  # the model follows its weights
+            with replacing(out.with_name(file.name), part=file):
+                pass
     return {"difference": found, "sizes": sizes, "dynamic": dynamic}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +36,18 @@ def test_the_config_in_a_file_keeps_interpolations_whose_values_may_be_secret(tm
         meta = file.metadata()
     assert "top-secret" not in str(meta)
     assert json.loads(meta["config"])["data"] == {"batch_size": 2, "login": "${oc.env:STORE_LOGIN}", "key": "***"}
+
+
+@pytest.mark.medium
+def test_weights_beside_an_onnx_file_have_its_name_and_stay_where_another_export_fails(tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    monkeypatch.setattr(export, "_ONE_FILE_BYTES", 10)
+    run, out = trained(), tmp_path / "out" / "m.onnx"
+    export.export(run, EXAMPLE, "onnx", out, 1e-4)
+    with pytest.raises(ConfigError, match="nothing was written"):
+        export.export(trained(), EXAMPLE, "onnx", out, -1)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["m.onnx", "m.onnx.data"]
+    session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"input": EXAMPLE.args[0].numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), run.model(*EXAMPLE.args).detach())
