@@ -111,7 +111,7 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.profiler.count_batch(batch, update.parallel.step.unwrapped)
+        run.monitor.profiler.count_batch(batch, update.parallel.step.unwrapped, update.name)
         with update.parallel.sync_gradients(batch.last):
             with run.autocast:
                 result = update.parallel(batch.batch)

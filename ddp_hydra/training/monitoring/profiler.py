@@ -59,24 +59,29 @@ class Profiler:
             )
         self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
         self.steps_seen = self.samples = 0
+        self.update: str | None = None
         self.cost: flops.Cost | None = None
         self.trace: Any = None
         self.span: Any = None
         self.spent_s: defaultdict[str, float] = defaultdict(float)  # by phase; on a GPU, the time to launch its work
 
-    def count_batch(self, batch: MicroBatch, forward: Callable[[Any], Any]) -> None:
+    def count_batch(self, batch: MicroBatch, forward: Callable[[Any], Any], update: str = "") -> None:
         """Count the samples of a micro-batch; with the first one, count the operations of a sample.
 
         Args:
             batch: the micro-batch.
             forward: computes the loss of its `batch` with the model itself.
+            update: name of the update; the samples of a step count in the first one only.
         """
         if self.steps and self.cost is None:
             self.cost = flops.count(self.model, lambda: forward(batch.batch), batch.size)
-        self.samples += batch.size if self.trace is not None else 0
+        if self.update is None:
+            self.update = update
+        self.samples += batch.size if self.trace is not None and update == self.update else 0
 
     def after_step(self) -> None:
         """Begin or end the trace when it is time; called after each step."""
+        self.update = None
         if not self.steps or self.steps_seen > WARM_UP + self.steps:
             return
         self.steps_seen += 1

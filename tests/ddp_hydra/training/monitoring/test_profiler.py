@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import ddp_hydra.training.loop as loop
 from ddp_hydra import results
 from ddp_hydra.config.schema import resolved
+from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
+from ddp_hydra.training.monitoring.profiler import Profiler
 from tests.ddp_hydra.training.loop_runs import config
 
 HERE = "tests.ddp_hydra.training.monitoring.test_profiler"
@@ -121,6 +123,17 @@ def test_the_last_step_of_a_profile_counts_as_the_others_do(train):
 def test_a_run_too_short_for_its_profile_is_refused_with_what_to_type(train):
     with pytest.raises(ConfigError, match=r"profile_steps=2 takes 5 steps.*this run has 4: give trainer\.max_steps=5"):
         train(epochs=1, profile_steps=2)
+
+
+def test_samples_count_once_whatever_the_updates_of_a_step():
+    profiler = Profiler(0, 0, nn.Linear(1, 1), torch.device("cpu"), "fp32", 2)
+    profiler.trace = "under way"
+    for updates in (["generator", "critic"], ["critic"]):
+        for update in updates:
+            for size in (3, 2):
+                profiler.count_batch(MicroBatch(None, size, 0.5, size == 2), lambda batch: None, update)
+        profiler.after_step()
+    assert profiler.samples == 10
 
 
 # -- who is slow -------------------------------------------------------------------------------------------
