@@ -31,9 +31,11 @@ def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, values in named.items():
         values = plain(str(name), values)
-        if len(values) != size:
+        is_number = isinstance(values, np.ndarray) and values.ndim == 0
+        if is_number or len(values) != size:
+            rows = "a number in place of rows" if is_number else f"{len(values)} rows"
             raise ConfigError(
-                f"the task predicted {len(values)} rows of {name!r} for {size} samples: predict(model, batch) must "
+                f"the task predicted {rows} of {name!r} for {size} samples: predict(model, batch) must "
                 "return one for each sample"
             )
         found |= fitted(str(name), values, kind)

@@ -34,6 +34,7 @@ def test_what_differs_in_length_becomes_json():
     ("prediction", "kind", "said"),
     [
         (torch.ones(3), "table", "3 rows of 'prediction' for 2 samples"),
+        (torch.tensor(3.0), "table", "a number in place of rows of 'prediction' for 2 samples"),
         (torch.ones(2, 4, 4), "table", "give out=<folder>/ for PNGs"),
         (torch.ones(2), "pictures", "which are none"),
         (torch.ones(2, 7, 4, 4), "pictures", "1, 3 or 4 channels"),
