@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.callbacks.base import Callback, View
 from ddp_hydra.training.parameter_groups import is_chosen
 
@@ -13,7 +14,7 @@ class Histograms(Callback):
 
     Args:
         parameters: patterns of parameter names, "layer1.*".
-        every_steps: steps between two histograms.
+        every_steps: steps between two histograms; 0: none.
         gradients: whether to show those of the gradients, too.
     """
 
@@ -22,7 +23,7 @@ class Histograms(Callback):
 
     def on_step(self, run: View) -> None:
         """Show them when it is time."""
-        if run.rank or run.step % self.every_steps:
+        if run.rank or not is_due(run.step, self.every_steps):
             return
         for name, parameter in run.model.named_parameters():
             if is_chosen(name, self.parameters):

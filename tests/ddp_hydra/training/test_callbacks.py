@@ -136,6 +136,8 @@ def test_histograms(train):
     node = ("ddp_hydra.training.callbacks.Histograms", {"parameters": ["wei*"], "every_steps": 4})
     run = train(parts=with_callbacks(histograms=node))
     shown = [(record.step, record.data["name"]) for record in run.records if record.kind == "histogram"]
+    none = train(parts=with_callbacks(histograms=(node[0], {"every_steps": 0})), epochs=1)
+    assert not [record for record in none.records if record.kind == "histogram"]
     assert shown == [(4, "weights/weight"), (4, "gradients/weight"), (8, "weights/weight"), (8, "gradients/weight")]
     assert all(sum(record.data["counts"]) == 12 for record in run.records if record.kind == "histogram")
 
