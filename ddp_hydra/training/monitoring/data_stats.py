@@ -7,7 +7,6 @@ bytes, requests, retries, cache_hits and cache_misses (of samples or of shards),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ddp_hydra.data.loader import Loader
@@ -77,7 +76,7 @@ class DataStats:
             return
         bad = bad_of_all_ranks(dataset)
         if count_bad(bad) > share * len(dataset):
-            some = "; ".join(f"{name} ({bad[name].reason})" for name in sorted(bad)[:3])
+            some = "; ".join(f"{name} ({bad[name][0]})" for name in sorted(bad)[:3])
             raise DataError(
                 f"all ranks together found {count_bad(bad)} bad samples of {len(dataset)}, and data.max_bad_fraction="
                 f"{share:g} allows {int(share * len(dataset))}: {some}. Remove them, or type a larger "
@@ -95,29 +94,16 @@ def skipped_by(dataset: Any) -> str:
     return f"{sum(skipped.values()):,} files that are not images: {kinds}{', ...' if len(most) > 5 else ''}"
 
 
-@dataclass(frozen=True)
-class Bad:
-    """The reason why a sample, or a shard of samples, is bad.
-
-    Args:
-        reason: why it was replaced.
-        count: number of samples that it stands for.
-    """
-
-    reason: str
-    count: int = 1
-
-
-def bad_of_all_ranks(*datasets: Any) -> dict[str, Bad]:
-    """Return {name: reason} of the samples that any rank replaced. A collective."""
+def bad_of_all_ranks(*datasets: Any) -> dict[str, tuple[str, int]]:
+    """Return {name: (reason, samples)} of the samples, or shards of samples, that any rank replaced. A collective."""
     local = {
-        name: Bad(reason, getattr(data, "bad_counts", {}).get(name, 1))
+        name: (reason, getattr(data, "bad_counts", {}).get(name, 1))
         for data in datasets
         for name, reason in getattr(data, "bad", {}).items()
     }
     return {name: bad for rank in gather_objects(local) for name, bad in rank.items()}
 
 
-def count_bad(bad: Mapping[str, Bad]) -> int:
+def count_bad(bad: Mapping[str, tuple[str, int]]) -> int:
     """Return the number of samples that are bad."""
-    return sum(one.count for one in bad.values())
+    return sum(count for _, count in bad.values())

@@ -8,7 +8,7 @@ import torch
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
 from ddp_hydra.job.summary import describe_data, describe_straggler
-from ddp_hydra.training.monitoring.data_stats import Bad, DataStats, bad_of_all_ranks, count_bad, skipped_by
+from ddp_hydra.training.monitoring.data_stats import DataStats, bad_of_all_ranks, count_bad, skipped_by
 
 CPU = torch.device("cpu")
 
@@ -75,7 +75,7 @@ def test_bad_samples_of_all_data_sets_are_gathered():
     one.bad, other.bad = {"a": "x"}, {"b": "y"}
     other.bad_counts = {"b": 9}
     bad = bad_of_all_ranks(one, other, None)
-    assert bad == {"a": Bad("x"), "b": Bad("y", 9)}
+    assert bad == {"a": ("x", 1), "b": ("y", 9)}
     assert count_bad(bad) == 10
 
 
