@@ -19,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connection
-from ddp_hydra.console.signals import SECOND, Interrupts
+from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client, garbage
 from ddp_hydra.sweep import job_status, planned_job
@@ -93,12 +93,21 @@ class Sweep:
         self.first_result: CompactReturn | None = None
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
+        try:
+            self._bring_up(own_need.cluster, is_first=not earlier)
+        except BaseException:  # Python would wait for the processes when it ends, and nobody else knows of them yet
+            self.close()
+            raise
+
+    def _bring_up(self, own_cluster: str, is_first: bool) -> None:
+        """Start what takes long while Hydra checks the jobs; of a sweep that is resumed, all jobs may be done."""
         connection.load()  # before the cluster's process is forked, which needs it, too
-        if not earlier:  # start it while Hydra checks the jobs; of a resumed sweep, all jobs may be done
-            self.scheduler.bring_up(planned_job.first_need(config).cluster or own_need.cluster)
-            self.plotter.prepare()
+        if is_first:
+            with held_back(SIGNALS):  # until `close` knows the processes
+                self.scheduler.bring_up(planned_job.first_need(self.queue.config).cluster or own_cluster)
+                self.plotter.prepare()
         fork_client.release()  # the cluster's process has it; if there is none, it is not needed yet
-        preload(planned_job.is_ours(config))
+        preload(planned_job.is_ours(self.queue.config))
 
     def run(
         self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]]

@@ -1,0 +1,39 @@
+"""What a sweep does as it starts and is closed; tests/integration/test_sweep.py runs whole ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from ddp_hydra.sweep import sweep
+from ddp_hydra.sweep.composing import CachingConfigLoader
+from ddp_hydra.sweep.forked_process import lock, unlock
+from ddp_hydra.sweep.settings import Settings
+from ddp_hydra.sweep.sweep import Sweep
+
+CONFIG = {"hydra": {"overrides": {"task": []}, "sweep": {"dir": "."}, "job": {"name": "app"}}}
+
+
+def start(folder: Path) -> Sweep:
+    """Start a sweep of an app of others, whose task has one rank."""
+    loader, settings = CachingConfigLoader(None), Settings(ranks=1, direction="minimize")
+    return Sweep(folder, settings, None, loader, lambda config: None, OmegaConf.create(CONFIG), is_resumed=False)
+
+
+@pytest.mark.integration
+def test_an_interrupt_as_it_starts_ends_what_it_has_started_already(tmp_path, monkeypatch):
+    closed = []
+
+    def interrupted(is_ours: bool) -> None:
+        raise KeyboardInterrupt
+
+    cluster = SimpleNamespace(close=lambda: closed.append("cluster"))
+    monkeypatch.setattr(sweep, "ClusterProcess", lambda *_, **__: cluster)
+    monkeypatch.setattr(sweep, "preload", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path)  # the process that will draw is a real one, which may not be left behind
+    assert closed == ["cluster"]
+    unlock(lock(tmp_path))  # the next sweep in this folder may begin
