@@ -14,6 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra.cluster.connect import is_inline
+from ddp_hydra.config import redact
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.sweep.job_returns import first_line
 from ddp_hydra.sweep.rows import Row, State, typed
@@ -147,7 +148,7 @@ def take_over_folder(planned: PlannedJob) -> None:
     saved = planned.folder / ".hydra" / "overrides.yaml"
     if not saved.is_file():
         return
-    overrides = list(map(str, OmegaConf.load(saved)))
+    overrides = redact.without(list(map(str, OmegaConf.load(saved))))  # other apps save theirs as typed
     if overrides != planned.row.overrides:
         raise ConfigError(
             f"{planned.folder} holds the results of another job ({' '.join(overrides)}), which would be written over: "

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_hydra.config import redact
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import defaults, planned_job
 from ddp_hydra.sweep.composing import CachingConfigLoader
@@ -51,6 +52,8 @@ class JobQueue:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
         self.is_resumed = earlier is not None
         self.earlier = list(earlier or ())
+        for row in self.earlier:
+            row.overrides = redact.without(row.overrides)  # earlier versions wrote secrets, too
         self.next_number = max((row.number for row in self.earlier), default=-1) + 1
         self.not_repeated = {State.done, State.stopped} | (set() if retry_failed else {State.failed})
         self.jobs: deque[PlannedJob] = deque()
@@ -67,7 +70,7 @@ class JobQueue:
             overrides: of the job.
             wanted: the number that Hydra would give it.
         """
-        task_overrides = planned_job.without_hydras(overrides)
+        task_overrides = redact.without(planned_job.without_hydras(overrides))  # rows are written to files
         number, earlier = self._numbered(task_overrides, wanted)
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))

@@ -51,7 +51,7 @@ class Row:
 
     Args:
         number: Hydra's `hydra.job.num`.
-        overrides: the job's own overrides, as typed.
+        overrides: the job's own overrides, as typed, without secrets.
         folder: its run directory, in the sweep's folder.
         state: queued, running or how it ended.
         objective: the last value of the metric that jobs are compared by; None while there is none.

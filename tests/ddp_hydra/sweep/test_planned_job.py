@@ -71,6 +71,16 @@ def test_a_job_that_had_started_and_was_not_noted_goes_on(tmp_path):
     assert job.config.resume == str(tmp_path)
 
 
+def test_the_secrets_of_an_app_of_others_are_not_shown_and_do_not_make_it_another_job(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- db.password=hunter2\n")  # as Hydra writes it
+    job = planned(tmp_path)
+    with pytest.raises(ConfigError, match=r"another job \(db\.password=\*\*\*\)"):
+        planned_job.take_over_folder(job)
+    job.row.overrides = ["db.password=***"]
+    planned_job.take_over_folder(job)
+
+
 @pytest.mark.parametrize(
     ("config", "ours"),
     [

@@ -38,6 +38,17 @@ def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
     assert found == [(3, None), (2, earlier[2]), (0, earlier[0]), (4, None)]
 
 
+def test_a_secret_is_in_no_row_and_its_job_is_known_again():
+    typed = ["cluster.password=hunter2", "a=1"]
+    job = queue([]).add(typed, 0)
+    assert job.row.overrides == ["cluster.password=***", "a=1"], "rows are written to files"
+    assert job.overrides == typed, "which Hydra composes"
+    earlier = [Row(0, typed, "0", State.done), job.row]  # the first one as it was written when rows had secrets
+    jobs = queue(earlier)
+    assert [jobs.add(typed, wanted).earlier for wanted in (0, 1)] == earlier
+    assert "hunter2" not in str(earlier)
+
+
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
 def test_no_two_jobs_ever_have_one_number(before, now):
     first = queue([])
