@@ -148,7 +148,7 @@ def take_over_folder(planned: PlannedJob) -> None:
     saved = planned.folder / ".hydra" / "overrides.yaml"
     if not saved.is_file():
         return
-    overrides = redact.without(list(map(str, OmegaConf.load(saved))))  # other apps save theirs as typed
+    overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
     if overrides != planned.row.overrides:
         raise ConfigError(
             f"{planned.folder} holds the results of another job ({' '.join(overrides)}), which would be written over: "

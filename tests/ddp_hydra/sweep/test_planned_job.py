@@ -63,8 +63,9 @@ def test_the_folder_of_another_job_is_not_taken(tmp_path):
 
 def test_a_job_that_had_started_and_was_not_noted_goes_on(tmp_path):
     job = planned(tmp_path)
-    job.row.overrides = ["lr=1", "data=b"]
-    for name, content in ((".hydra/overrides.yaml", "- lr=1\n- data=b\n"), ("checkpoints/manifest.json", "{}")):
+    job.row.overrides = ["lr=1", "data=b", "key=${oc.env:NOT_SET}"]
+    saved = "".join(f"- {word}\n" for word in job.row.overrides)
+    for name, content in ((".hydra/overrides.yaml", saved), ("checkpoints/manifest.json", "{}")):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content)
     planned_job.take_over_folder(job)
