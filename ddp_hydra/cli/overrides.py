@@ -42,13 +42,16 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
     kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
-    if secret := [word for word in kept if HIDDEN in word]:
-        names = [word.partition("=")[0] for word in secret]
-        raise ConfigError(
-            f"resume={resumed}: the run was given {', '.join(names)}, which looks like a secret and is kept nowhere: "
-            f"type {names[0]}=<value> again, or {names[0]}='${{oc.env:NAME}}', which is kept as it is"
-        )
+    _refuse_hidden(kept, f"resume={resumed}: the run")
     return kept + arguments
+
+
+def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:
+    if names := [word.partition("=")[0] for word in words if HIDDEN in word]:
+        raise ConfigError(
+            f"{what} was given {', '.join(names)}, which looks like a secret and is kept nowhere: type "
+            f"{names[0]}=<value> again{beside}, or {names[0]}='${{oc.env:NAME}}', which is kept as it is"
+        )
 
 
 def _overrides_of(run: str) -> list[str] | None:
@@ -89,11 +92,13 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     given = [word for word in arguments if _key(word) not in keys]
     if not any("=" in word and not _key(word).startswith("hydra") for word in given):
         before = OmegaConf.load(saved).hydra.overrides
-        given += [
+        kept = [
             word
             for word in (*_words(before.hydra), *_words(before.task))
             if _key(word) not in (*keys, *map(_key, given))
         ]
+        _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
+        given += kept
     return [*given, f"hydra.sweep.dir='{folders[0]}'"]
 
 

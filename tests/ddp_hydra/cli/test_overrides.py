@@ -87,6 +87,16 @@ def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep):
     assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir='{sweep}'"]
 
 
+def test_a_secret_of_a_sweep_is_typed_again_too(sweep):
+    saved = sweep / "multirun.yaml"
+    saved.write_text(saved.read_text().replace("data=tiny", "cluster.password=***"))
+    folder = f"hydra.sweep.dir={sweep}"
+    with pytest.raises(ConfigError, match=r"given cluster\.password, .*type cluster\.password=<value> again with"):
+        typed.with_resumed_sweep(["-m", folder])
+    again = ["-m", "optimizer.lr=0.1,0.01", "cluster.password=new"]
+    assert typed.with_resumed_sweep([*again, folder]) == [*again, f"hydra.sweep.dir='{sweep}'"]
+
+
 @pytest.mark.parametrize("arguments", [["-m", "a=1"], ["-m", "hydra.sweep.dir=/nowhere"], ["hydra.sweep.dir=/"]])
 def test_without_a_sweep_to_go_on_with_the_arguments_stay_as_they_are(arguments):
     assert typed.with_resumed_sweep(list(arguments)) == arguments
