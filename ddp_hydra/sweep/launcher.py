@@ -77,11 +77,7 @@ class GangLauncher(Launcher):
         Returns:
             One result per job, in order; reading the value of a failed one raises its error.
         """
-        from ddp_hydra.config.redact import rewrite
-        from ddp_hydra.sweep.planned_job import is_ours
-
-        if is_ours(self.config):
-            rewrite(Path(str(self.config.hydra.sweep.dir)) / "multirun.yaml")
+        self._hide_secrets()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         assert self.sweep is not None, "setup comes first"
         try:
@@ -97,3 +93,12 @@ class GangLauncher(Launcher):
         if sweep is not None:
             _open.remove(self)
             sweep.close()
+            self._hide_secrets()  # a batch that Hydra refuses is never launched
+
+    def _hide_secrets(self) -> None:
+        """Remove the secrets from the config that Hydra's sweeper has saved."""
+        from ddp_hydra.config.redact import rewrite
+        from ddp_hydra.sweep.planned_job import is_ours
+
+        if is_ours(self.config):
+            rewrite(Path(str(self.config.hydra.sweep.dir)) / "multirun.yaml")

@@ -15,7 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ddp_hydra.errors import ConfigError, SweepFailed
 
@@ -75,13 +75,14 @@ class PopulationSweeper(Sweeper):
             ConfigError: there is nothing to search, or a key is the sweeper's own.
             SweepFailed: all members of a generation have failed.
         """
+        from ddp_hydra.config import redact
         from ddp_hydra.sweep.pbt import lineage
         from ddp_hydra.sweep.pbt.population import first_generation, next_generation
 
         fixed, space = self.read(arguments)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
+        (folder / "multirun.yaml").write_text(redact.yaml_text(self.config), encoding="utf-8")
         members, maximize = first_generation(space, self.settings), bool(self.objective.maximize)
         returns: list[Sequence[JobReturn]] = []
         for generation in range(self.settings.generations):

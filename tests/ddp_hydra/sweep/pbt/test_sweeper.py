@@ -53,7 +53,7 @@ def made(tmp_path, monkeypatch):
         direction = options.pop("direction", "maximize")
         config = OmegaConf.create(
             {
-                "cluster": {"_target_": "x"}, "dispatch": {}, "trainer": {},
+                "cluster": {"_target_": "x", "password": "hunter2"}, "dispatch": {}, "trainer": {},
                 "objective": {"metric": "val/accuracy", "direction": direction}, "hydra": {"sweep": {"dir": "pop"}},
             }
         )  # fmt: skip
@@ -90,6 +90,7 @@ def test_each_generation_is_a_batch_that_goes_on_from_the_one_before(made, tmp_p
     assert {path.name for path in (tmp_path / "pop").iterdir()} == {
         "lineage.csv", "lineage.md", "lineage.png", "lineage.svg", "multirun.yaml",
     }  # fmt: skip
+    assert OmegaConf.load(tmp_path / "pop" / "multirun.yaml").cluster.password == "***"
     best = best_of(sweeper.entries, ACCURACY)
     assert f"best: member {best.member} with val/accuracy {best.score:.5g}  ->  pop/{8 + best.member}/" in caplog.text
 
