@@ -36,6 +36,9 @@ INTERRUPTED = 130
 COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs", "warm")
 """First words that name a command instead of a job; each is a module of this package."""
 
+_MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
+"""Functions that make and first write a run directory: Hydra's, the launcher's, those of sweepers, and OmegaConf's."""
+
 
 def main(cfg: DictConfig) -> float | None:
     """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
@@ -146,14 +149,20 @@ def error_message(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):  # of a list of options
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is not an option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
-    frames = traceback.extract_tb(error.__traceback__)
-    is_in_main = any(frame.filename == __file__ and frame.name == "main" for frame in frames)
-    if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and not is_in_main:
+    if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and _is_of_run_dir(error):
         return (
             f"the run directory can't be made ({error.strerror}: {error.filename}): give another with "
             "hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         )
     return explain(error)
+
+
+def _is_of_run_dir(error: OSError) -> bool:
+    """Return whether Hydra, or a launcher, could not make the folder of a run or sweep, or write its config there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame.name for frame in frames if frame.filename == __file__]
+    by = next((frame.name for frame in reversed(frames) if "pathlib" not in frame.filename), "")
+    return compose_and_run.__name__ in ours and main.__name__ not in ours and by in _MAKERS
 
 
 def _value_of(result: JobReturn) -> Any:

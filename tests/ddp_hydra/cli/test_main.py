@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
@@ -37,7 +39,6 @@ def raising(error: BaseException):
             "ddp_hydra: model=resnet19 is not an option: did you mean model=resnet18? The options are lstm, resnet18\n",
         ),
         (InstantiationException("no such sampler"), 1, "ddp_hydra: no such sampler\n"),
-        (FileExistsError(17, "File exists", "outputs"), 1, "give another with hydra.run.dir=<folder>"),
         (ZeroDivisionError("oops"), 1, "ZeroDivisionError: oops"),
     ],
 )
@@ -46,6 +47,30 @@ def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, 
     assert main.report(raising(error)) == code
     assert said in capsys.readouterr().err
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def run_job():
+    Path("file/run").mkdir(parents=True)
+
+
+def read_config():
+    Path("nowhere/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("fails", [run_job, read_config])
+def test_only_a_run_directory_that_cannot_be_made_is_told_so(fails, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    advice = "give another with hydra.run.dir=<folder>"
+    assert main.report(fails) == 1
+    assert advice not in capsys.readouterr().err, "of ddp-hydra runs, generate and others, which make none"
+    monkeypatch.setattr(main.hydra, "main", lambda **_: lambda task: fails)
+    monkeypatch.setattr(main.project, "make_importable", lambda layers: None)
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra"])
+    assert main.report(main.compose_and_run) == 1
+    said = capsys.readouterr().err
+    assert (advice in said) == (fails is run_job), said
+    assert "file" in said or "nowhere/config.yaml" in said
 
 
 @pytest.mark.medium
