@@ -79,8 +79,8 @@ def predict(
     folder = target.with_name(f"{target.name}.parts")
     with (
         tempfile.TemporaryDirectory(prefix="ddp_hydra-") as download,
-        parts_kept(folder),
         locked(folder, "wait for it, or give another out="),
+        parts_kept(folder),
     ):
         checkpoint = stored_checkpoints.find(run, which, Path(download)).absolute()
         inference = run_config.inference(run, checkpoint, split, changes)
