@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, TakenOver
@@ -111,7 +110,7 @@ def shown_target(link: Path) -> str:
 def remove(run: str) -> int:
     """Remove a run, or the folder of a sweep with its runs, and return the bytes that are freed.
 
-    No link is followed: a link inside is removed itself. Nobody can write the runs meanwhile.
+    No link is followed: a link inside is removed itself. Nobody can write a run while it is removed.
 
     Raises:
         ConfigError: as `count`, or a run is running, or a file cannot be removed.
@@ -123,16 +122,14 @@ def remove(run: str) -> int:
         if status.of_run_dir(one) == "running":
             raise ConfigError(f"{one} is running: end it first")
     freed = sum(LocalRun(folder).sizes().values())
-    with ExitStack() as stack:
-        for one in runs:
-            stack.enter_context(locked(one, "end it first"))
-        try:
-            for one in runs:
+    try:
+        for one in reversed(runs):  # those inside another one first
+            with locked(one, "end it first"):  # one at a time: a sweep may have more jobs than a process may open files
                 _remove_run(one)
-            if folder not in runs:
-                shutil.rmtree(folder)
-        except OSError as error:
-            raise ConfigError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from None
+        if folder not in runs:
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from None
     return freed
 
 

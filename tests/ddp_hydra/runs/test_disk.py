@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from ddp_hydra.runs.run_files import LocalRun
 from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.rows import Row, State
 from ddp_hydra.sweep.summary_files import json_text
+from ddp_hydra.writers.run_dir import locked as run_locked
 from tests.ddp_hydra.runs.conftest import kill
 
 pytestmark = pytest.mark.medium
@@ -89,6 +92,26 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
         disk.remove(str(folder))
     unlock(handle)
     assert len(disk.removable(str(folder))) == 2
+    disk.remove(str(folder))
+    assert list((tmp_path / "multirun").iterdir()) == []
+
+
+def test_the_runs_of_a_sweep_are_removed_one_at_a_time_those_inside_others_first(make_run, tmp_path, monkeypatch):
+    for name in ("0", "0/inner", "1"):
+        make_run(f"multirun/a/{name}")
+    folder = tmp_path / "multirun" / "a"
+    (folder / "sweep.json").write_text(json_text([Row(0, [], "0", State.done)], None))
+    held: list[Path] = []
+
+    @contextmanager
+    def locked(run_dir: Path, instead: str) -> Iterator[None]:
+        assert not held, "a sweep may have more jobs than a process may open files"
+        held.append(run_dir)
+        with run_locked(run_dir, instead):
+            yield
+        held.remove(run_dir)
+
+    monkeypatch.setattr(disk, "locked", locked)
     disk.remove(str(folder))
     assert list((tmp_path / "multirun").iterdir()) == []
 
