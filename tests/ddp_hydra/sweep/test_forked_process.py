@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -50,6 +51,19 @@ def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(st
 
     assert receive_all(start(work)) == ["first", "x" * 10**6]
     assert (tmp_path / "logs/out.log").read_text() == "hello\nfrom its own child\ntrouble\n"
+
+
+def test_what_only_it_can_import_is_not_heard_and_all_else_is(start, tmp_path):
+    (tmp_path / "only_there.py").write_text("class Refused(Exception):\n    pass\n")
+
+    def work(pipe):
+        sys.path.insert(0, str(tmp_path))
+        pipe.send("first")
+        return importlib.import_module("only_there").Refused()
+
+    child = start(work)
+    assert receive_all(child) == ["first"]
+    assert child.describe_end() == "ended with exit code 0"
 
 
 @pytest.mark.parametrize(
