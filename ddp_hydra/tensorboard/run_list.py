@@ -135,7 +135,7 @@ class RunList:
             for row in self._rows(root):
                 inner = below(row.run, root)
                 name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
-                sweep = self._sweep_of(row.run, name, sweeps)
+                sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # that of the root is above it
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
                 seen.setdefault(key, Listed(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))
         self._take_over(seen)
@@ -163,7 +163,8 @@ class RunList:
 
     def _sweep_of(self, run: str, name: str, sweeps: dict[str, dict[str, Any]]) -> str:
         """Return the name of the sweep that a run is a job of, "" if there is none, and add the sweep to `sweeps`."""
-        title, folder = os.path.split(name)[0], os.path.split(run)[0]
+        folder = os.path.dirname(run) or os.curdir  # noqa: PTH120
+        title = os.path.split(name)[0] or os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
         if title in sweeps:
             return title
         try:

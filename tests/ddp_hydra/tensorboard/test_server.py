@@ -95,7 +95,7 @@ def test_all_runs_are_told_once_and_then_what_has_changed(ask, make_run, process
     assert len(asked("/runs", instance="another", since=99)["rows"]) == 3
 
 
-def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path):
+def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path, monkeypatch):
     folder = tmp_path / "outputs" / "day" / "sweep"
     rows = [SweepRow(number, [f"x={number}"], str(number), State.done, 0.5) for number in range(2)]
     for row in rows:
@@ -110,6 +110,12 @@ def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path):
     make_run("outputs/day/other")
     assert len(ask()("/runs", filter="sweep=day/sweep")["chosen"]) == 2
     assert ask()("/runs", filter='"sweep=day"')["chosen"] == []
+    for logdir, spec, name in ((str(folder), "", "sweep"), ("", f"night:{folder}", "night"), (".", "", "sweep")):
+        monkeypatch.chdir(folder)
+        found = ask(logdir, spec)("/runs", filter=f"sweep={name}")
+        assert found["sweeps"] == {name: {"jobs": 3, "running": False}}
+        assert len(found["chosen"]) == 2
+    assert ask(str(folder / "0"))("/runs")["sweeps"] == {}, "one job alone"
     (folder / "sweep.json").write_text("[")
     assert ask()("/runs")["sweeps"] == {"day/sweep": {"jobs": 0, "running": False}}
 
