@@ -49,6 +49,13 @@ def test_runs_are_listed_newest_first(three, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "2 more: limit=0 shows all 3"
 
 
+def test_the_name_of_a_place_may_hold_an_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    places, options = ["a", "lr=1", "s3://b/runs/user=me/1"], ["lr=2", "out=s3://b/x", "val/loss<1"]
+    assert runs.split([*places, *options]) == (places, options)
+
+
 def test_runs_are_told_apart_by_what_was_typed_for_some_of_them_only(make_run, tmp_path, monkeypatch, capsys):
     for number, lr in enumerate(("0.1", "0.2")):
         make_run(f"multirun/s/{number}", "seed=3", "model=mlp", f"optimizer.lr={lr}", loss=0.5)
