@@ -29,7 +29,6 @@ def of(files: RunFiles) -> dict[str, Any]:
         **vars(row(files)),
         "metrics": last_metrics(files, summary, now),
         "world_size": summary.get("world_size") or now.get("world_size"),
-        "restarts": summary.get("restarts") or 0,
         "steps_lost": summary.get("steps_lost") or 0,
         "samples_per_s": number(summary.get("samples_per_s")),
         "attempts": tables(newest_of(summary, now).get("attempts", summary.get("attempts"))),

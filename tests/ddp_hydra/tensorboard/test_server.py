@@ -310,7 +310,7 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
         "objective": {"metric": HOSTILE, "direction": [1]}, "started": float("inf"), "wall_s": "long",
         "attempts": [{"attempt": HOSTILE, "wall_s": [], "failure": HOSTILE}, 3, {"failure": {"rank": {}}}],
         "failure": {"kind": [HOSTILE], "message": HOSTILE * 9_999, "traceback": {"a": HOSTILE}},
-        "data": [1], "slowest": "x", "peak_memory": float("nan"), "world_size": "many", "restarts": {},
+        "data": [1], "slowest": "x", "peak_memory": float("nan"), "world_size": "many", "restarts": float("nan"),
         "steps_lost": [], "samples_per_s": True, "profile": 3,
     }  # fmt: skip
     (run_dir / "summary.json").write_text(json.dumps(summary))
