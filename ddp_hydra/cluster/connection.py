@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import logging
+import os
 import socket
 import ssl
 import time
@@ -73,6 +75,14 @@ def without_messages(logger_name: str, beginning: str) -> Iterator[None]:
 def without_broadcast_errors() -> contextlib.AbstractContextManager[None]:
     """Keep a scheduler of this process from logging each call that a worker did not answer: the caller knows."""
     return without_messages("distributed.scheduler", "broadcast to ")
+
+
+def user_name() -> str:
+    """Return the name of this user, for that of a cluster or a sweep; the number where a container has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the second one from Python 3.13 on
+        return str(os.getuid())
 
 
 @dataclass(frozen=True)

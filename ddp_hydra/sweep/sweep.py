@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import logging
 import os
 import secrets
@@ -73,7 +72,7 @@ class Sweep:
         own_need = planned_job.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if is_resumed else None
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
-        name = f"{getpass.getuser()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{connection.user_name()}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         start_cluster = partial(ClusterProcess, sweep=name, output=folder / "cluster.log")
         self.scheduler = JobScheduler(self.queue, settings.max_jobs, start_cluster)
         self.running = self.scheduler.running

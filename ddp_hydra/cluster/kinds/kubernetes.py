@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import secrets
 from typing import Any
 
+from ddp_hydra.cluster.connection import user_name
 from ddp_hydra.cluster.kinds.base import Manager
 
 WORKER = ["dask", "worker", "--nthreads", "1", "--memory-limit", "0"]
@@ -85,7 +85,7 @@ def _as_text(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _unique_name() -> str:
-    user = re.sub(r"[^a-z0-9]+", "-", getpass.getuser().lower()).strip("-") or "nobody"
+    user = re.sub(r"[^a-z0-9]+", "-", user_name().lower()).strip("-") or "nobody"
     return f"ddp-hydra-{user[:20]}-{secrets.token_hex(4)}"
 
 

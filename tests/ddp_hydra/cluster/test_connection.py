@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import logging
+import os
 import socket
 
 import distributed
@@ -27,6 +29,17 @@ def test_a_client_that_is_closed_while_its_scheduler_is_gone_says_nothing_of_it(
     monkeypatch.setattr(logging.getLogger("distributed.client"), "propagate", True)
     log(error)
     assert caplog.messages == ([] if isinstance(error, asyncio.CancelledError) else ["refused"])
+
+
+@pytest.mark.parametrize("error", [KeyError("getpwuid(): uid not found: 7"), OSError("No username set")])
+def test_a_user_without_a_name_has_a_number(error, monkeypatch):
+    def getuser():
+        raise error
+
+    monkeypatch.setenv("LOGNAME", "me")
+    assert connection.user_name() == "me"
+    monkeypatch.setattr(getpass, "getuser", getuser)
+    assert connection.user_name() == str(os.getuid())
 
 
 @pytest.fixture
