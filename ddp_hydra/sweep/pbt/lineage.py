@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +70,7 @@ def describe_best(generations: Generations, objective: Objective, folder: str) -
     steps = [
         f"  generation {one.generation}, member {one.member}: {_words(one)}" for one in ancestors(generations, best)
     ]
-    place = Path(folder) / Path(best.folder).name / "checkpoints" / "last.pt"
+    place = Path(os.path.relpath(best.folder), "checkpoints", "last.pt")
     first = f"best: member {best.member} with {objective.metric} {best.score:.5g}  ->  {place}"
     return "\n".join([first, *steps])
 
@@ -86,15 +87,8 @@ def write(folder: Path, generations: Generations, objective: Objective) -> None:
     keys = list(entries[0].values)
     head = ["generation", "member", "parent", *keys, objective.metric, "folder"]
     lines = [
-        [
-            entry.generation,
-            entry.member,
-            entry.parent,
-            *entry.values.values(),
-            entry.score,
-            Path(entry.folder).name,
-        ]
-        for entry in entries
+        [one.generation, one.member, one.parent, *one.values.values(), one.score, os.path.relpath(one.folder, folder)]
+        for one in entries
     ]
     target = io.StringIO()
     table = csv.writer(target, lineterminator="\n")

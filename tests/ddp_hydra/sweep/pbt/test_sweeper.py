@@ -35,7 +35,7 @@ class Launcher:
         found = []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             lr = float(next(word for word in overrides if word.startswith("optimizer.lr="))[13:])
-            result = JobReturn(overrides, working_dir=str(self.folder / str(number)))
+            result = JobReturn(overrides, working_dir=str(self.folder / "jobs" / str(number)))
             result.status = JobStatus.FAILED if lr > 0.5 else JobStatus.COMPLETED
             result._return_value = RuntimeError("no") if lr > 0.5 else 1 - abs(math.log10(lr) + 2) / 4
             found.append(result)
@@ -78,21 +78,22 @@ def test_each_generation_is_a_batch_that_goes_on_from_the_one_before(made, tmp_p
             entry = sweeper.entries[generation][place]
             pause = [word for word in words if word.startswith("trainer.pause_after_validations=")]
             assert pause == ([f"trainer.pause_after_validations={generation + 1}"] if generation < 2 else [])
-            resumed = "resume=start" if generation == 0 else f"resume=pop/{4 * (generation - 1) + entry.parent}"
+            resumed = "resume=start" if generation == 0 else f"resume=pop/jobs/{4 * (generation - 1) + entry.parent}"
             assert [word for word in words if word.startswith("resume=")] == [resumed]
             assert f"optimizer.lr={entry.values['optimizer.lr']}" in words
     assert [label["generation"] for label in launcher.shown] == [*"000011112222"]
     assert [label["parent"] for label in launcher.shown[:4]] == [""] * 4
     with (tmp_path / "pop" / "lineage.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    assert [row["folder"] for row in table] == [str(number) for number in range(12)]
+    assert [row["folder"] for row in table] == [f"jobs/{number}" for number in range(12)], "subdir may be nested"
     assert [row["parent"] for row in table] == [label["parent"] for label in launcher.shown]
     assert {path.name for path in (tmp_path / "pop").iterdir()} == {
         "lineage.csv", "lineage.md", "lineage.png", "lineage.svg", "multirun.yaml",
     }  # fmt: skip
     assert OmegaConf.load(tmp_path / "pop" / "multirun.yaml").cluster.password == "***"
     best = best_of(sweeper.entries, ACCURACY)
-    assert f"best: member {best.member} with val/accuracy {best.score:.5g}  ->  pop/{8 + best.member}/" in caplog.text
+    place = f"pop/jobs/{8 + best.member}/checkpoints/last.pt"
+    assert f"best: member {best.member} with val/accuracy {best.score:.5g}  ->  {place}" in caplog.text
 
 
 @pytest.mark.medium
@@ -158,7 +159,8 @@ def test_a_path_is_one_value(path, word):
     assert parse_override(f"resume={word}").value() == path
 
 
-def test_the_best_is_told_with_its_ancestors():
+def test_the_best_is_told_with_its_ancestors(monkeypatch):
+    monkeypatch.chdir("/")
     generations = [
         [Entry(0, 0, None, {"lr": "1"}, 0.5, "/s/0"), Entry(0, 1, None, {"lr": "2"}, 0.6, "/s/1")],
         [Entry(1, 0, 1, {"lr": "3"}, 0.9, "/s/2"), Entry(1, 1, 1, {"lr": "2"}, None, "/s/3")],
