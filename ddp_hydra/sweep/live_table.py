@@ -29,11 +29,11 @@ class LiveTable:
     """Shows jobs while they run.
 
     Args:
-        objective: the metric that they are compared by; None if it is not known.
+        objective: the metric that they are compared by.
         console: where to print; None is stderr, which Hydra uses, too.
     """
 
-    def __init__(self, objective: Objective | None, console: Console | None = None) -> None:
+    def __init__(self, objective: Objective, console: Console | None = None) -> None:
         self.objective = objective
         self.console = console or Console(stderr=True, highlight=False)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
@@ -71,7 +71,7 @@ class LiveTable:
             self.printed[row.number] = row.state
             ended = sum(other.state.has_ended for other in rows)
             words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in values[row.number].items())]
-            if row.objective is not None and self.objective and row.state.has_ended:
+            if row.objective is not None and row.state.has_ended:
                 words.append(f"-> {self.objective.metric} {row.objective:.4g}")
             words += [f"({plain(row.message)})"] if row.message else []
             words += [f"[{ended}/{len(rows)}]"] if row.state.has_ended else []
@@ -80,9 +80,8 @@ class LiveTable:
     def _table(self, rows: Sequence[Row], most: int | None = None) -> Group:
         values = swept(rows)
         keys = list(dict.fromkeys(key for own in values.values() for key in own))
-        metric = self.objective.metric if self.objective else "value"
         table = Table(box=None, padding=(0, 1), header_style="dim")
-        for name in ("job", "state", *keys, "at", metric, "workers", "time", "left"):
+        for name in ("job", "state", *keys, "at", self.objective.metric, "workers", "time", "left"):
             table.add_column(
                 Text(plain(name)), justify="left" if name in ("state", *keys) else "right", overflow="fold"
             )

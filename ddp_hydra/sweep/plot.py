@@ -24,7 +24,7 @@ _MAX_LINE, _MAX_LETTERS = 12, 40
 _NEARLY_FULL = 0.75
 
 
-def draw(rows: Sequence[Row], objective: Objective | None, folder: Path) -> bool:
+def draw(rows: Sequence[Row], objective: Objective, folder: Path) -> bool:
     """Draw the objective over each swept key, and as a map over two of them.
 
     If the sweep repeats seeds, a line from the mean by one standard deviation up and down shows each config.
@@ -41,7 +41,7 @@ def draw(rows: Sequence[Row], objective: Objective | None, folder: Path) -> bool
     keys = list(dict.fromkeys(key for values in swept(rows).values() for key in values))
     if repeated(rows, objective):
         keys = [key for key in keys if not is_seed(key)] or keys
-    if objective is None or len(rows) < 2 or not keys or not any(map(_has_value, rows)):
+    if len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
     return pictures.draw(partial(_figure, rows, objective, keys), folder, "sweep")
 

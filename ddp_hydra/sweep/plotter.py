@@ -28,17 +28,17 @@ class Plotter:
 
     Args:
         folder: of the sweep.
-        objective: the metric that jobs are compared by; without one there is no plot.
+        objective: the metric that jobs are compared by.
     """
 
-    def __init__(self, folder: Path, objective: Objective | None) -> None:
+    def __init__(self, folder: Path, objective: Objective) -> None:
         self.folder, self.objective = folder, objective
         self.process: ForkedProcess | None = None
         self.drawn, self.is_waiting, self.has_news = -math.inf, False, False
 
     def prepare(self) -> None:
         """Start the process that will draw. It imports matplotlib while the first jobs wait for the import of torch."""
-        if self.process is None and self.objective is not None and time.monotonic() - self.drawn >= PAUSE_S:
+        if self.process is None and time.monotonic() - self.drawn >= PAUSE_S:
             self.process, self.is_waiting = ForkedProcess(self._draw), True
 
     def draw(self, rows: Sequence[Row], is_last: bool = False) -> None:
@@ -49,7 +49,7 @@ class Plotter:
             is_last: there will be no other plot.
         """
         self.has_news = not is_last and time.monotonic() - self.drawn < PAUSE_S
-        if self.has_news or self.objective is None:
+        if self.has_news:
             return
         if not self.is_waiting:
             self.finish()

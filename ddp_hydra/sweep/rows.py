@@ -129,14 +129,14 @@ def sort_key(value: float | None, maximize: bool | None) -> tuple[bool, float]:
     return False, -value if maximize else value
 
 
-def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
+def best_first(rows: Iterable[Row], objective: Objective) -> list[Row]:
     """Order jobs: those with an objective by it, then the others by number; failed ones last.
 
     Jobs are grouped by their data, because values from different data sets cannot be compared.
 
     Args:
         rows: of a sweep.
-        objective: if it is None or has no direction, all jobs are ordered by number.
+        objective: if it has no direction, all jobs are ordered by number.
     """
     rows = list(rows)
     data = data_of(rows)
@@ -144,7 +144,7 @@ def best_first(rows: Iterable[Row], objective: Objective | None) -> list[Row]:
 
     def key(row: Row) -> tuple[bool, int, bool, float, int]:
         failed = row.state == State.failed
-        if objective is None or objective.maximize is None or failed:
+        if objective.maximize is None or failed:
             return failed, 0, True, 0.0, row.number
         return False, places[data[row.number]], *sort_key(row.objective, objective.maximize), row.number
 

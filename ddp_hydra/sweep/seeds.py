@@ -38,7 +38,7 @@ def is_seed(key: str) -> bool:
     return key == "seed" or key.endswith(".seed")
 
 
-def repeated(rows: Sequence[Row], objective: Objective | None) -> list[Repeated]:
+def repeated(rows: Sequence[Row], objective: Objective) -> list[Repeated]:
     """Return one entry for each config, the one with the best mean first.
 
     Configs with other data are grouped, because their values cannot be compared.
@@ -51,7 +51,7 @@ def repeated(rows: Sequence[Row], objective: Objective | None) -> list[Repeated]
         [] if no config is repeated with another seed.
     """
     values = swept(rows)
-    if objective is None or not any(is_seed(key) for given in values.values() for key in given):
+    if not any(is_seed(key) for given in values.values() for key in given):
         return []
     configs: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     for row in rows:

@@ -46,10 +46,10 @@ class SummaryFiles:
 
     Args:
         folder: of the sweep; made if it is missing.
-        objective: the metric that jobs are compared by, if any.
+        objective: the metric that jobs are compared by.
     """
 
-    def __init__(self, folder: Path, objective: Objective | None) -> None:
+    def __init__(self, folder: Path, objective: Objective) -> None:
         self.folder, self.objective = folder, objective
         self._written: dict[str, object] = {}
         self._is_open = False
@@ -76,7 +76,7 @@ class SummaryFiles:
             self._update("sweep.json", json_text(rows, self.objective, over_seeds), durable=True)
             self._update("sweep.csv", csv_text(rows, self.objective), durable=False)
             self._update("sweep.md", markdown_text(rows, self.objective, over_seeds), durable=False)
-            if over_seeds and self.objective:
+            if over_seeds:
                 self._update("seeds.csv", seeds_csv_text(over_seeds, self.objective), durable=False)
             self._update_columns(rows)
         except RecordError as error:
@@ -112,15 +112,14 @@ class SummaryFiles:
 
     def _metric_names(self, names: set[str]) -> list[str]:
         """Return the objective and all val/ and train/ metrics; all metrics if there are none of these."""
-        first = {self.objective.metric: None} if self.objective else {}
         others = sorted(name for name in names if name.startswith(("val/", "train/"))) or sorted(names)
-        return list(first | dict.fromkeys(others))
+        return list(dict.fromkeys([self.objective.metric, *others]))
 
 
-def json_text(rows: Iterable[Row], objective: Objective | None, over_seeds: Sequence[Repeated] = ()) -> str:
+def json_text(rows: Iterable[Row], objective: Objective, over_seeds: Sequence[Repeated] = ()) -> str:
     """Return the content of sweep.json: one line per job, and one per config of a sweep that repeats seeds."""
     lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(Row)}) for row in rows)
-    head = f'"version": {_VERSION}, "objective": {_strict(vars(objective) if objective else None)}'
+    head = f'"version": {_VERSION}, "objective": {_strict(vars(objective))}'
     configs = ",\n".join(_strict(vars(entry)) for entry in over_seeds)
     rest = f', "seeds": [\n{configs}\n]' if over_seeds else ""
     return f'{{{head}, "jobs": [\n{lines}\n]{rest}}}\n'

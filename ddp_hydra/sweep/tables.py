@@ -18,20 +18,20 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")
 _MAX_MESSAGE = 300
 
 
-def csv_text(rows: Sequence[Row], objective: Objective | None) -> str:
+def csv_text(rows: Sequence[Row], objective: Objective) -> str:
     """Return a CSV table with one line per job, the best first."""
     overrides = swept(rows)
     keys = _keys(overrides.values())
-    first = [objective.metric] if objective else []
-    metrics = sorted({name for row in rows for name in row.metrics}.difference(first))
+    metrics = sorted({name for row in rows for name in row.metrics} - {objective.metric})
     labels = _keys(row.labels for row in rows)
-    head = ["number", "state", *labels, *keys, *first, *metrics, "steps", "workers", "wall_s", "folder", "message"]
+    of_jobs = [objective.metric, *metrics, "steps", "workers", "wall_s", "folder", "message"]
+    head = ["number", "state", *labels, *keys, *of_jobs]
     target = io.StringIO()
     table = csv.writer(target, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
     table.writerow(map(_cell, head))
     for row in best_first(rows, objective):
         values = [*map(row.labels.get, labels), *map(overrides[row.number].get, keys)]
-        numbers = [row.objective] * len(first) + [row.metrics.get(name) for name in metrics]
+        numbers = [row.objective, *map(row.metrics.get, metrics)]
         rest = [row.step, row.workers, round(row.wall_s, 3), row.folder, row.message]
         table.writerow(map(_cell, [row.number, row.shown_state, *values, *numbers, *rest]))
     return target.getvalue()
@@ -51,20 +51,18 @@ def seeds_csv_text(repeated: Sequence[Repeated], objective: Objective) -> str:
     return target.getvalue()
 
 
-def markdown_text(rows: Sequence[Row], objective: Objective | None, repeated: Sequence[Repeated] = ()) -> str:
+def markdown_text(rows: Sequence[Row], objective: Objective, repeated: Sequence[Repeated] = ()) -> str:
     """Return a Markdown page: the number of jobs in each state, and tables of the jobs, the best first.
 
     Jobs with other data or another model have a table of their own.
 
     Args:
         rows: of a sweep.
-        objective: the metric that jobs are compared by, if any.
+        objective: the metric that jobs are compared by.
         repeated: the configs of the sweep over their seeds, if it repeats seeds.
     """
-    lines = [f"# Sweep of {describe_counts(rows)}", ""]
-    if objective:
-        lines += [_order_of(rows, objective), ""]
-    if objective and repeated:
+    lines = [f"# Sweep of {describe_counts(rows)}", "", _order_of(rows, objective), ""]
+    if repeated:
         lines += ["## Over seeds", "", *_seeds_table(repeated, objective), ""]
     overrides, of_row = swept(rows), group_of(rows)
     ordered = best_first(rows, objective)
@@ -83,13 +81,12 @@ def markdown_text(rows: Sequence[Row], objective: Objective | None, repeated: Se
 
 
 def _table(
-    ordered: Sequence[Row], keys: Sequence[str], overrides: Mapping[int, dict[str, str]], objective: Objective | None
+    ordered: Sequence[Row], keys: Sequence[str], overrides: Mapping[int, dict[str, str]], objective: Objective
 ) -> Iterator[str]:
     """Yield the lines of a table of jobs that can be compared."""
-    metrics = [objective.metric] if objective else []
     labels = _keys(row.labels for row in ordered)
-    head = ["job", "state", *labels, *keys, *metrics, "steps", "time", "message"]
-    kinds = ["--:", ":--", *(":--" for _ in (*labels, *keys)), *("--:" for _ in metrics), "--:", "--:", ":--"]
+    head = ["job", "state", *labels, *keys, objective.metric, "steps", "time", "message"]
+    kinds = ["--:", ":--", *(":--" for _ in (*labels, *keys)), "--:", "--:", "--:", ":--"]
     yield _line(map(_markup, head))
     yield _line(kinds)
     best = _best(ordered, objective)
@@ -104,7 +101,7 @@ def _table(
         values += [_markup(overrides[row.number].get(key, "")) for key in keys]
         message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
         took = duration(row.wall_s or None)
-        yield _line([str(row.number), row.shown_state, *values, *[number] * len(metrics), steps, took, message])
+        yield _line([str(row.number), row.shown_state, *values, number, steps, took, message])
 
 
 def _seeds_table(repeated: Sequence[Repeated], objective: Objective) -> Iterator[str]:
@@ -151,9 +148,9 @@ def _words(group: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{key}={value}" for key, value in group)
 
 
-def _best(ordered: Sequence[Row], objective: Objective | None) -> Row | None:
+def _best(ordered: Sequence[Row], objective: Objective) -> Row | None:
     """Return the best of some jobs that can be compared; None if the direction is not known."""
-    if objective is None or objective.maximize is None:
+    if objective.maximize is None:
         return None
     good = (row for row in ordered if row.state is not State.failed and row.objective is not None)
     return next((row for row in good if math.isfinite(row.objective or 0.0)), None)

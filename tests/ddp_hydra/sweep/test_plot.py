@@ -171,19 +171,18 @@ def test_an_objective_that_is_not_finite_is_no_best(tmp_path, monkeypatch, odd, 
 
 
 @pytest.mark.parametrize(
-    ("rows", "objective"),
+    "rows",
     [
-        ([], ACCURACY),
-        (grid(lambda a: a, a=[1]), ACCURACY),
-        (grid(lambda a: a, a=[1, 1]), ACCURACY),
-        (grid(lambda a: a, a=[1, 2]), None),
-        ([Row(0, ["a=1"], "0"), Row(1, ["a=2"], "1", State.failed, 0.5)], ACCURACY),
-        (grid(lambda a: math.nan, a=[1, 2]), ACCURACY),
+        [],
+        grid(lambda a: a, a=[1]),
+        grid(lambda a: a, a=[1, 1]),
+        [Row(0, ["a=1"], "0"), Row(1, ["a=2"], "1", State.failed, 0.5)],
+        grid(lambda a: math.nan, a=[1, 2]),
     ],
-    ids=["no jobs", "one job", "nothing swept", "no objective", "no values", "nan"],
+    ids=["no jobs", "one job", "nothing swept", "no values", "nan"],
 )
-def test_there_may_be_nothing_to_draw(tmp_path, rows, objective):
-    assert not draw(rows, objective, tmp_path)
+def test_there_may_be_nothing_to_draw(tmp_path, rows):
+    assert not draw(rows, ACCURACY, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

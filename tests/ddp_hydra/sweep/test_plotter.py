@@ -85,12 +85,3 @@ def test_a_process_that_has_ended_is_no_error(pictures):
     plot.draw(rows(1.0))
     plot.finish()
     assert drawn(pictures) == []
-
-
-def test_without_an_objective_nothing_is_started(pictures):
-    plot = Plotter(pictures, None)
-    plot.prepare()
-    plot.draw(rows(1.0))
-    assert plot.process is None
-    assert not plot.has_news
-    plot.finish()

@@ -17,12 +17,7 @@ def test_the_best_comes_first_and_what_failed_last(maximize, order):
     assert [found.number for found in best_first(rows, Objective("m", maximize))] == order
 
 
-def test_without_an_objective_the_number_counts():
-    rows = [row(2, 0.1), row(0, 0.2), row(1, 0.3, State.failed)]
-    assert [found.number for found in best_first(rows, None)] == [0, 2, 1]
-
-
-def test_without_a_direction_nothing_is_better():
+def test_without_a_direction_nothing_is_better_and_the_number_counts():
     rows = [row(2, 0.1), row(0, 0.2), row(1, 0.3, State.failed)]
     assert [found.number for found in best_first(rows, Objective("m", None))] == [0, 2, 1]
     assert not Objective("m", None).ranks(rows)

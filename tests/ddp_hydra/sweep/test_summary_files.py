@@ -101,10 +101,9 @@ def test_no_file_no_jobs(tmp_path):
 
 def test_json_has_no_word_for_nan(tmp_path):
     odd = done(0, math.nan, value=[math.inf, (1, math.nan)], wall_s=1.0, eta_s=math.inf)
-    SummaryFiles(tmp_path, None).write([odd])
+    SummaryFiles(tmp_path, ACCURACY).write([odd])
     text = (tmp_path / "sweep.json").read_text()
-    content = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-    assert content["objective"] is None
+    json.loads(text, parse_constant=lambda name: pytest.fail(name))
     (row,) = read(tmp_path)
     assert (row.objective, row.metrics["val/accuracy"], row.value, row.eta_s) == (None, None, [None, [1, None]], None)
 
@@ -202,16 +201,19 @@ def test_the_csv_has_a_line_a_job_best_first():
 @pytest.mark.parametrize("text", ["=1+1", "+cmd|x", "-2+3", "@SUM(A1)", "\t=1", " =1", "\x00=1", "\uff1d1", "\r\n=1"])
 def test_no_cell_is_a_formula(text):
     rows = [job(0, f"a={text}", message=text), job(1, "a=1", metrics={text: 1.0}, folder=text)]
-    for line in table(csv_text(rows, None)):
+    for line in table(csv_text(rows, ACCURACY)):
         assert not [cell for cell in line if re.match(r"\s*[=+\-@\uff1d]", cell)]
 
 
 def test_negative_numbers_stay_numbers():
-    lines = table(csv_text([job(0, "a=-1"), job(1, "a=+2.5e-3"), job(2, "a=-1-1")], None))
+    lines = table(csv_text([job(0, "a=-1"), job(1, "a=+2.5e-3"), job(2, "a=-1-1")], ACCURACY))
     assert [line[2] for line in lines] == ["a", "-1", "+2.5e-3", "'-1-1"]
 
 
-@given(st.lists(rows, min_size=1, max_size=3, unique_by=lambda row: row.number), st.sampled_from([ACCURACY, None]))
+@given(
+    st.lists(rows, min_size=1, max_size=3, unique_by=lambda row: row.number),
+    st.sampled_from([ACCURACY, Objective("m", None)]),
+)
 def test_each_job_is_one_line_of_each_table(rows, objective):
     text = csv_text(rows, objective)
     assert len(text.splitlines()) == len(rows) + 1
@@ -311,7 +313,7 @@ def test_a_sweep_that_repeats_seeds_has_a_table_of_means(tmp_path):
 
 @given(st.text(st.sampled_from("|\\`*_[]<>&~$#!a1 \n-=.:;()'\"")))
 def test_the_markdown_shows_what_was_said(text):
-    shown = cells(markdown_text([job(0, "a=1", message=text), job(1, "a=2")], None))
+    shown = cells(markdown_text([job(0, "a=1", message=text), job(1, "a=2")], ACCURACY))
     assert shown[1][-1].split() == text.split()
 
 
@@ -320,7 +322,7 @@ def test_one_job_alone_shows_all_that_was_given():
 
 
 def test_a_long_message_is_cut():
-    assert len(cells(markdown_text([job(0, message="word " * 1000)], None))[1][-1]) <= 300
+    assert len(cells(markdown_text([job(0, message="word " * 1000)], ACCURACY))[1][-1]) <= 300
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -406,7 +408,7 @@ def test_a_folder_that_cannot_be_made_ends_no_sweep(tmp_path, caplog):
 
 def test_drafts_of_a_killed_sweep_are_removed(tmp_path):
     (tmp_path / ".part-0123").write_text("half")
-    SummaryFiles(tmp_path, None).write(ROWS)
+    SummaryFiles(tmp_path, ACCURACY).write(ROWS)
     assert not list(tmp_path.glob(".part-*"))
 
 
@@ -437,5 +439,5 @@ def test_metrics_with_other_names_are_all_shown(tmp_path, monkeypatch):
     (tmp_path / "tensorboard").mkdir()
     calls = []
     monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
-    SummaryFiles(tmp_path, None).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
-    assert calls[0][2] == ["a", "b"]
+    SummaryFiles(tmp_path, ACCURACY).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
+    assert calls[0][2] == ["val/accuracy", "a", "b"]
