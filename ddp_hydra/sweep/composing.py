@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat
 from ddp_hydra.config.hydra_compat import parse_override
+from ddp_hydra.sweep.rows import comparable
 
 CHECKED = 64
 """Number of jobs of a sweep that are composed and checked before the first one starts. Of later jobs, only those are
@@ -46,7 +47,8 @@ class CachingConfigLoader:
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Compose a job for a sweeper, which only checks that it can be composed, and cache its config."""
-        new = {word for word in sweep_overrides if word not in self.checked and not is_number(word.partition("=")[2])}
+        texts = {word for word in sweep_overrides if isinstance(comparable(word.partition("=")[2]), str)}
+        new = texts - self.checked
         if self.last is not None and len(self.composed) >= CHECKED and not new:
             return self.last
         self.checked |= new
@@ -178,12 +180,3 @@ def shape_of(overrides: Sequence[str], groups: Container[str]) -> tuple[str, ...
 def is_within(outer: str, inner: str) -> bool:
     """Return whether a key is another one, or in it."""
     return inner == outer or inner.startswith(f"{outer}.")
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text is a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

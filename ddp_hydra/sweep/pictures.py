@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hydra.console.text import plain
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
+from ddp_hydra.sweep.rows import comparable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,8 +140,5 @@ def shown(text: str, most: int = _MAX_LABEL) -> str:
 
 
 def _number(value: str | None) -> float | None:
-    try:
-        number = float(value or "")
-    except ValueError:
-        return None
-    return number if number == 0 or 1 / HUGE < abs(number) < HUGE else None
+    number = comparable(value)
+    return number if isinstance(number, float) and (number == 0 or 1 / HUGE < abs(number) < HUGE) else None

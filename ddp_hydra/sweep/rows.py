@@ -185,11 +185,11 @@ def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
     keys = {key: None for values in given.values() for key in values if key not in hidden}
     if len(rows) > 1:
         given = {row.number: row.filled | given[row.number] for row in rows}
-        keys = {key: None for key in keys if len({_comparable(values.get(key)) for values in given.values()}) > 1}
+        keys = {key: None for key in keys if len({comparable(values.get(key)) for values in given.values()}) > 1}
     return {number: {key: values[key] for key in keys if key in values} for number, values in given.items()}
 
 
-def _comparable(value: str | None) -> object:
+def comparable(value: str | None) -> object:
     """Return the number that a value is, so that 0.1 and 1e-1 are the same; else the value."""
     try:
         number = float(value or "")
