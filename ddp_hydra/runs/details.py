@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from ddp_hydra.runs import disk, status
-from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, newest_of, number, read_both, row_of, tables, text
+from ddp_hydra.runs import disk
+from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, newest_of, number, read_both, tables, text
 from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRun, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME
@@ -42,10 +41,7 @@ def row(files: RunFiles) -> Row:
     """Return the row of one run, with its status."""
     if isinstance(files, StoredRun):
         return stored_row(files)
-    found = next((one for one in local_rows(files.place)), None)
-    if found is None:  # removed meanwhile
-        found = row_of(files, {}, {})
-        found.status = status.of_run_dir(Path(files.place))
+    found = next(local_rows(files.place), None) or Row(files.place)  # removed meanwhile
     found.run = files.place
     return found
 

@@ -80,7 +80,7 @@ def removable(run: str) -> list[Path]:
     """
     folder = Path(results_root.plain_path(run))
     if folder.is_symlink():
-        raise ConfigError(f"{run} is a link: give the folder itself, {shown_target(folder)}")
+        raise ConfigError(f"{run} is a link: give the folder itself, {os.path.realpath(folder)}")
     if not folder.is_dir():
         raise ConfigError(f"{run}: there is no such folder")
     names = set(os.listdir(folder))  # noqa: PTH208
@@ -97,14 +97,6 @@ def removable(run: str) -> list[Path]:
     if inner:
         raise ConfigError(f"{run} holds other runs, too, such as {inner[0]}: remove these first")
     return [folder]
-
-
-def shown_target(link: Path) -> str:
-    """Return where a link leads."""
-    try:
-        return str(link.resolve())
-    except (OSError, RuntimeError):
-        return "which is not there"
 
 
 def remove(run: str) -> int:
