@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.pbt.space import Dimension
+from ddp_hydra.sweep.rows import sort_key
 
 
 @dataclass
@@ -138,15 +139,9 @@ def next_generation(
 
 
 def ranked(scores: Sequence[float | None], maximize: bool) -> list[int]:
-    """Return the places of members from the best to the worst; those without a score come last."""
-
-    def key(place: int) -> tuple[bool, float, int]:
-        score = scores[place]
-        if score is None or not math.isfinite(score):
-            return True, 0.0, place
-        return False, -score if maximize else score, place
-
-    return sorted(range(len(scores)), key=key)
+    """Return the places of members from the best to the worst; those without a finite score come last."""
+    good = [score if _is_good(score) else None for score in scores]
+    return sorted(range(len(scores)), key=lambda place: sort_key(good[place], maximize))
 
 
 def _is_good(score: float | None) -> bool:
