@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from ddp_hydra.data import demo_server
 from ddp_hydra.data.holdout import check, is_of
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
-from ddp_hydra.data.images.listing import kinds_of, known_size, list_images_once
+from ddp_hydra.data.images.listing import Listing, kinds_of, known_size, list_images_once
 from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.data.user_cache import user_cache
@@ -29,8 +29,8 @@ class S3ImageFolder(StoredImages):
             scikit-learn's handwritten digits (32x32 pixels) under "train" and "val".
         prefix: the folder of the class folders, e.g. "imagenet/train"; "": the whole bucket.
         transform: as in `ImageDataset`, and so is target_transform.
-        classes_from: a prefix whose folders are the classes; None: the folders under `prefix`. For a validation set,
-            give the prefix of the training set, so that both use the same class numbers.
+        classes_from: a prefix whose folders with images are the classes; None: those under `prefix`. For a validation
+            set, give the prefix of the training set, so that both use the same class numbers.
         holdout: share of the images that is kept for validation, 0..1, chosen by a hash of each key.
         split: with a holdout, "train": all other images; "val": the images that are held out.
         labelled: False: all images under `prefix`, whose classes are not known, to be predicted.
@@ -73,12 +73,12 @@ class S3ImageFolder(StoredImages):
         else:
             self._store = self.access.bucket(bucket)
         try:
-            listing = list_images_once(self._store, self.prefix, listing_max_age_s, user_cache() / "listings", labelled)
+            listing = self._list(self.prefix, listing_max_age_s)
             if not len(listing.keys):
                 raise FileNotFoundError(self._nothing_found(listing.others))
             self.skipped = listing.others
             self._keys, self._sizes = listing.keys, listing.sizes
-            self._label(classes_from)
+            self._label(classes_from, listing_max_age_s)
             if holdout:
                 self._keep([is_of(key, holdout, split) for key in self._keys])
         except BaseException:
@@ -99,16 +99,24 @@ class S3ImageFolder(StoredImages):
         self._embedded_on = socket.gethostname()
         return self.access.bucket(demo_server.BUCKET)
 
-    def _label(self, classes_from: str | None) -> None:
+    def _list(self, prefix: str, max_age_s: float) -> Listing:
+        """List the images under a prefix, or take a listing from the disk."""
+        return list_images_once(self._store, prefix, max_age_s, user_cache() / "listings", self.labelled)
+
+    def _label(self, classes_from: str | None, max_age_s: float) -> None:
         """Number the classes, and set the targets."""
         if not self.labelled:
             self.classes, self.class_to_idx = [], {}
             self.targets = np.full(len(self._keys), -1, np.int32)
             return
-        folders = [key.rsplit("/", 2)[-2] for key in self._keys]
-        found = set(folders)
-        self.classes = sorted(found) if classes_from is None else self._store.folders(classes_from.strip("/"))
-        unknown = sorted(found - set(self.classes))
+        folders = _folders_of(self._keys)
+        found = known = set(folders)
+        origin = self.prefix if classes_from is None else classes_from.strip("/")
+        # Mostly, both have the same folders: that is quickly seen, and a second listing may take long.
+        if origin != self.prefix and found != set(self._store.folders(origin)):
+            known = set(_folders_of(self._list(origin, max_age_s).keys))
+        self.classes = sorted(known)
+        unknown = sorted(found - known)
         if unknown:
             raise ValueError(
                 f"{self.where()} has classes that {classes_from!r} does not have: "
@@ -179,3 +187,8 @@ class S3ImageFolder(StoredImages):
         if self._owns_server:
             self._owns_server = False
             demo_server.release()
+
+
+def _folders_of(keys: Iterable[str]) -> list[str]:
+    """Return the name of the folder that each key is in."""
+    return [key.rsplit("/", 2)[-2] for key in keys]

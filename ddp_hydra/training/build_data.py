@@ -199,6 +199,20 @@ class Classes:
         names = () if names is None else tuple(map(str, names))
         return cls(names, int(getattr(data, "num_classes", None) or len(names)))
 
+    def check_numbers(self, validation: Classes) -> None:
+        """Refuse validation data that gives a class of the training data another number.
+
+        Raises:
+            ConfigError: it does.
+        """
+        own, others = ({name: n for n, name in enumerate(one.classes)} for one in (self, validation))
+        if name := next((name for name in own if others.get(name, own[name]) != own[name]), None):
+            raise ConfigError(
+                f"the class {name} has number {own[name]} in data.train and {others[name]} in data.val: both need the "
+                "same classes, in the same order. Image folders and tables take them from the training data by "
+                "data.val.classes_from=..."
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
         return {"names": list(self.classes), "number": self.num_classes}

@@ -35,6 +35,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     """Build the model and take its first step as a rank does; return lines that describe it."""
+    build_data.Classes.of(train_set).check_numbers(build_data.Classes.of(val_set))
     device = builders.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build_data.sampler(cfg, train_set, 0, world_size)

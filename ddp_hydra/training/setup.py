@@ -59,6 +59,8 @@ def build(
     Raises:
         DdpHydraError: the config, a checkpoint or the weights do not fit.
     """
+    classes = build_data.Classes.of(train_set)
+    classes.check_numbers(build_data.Classes.of(val_set))
     rank, device = dist.get_rank(), builders.device(cfg)
     memory.begin(device)
     consensus = StepConsensus()
@@ -76,7 +78,7 @@ def build(
     updates = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
     state, changed = build_state(cfg, bare, updates, progress, builders.callbacks(cfg), kept, saved)
-    state.classes = build_data.Classes.of(train_set).as_dict()
+    state.classes = classes.as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None

@@ -113,6 +113,21 @@ def test_val_has_the_numbers_of_train_even_where_a_class_is_missing(folder, s3, 
     assert val.samples == [("val/b/1.png", 1)]
 
 
+def test_a_folder_without_images_is_no_class_of_val_either(folder, s3, png):
+    bucket = s3.fill(
+        {
+            "train/.ipynb_checkpoints/": b"",
+            "train/apes/readme.txt": b"none yet",
+            "train/cats/1.png": png(),
+            "train/dogs/young/1.png": png(),
+            "val/cats/1.png": png(),
+        }
+    )
+    val = folder(bucket, "val", classes_from="train")
+    assert val.classes == folder(bucket, "train").classes == ["cats", "young"]
+    assert val.samples == [("val/cats/1.png", 0)]
+
+
 def test_a_class_that_train_does_not_have_is_refused(folder, s3, png):
     bucket = s3.fill({"train/a/1.png": png(), "val/c/1.png": png()})
     with pytest.raises(ValueError, match=r"does not have: c; check data\.train_prefix="):

@@ -92,3 +92,11 @@ def test_a_run_repeats_its_first_batches():
     sampler.part.open(0)
     first = [sampler.part.take(2) for _ in range(4)]
     assert first == [[0, 1], [4, 5], [0, 1], [4, 5]]
+
+
+def test_validation_data_must_number_the_classes_as_training_data_does():
+    train = build_data.Classes(("cats", "dogs"))
+    for fits in ((), ("cats",), ("cats", "dogs", "owls"), ("apes", "owls")):
+        train.check_numbers(build_data.Classes(fits))
+    with pytest.raises(ConfigError, match=r"cats has number 0 in data\.train and 1 in data\.val: .*classes_from="):
+        train.check_numbers(build_data.Classes(("apes", "cats", "dogs")))
