@@ -152,6 +152,15 @@ class WidsShards(Dataset):
             self._unread, self._left, self._expected = bytearray(unread.tobytes()), left.tolist(), left.tolist()
         self._cache.expect(shards[np.argsort(first)].tolist())
 
+    def read_elsewhere(self, indices: Sequence[int]) -> None:
+        """Say which of the expected samples another process reads: this one needs their shards only for the others.
+
+        Args:
+            indices: of these samples.
+        """
+        for index in indices:
+            self._note_read(*self._find(index))
+
     def stats(self) -> dict[str, float]:
         """Return what reading the shards has cost this process so far.
 
@@ -188,12 +197,14 @@ class WidsShards(Dataset):
         shard = self._cache.held.get(number)
         if shard is None:
             shard = self._cache.open(number)
-        if self._unread and self._unread[self._ends[number] - self.shard_lengths[number] + inner]:
-            self._note_read(number, self._ends[number] - self.shard_lengths[number] + inner)
+        self._note_read(number, inner)
         return shard
 
-    def _note_read(self, number: int, index: int) -> None:
+    def _note_read(self, number: int, inner: int) -> None:
         """Note that an expected sample is read; tell the cache when the first or the last one of a shard is."""
+        index = self._ends[number] - self.shard_lengths[number] + inner
+        if not self._unread or not self._unread[index]:
+            return
         with self._lock:
             if not self._unread[index]:
                 return

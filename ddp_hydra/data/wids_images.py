@@ -131,6 +131,10 @@ class WidsImages(StoredImages):
         """Say which samples will be read, in order, so that their shards are downloaded before that."""
         self.shards.expect(indices)
 
+    def read_elsewhere(self, indices: list[int]) -> None:
+        """Say which of these samples another process reads."""
+        self.shards.read_elsewhere(indices)
+
     def stats(self) -> dict[str, float]:
         """Return what reading has cost this process so far, as `ImageDataset.stats` does; cache hits count shards."""
         return super().stats() | self.shards.stats()

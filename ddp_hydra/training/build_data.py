@@ -13,6 +13,7 @@ A data set has these methods and attributes:
     labelled = False                  optional: its targets mean nothing, so that it can only be predicted
     set_epoch(epoch)                  optional: for augmentation
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
+    read_elsewhere(indices)           optional: gets those of them that another process of the rank reads (read_apart)
     shard_lengths, targets            optional: some samplers use them
     built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
     read_apart = True                 optional: where the model is on a GPU, processes beside the rank make its batches

@@ -135,6 +135,10 @@ class InProcesses:
         with self._lock:
             remote = self._remote()
             batch = remote.ask(wanted) if remote else None
+            if hasattr(self.dataset, "read_elsewhere"):
+                for other in self._remotes:
+                    if other is not remote:
+                        other.tell(elsewhere=wanted)
         return batch() if batch else make_batch(self.dataset, wanted)
 
     def collate(self, batch: Any) -> Any:

@@ -1,8 +1,9 @@
 """Makes the batches of a data set for another process: `python -m ddp_hydra.data.processes.program <socket's fd>`.
 
 It gets the data set, pickled, and then requests: {"make": number, "indices": …}, {"epoch": …}, {"expect": …},
-{"free": slot}, {"end": true}. It answers {"number": …} with a batch or an error, and with what reading has cost so far.
-Several batches are made at a time, as many as the other process asks for. It ends when its socket is closed.
+{"elsewhere": indices}, {"free": slot}, {"end": true}. It answers {"number": …} with a batch or an error, and with what
+reading has cost so far. Several batches are made at a time, as many as the other process asks for. It ends when its
+socket is closed.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Program:
             self.dataset.set_epoch(request["epoch"])
         elif "expect" in request:
             self.dataset.expect(request["expect"])
+        elif "elsewhere" in request:
+            self.dataset.read_elsewhere(request["elsewhere"])
         else:
             self.free.append(request["free"])
 

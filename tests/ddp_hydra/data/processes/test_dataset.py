@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -18,7 +19,9 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.processes import InProcesses, Processes, made_by
 from ddp_hydra.data.processes import dataset as dataset_module
 from ddp_hydra.data.transforms import TrainTransform
+from ddp_hydra.data.wids import WidsShards
 from ddp_hydra.errors import ConfigError
+from tests.support.tar_server import described, index_of, numbered, serving
 
 CPU = torch.device("cpu")
 READY_S = 60
@@ -77,6 +80,14 @@ class Announced(Rows):
 
     def __getitem__(self, index: int) -> dict[str, object]:
         return super().__getitem__(index) | {"announced": len(self.announced)}
+
+
+class Shards(WidsShards):
+    """Says with each sample how many shards are still needed where it was read."""
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        number = int(super().__getitem__(index)[".cls"])
+        return {"number": number, "needed": len(self._cache._cached.prefetcher.needed())}
 
 
 @pytest.fixture
@@ -193,6 +204,21 @@ def test_who_wants_to_know_what_will_be_read_waits_for_the_process(opened):
     (batch,) = Loader(dataset, CPU).load([[4, 5, 6]])
     assert batch["pid"][0].item() == dataset._remotes[0].process.pid
     assert batch["announced"].tolist() == [3, 3, 3]
+
+
+@pytest.mark.integration
+def test_each_process_learns_what_of_a_shard_another_one_reads(opened, monkeypatch, tmp_path):
+    with serving() as server:
+        server.add(a=numbered(0, 4), b=numbered(4, 8))
+        server.files["/index.json"] = index_of(*(described(f"{name}.tar", 4) for name in "ab"))
+        shards = Shards(f"{server.url}/index.json", cache_dir=tmp_path, prefetch_shards=0)
+        dataset = opened(shards, 2)
+        for _ in range(2):
+            dataset.expect(range(8))
+            monkeypatch.setattr(dataset, "_remote", itertools.cycle(dataset._remotes).__next__)
+            read = [dataset.__getitems__([index]) for index in range(8)]
+            assert [one["number"].item() for one in read] == list(range(8))
+            assert [one["needed"].item() for one in read] == [2, 2, 2, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.medium
