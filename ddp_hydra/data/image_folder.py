@@ -146,7 +146,7 @@ class S3ImageFolder(StoredImages):
         while parent and not folders:
             parent = parent.rpartition("/")[0]
             folders = self._store.folders(parent)
-        there = f"{self._store.url}/{parent}"
+        there = f"{self._store.shown()}/{parent}"
         if not folders:
             return f"there is nothing under {where}, nor a folder in {there}: check data.bucket and {setting}"
         names = ", ".join(folders[:10]) + (f" and {len(folders) - 10} more" if len(folders) > 10 else "")
@@ -159,7 +159,7 @@ class S3ImageFolder(StoredImages):
 
     def where(self) -> str:
         """Return the URL of the class folders."""
-        return f"{self._store.url}/{self.prefix}"
+        return f"{self._store.shown()}/{self.prefix}"
 
     def name(self, index: int) -> str:
         """Return the key of a sample."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.images.string_array import StringArray
-from ddp_hydra.storage import Access, Store, is_remote
+from ddp_hydra.storage import Access, Store, is_remote, shown
 
 
 class ImageTable(StoredImages):
@@ -70,20 +70,24 @@ class ImageTable(StoredImages):
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
             raise ValueError(
-                f"{table} has labels that {classes_from} does not have: {', '.join(unknown[:10])}; check "
-                "data.table=... and data.val_table=..."
+                f"{self.where()} has labels that {shown(str(classes_from))} does not have: {', '.join(unknown[:10])}; "
+                "check data.table=... and data.val_table=..."
             )
         self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
 
     def where(self) -> str:
         """Return the table."""
-        return self.table
+        return shown(self.table)
 
     def advice_on_missing(self) -> str:
         """Return where relative paths begin."""
-        return f"Paths of the table begin at {self._root}: give another folder with data.root=<folder>. "
+        return f"Paths of the table begin at {shown(self._root)}: give another folder with data.root=<folder>. "
 
     def name(self, index: int) -> str:
+        """Return the path of a sample as written in the table, without secrets of a URL."""
+        return shown(self._paths[index])
+
+    def sample_id(self, index: int) -> str:
         """Return the path of a sample as written in the table."""
         return self._paths[index]
 
@@ -117,7 +121,7 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
     read = _read_parquet if key.endswith((".parquet", ".pq")) else _read_csv
     found = read(content, table, columns)
     if not found[0]:
-        raise ValueError(f"{table} has no rows: check data.table=...")
+        raise ValueError(f"{shown(table)} has no rows: check data.table=...")
     return found
 
 
@@ -136,9 +140,9 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
             for column, place in zip(found, places, strict=True):
                 column.append(row[place])
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{table} is not a CSV file ({error}): check data.table=...") from None
+        raise ValueError(f"{shown(table)} is not a CSV file ({error}): check data.table=...") from None
     except ValueError as error:
-        raise ValueError(f"{table}: {error}: check data.table=...") from None
+        raise ValueError(f"{shown(table)}: {error}: check data.table=...") from None
     return found
 
 
@@ -154,7 +158,7 @@ def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list
             _place(column, file.schema_arrow.names, table)
         read = file.read(columns=list(columns))
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{table} is not a Parquet file ({error}): check data.table=...") from None
+        raise ValueError(f"{shown(table)} is not a Parquet file ({error}): check data.table=...") from None
     return [[str(value) for value in read.column(column).to_pylist()] for column in columns]
 
 

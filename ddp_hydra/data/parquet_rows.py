@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_hydra.storage import Access, Store
+from ddp_hydra.storage import Access, Store, shown
 from ddp_hydra.storage.base import TransferCounters
 
 SUFFIXES = (".parquet", ".pq")
@@ -61,11 +61,12 @@ class ParquetRows:
         self.shard_lengths: list[int] = []
         largest: list[Any] = []
         self.features = list(features or ())
-        for url in [files] if isinstance(files, str) else files:
+        urls = [files] if isinstance(files, str) else files
+        for url in urls:
             for name, file in self._open(url):
                 self._take_up(name, file, largest)
         if not self._groups:
-            raise ValueError(f"{files} has no rows: check data.files=...")
+            raise ValueError(f"{', '.join(map(shown, urls))} has no rows: check data.files=...")
         self._ends = list(accumulate(self.shard_lengths))
         self.num_classes = None if None in largest or not largest else int(max(largest)) + 1
         self._cache: OrderedDict[int, tuple[np.ndarray, np.ndarray | None]] = OrderedDict()
@@ -121,17 +122,18 @@ class ParquetRows:
             raise ModuleNotFoundError("Parquet needs pyarrow: type `pip install 'ddp-hydra[parquet]'`") from None
         if url.endswith(SUFFIXES):
             store, key = self.access.open(url)
-            found = [(url, store, key, store.size(key))]
+            found = [(shown(url), store, key, store.size(key))]
         elif url.endswith(".csv"):
             name = PurePosixPath(url).with_suffix(".parquet").name
-            convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({url!r}), {name!r})"
-            raise ValueError(f'{url} is not a Parquet file: type python -c "{convert}", and data.files={name}')
+            convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({shown(url)!r}), {name!r})"
+            raise ValueError(f'{shown(url)} is not a Parquet file: type python -c "{convert}", and data.files={name}')
         else:
             store, prefix = self.access.open_folder(url)
             listed = sorted((key, size) for key, size in store.objects(prefix) if key.endswith(SUFFIXES))
             found = [(key, store, key, size) for key, size in listed]
             if not found:
-                raise FileNotFoundError(f"{url} holds no file that ends with .parquet or .pq: check data.files=...")
+                where = shown(url)
+                raise FileNotFoundError(f"{where} holds no file that ends with .parquet or .pq: check data.files=...")
         opened = []
         for name, store, key, size in found:
             try:

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from ddp_hydra.data.forked_reader import ForkSafeAccess
 from ddp_hydra.data.shards.cache import ShardCache
 from ddp_hydra.data.shards.cached_shards import GIB
-from ddp_hydra.data.shards.index import Index, read_index, shown
+from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.open_shard import OpenShard
-from ddp_hydra.storage import Access
+from ddp_hydra.storage import Access, shown
 
 
 class WidsShards(Dataset):

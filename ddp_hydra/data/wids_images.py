@@ -12,6 +12,7 @@ from ddp_hydra.data.images.bad_samples import LostSamples
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.wids import WidsShards, field_of
+from ddp_hydra.storage import shown
 from ddp_hydra.storage.base import StaleCredentialsError
 
 
@@ -70,7 +71,8 @@ class WidsImages(StoredImages):
             found = []
         elif not found:
             raise ValueError(
-                f"{index} does not say which classes there are (info.classes): give their number, data.classes=1000"
+                f"{self.where()} does not say which classes there are (info.classes): give their number, "
+                "data.classes=1000"
             )
         self.classes = [str(number) for number in range(found)] if isinstance(found, int) else list(found)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
@@ -80,7 +82,7 @@ class WidsImages(StoredImages):
 
     def where(self) -> str:
         """Return the index."""
-        return self.index
+        return shown(str(self.index))
 
     def name(self, index: int) -> str:
         """Return the shard and key of a sample."""
@@ -125,7 +127,7 @@ class WidsImages(StoredImages):
                 raise  # the cause is not the shard
             shard = int(np.searchsorted(self._starts, index, side="right")) - 1
             first, end = self._starts[shard : shard + 2].tolist()
-            raise LostSamples(str(error), self.shards.shards[shard].url, first, end - first) from None
+            raise LostSamples(str(error), shown(self.shards.shards[shard].url), first, end - first) from None
 
     def expect(self, indices: list[int]) -> None:
         """Say which samples will be read, in order, so that their shards are downloaded before that."""

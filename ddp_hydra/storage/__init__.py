@@ -3,6 +3,6 @@
 from ddp_hydra.storage.base import Store, TransferCounters, WritableStore
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
-from ddp_hydra.storage.urls import Access, is_remote
+from ddp_hydra.storage.urls import Access, is_remote, shown
 
-__all__ = ["Access", "Bucket", "LocalFolder", "Store", "TransferCounters", "WritableStore", "is_remote"]
+__all__ = ["Access", "Bucket", "LocalFolder", "Store", "TransferCounters", "WritableStore", "is_remote", "shown"]

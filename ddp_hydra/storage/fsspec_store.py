@@ -170,7 +170,7 @@ class FsspecStore(Retrying):
 
     def shown(self) -> str:
         """Return the URL without a password in it."""
-        return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1@", self.url)
+        return without_password(self.url)
 
     def _store(self) -> Opened:
         if self._pid != os.getpid():  # this process was forked
@@ -258,3 +258,8 @@ def _replace(fs: Any, path: str, content: Any) -> None:
 def _is_refusal(error: Exception) -> bool:
     status = next((getattr(error, name, None) for name in ("status", "status_code", "code")), None)
     return isinstance(error, PermissionError) or status in (401, 403) or bool(_REFUSED.search(type(error).__name__))
+
+
+def without_password(url: str) -> str:
+    """Return a URL without the password in it."""
+    return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1@", url)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import Store, TransferCounters
 from ddp_hydra.storage.fsspec_schemes import check_installed, is_known
-from ddp_hydra.storage.fsspec_store import FsspecStore
+from ddp_hydra.storage.fsspec_store import FsspecStore, without_password
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
@@ -154,6 +154,14 @@ class Access:
 def is_remote(url: str) -> bool:
     """Return whether a URL is one of a store that is elsewhere, and not a path."""
     return "://" in url and not url.startswith("file://")
+
+
+def shown(url: str) -> str:
+    """Return a URL, or a path, without its possible secrets: password, and of http(s) also user and query."""
+    if not url.startswith(("http://", "https://")):
+        return without_password(url)
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _local_path(url: str) -> Path:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.compat.wids.dataset import ShardListDataset
-from ddp_hydra.data.shards.index import read_index, shown
+from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_index
 from ddp_hydra.data.wids import WidsShards
+from ddp_hydra.storage import shown
 from ddp_hydra.storage.files import write_atomic
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
 
-from ddp_hydra.data.shards.index import Shard, shown
-from ddp_hydra.storage import Store
+from ddp_hydra.data.shards.index import Shard
+from ddp_hydra.storage import Store, shown
 from ddp_hydra.storage.base import RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)

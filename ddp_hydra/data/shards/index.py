@@ -8,12 +8,12 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Annotated, Any, Literal, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert, field
 
 from ddp_hydra.checked import Count
-from ddp_hydra.storage import Access
+from ddp_hydra.storage import Access, shown
 from ddp_hydra.storage.fsspec_schemes import is_known
 
 T = TypeVar("T")
@@ -277,14 +277,6 @@ def absolute(url: str) -> str:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{url!r} can't be read: give a path, or a URL that starts with {known}")
     return url
-
-
-def shown(url: str) -> str:
-    """Return a URL without its possible secrets: user, password and query."""
-    if not url.startswith(("http://", "https://")):
-        return url
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _is_read(scheme: str) -> bool:

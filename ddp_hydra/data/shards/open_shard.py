@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 
-from ddp_hydra.data.shards.index import Shard, shown
+from ddp_hydra.data.shards.index import Shard
 from ddp_hydra.data.shards.tar_index import TarMembers
+from ddp_hydra.storage import shown
 
 
 class OpenShard:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ddp_hydra.data.shards.download import download, in_parallel, is_packed
-from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, shown
+from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
-from ddp_hydra.storage import Access, Store
+from ddp_hydra.storage import Access, Store, shown
 from ddp_hydra.storage.files import replacing
 
 MIB = 2**20

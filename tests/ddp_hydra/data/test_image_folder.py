@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from ddp_hydra.data.holdout import is_of
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.transforms import TrainTransform
+from ddp_hydra.storage.fsspec_store import FsspecStore
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 ROOT = Path(__file__).parents[3]
@@ -100,6 +101,13 @@ def test_a_batch_comes_in_the_order_that_was_asked(folder, pets):
         (10, 1),
         (10, 0),
     ]
+
+
+def test_no_password_of_its_url_is_said(monkeypatch):
+    monkeypatch.setattr(FsspecStore, "objects", lambda *_: iter([("train/a/1.png", 9)]))
+    data = S3ImageFolder("sftp://me:secret@host/photos", "train")
+    assert data.where() == "sftp://me@host/photos/train"
+    data.close()
 
 
 def test_an_index_out_of_range_ends_a_plain_loop(folder, pets):

@@ -160,6 +160,13 @@ def test_table_and_images_come_from_buckets(s3, png):
     data.close()
 
 
+def test_no_secret_of_a_url_is_said(table):
+    url, secret = "https://host/1.png", "https://me:secret@host/1.png?token=secret"
+    data = table(f"path,label\n{secret},a\n", root="sftp://me:secret@host/photos")
+    assert (data.name(0), data.sample_id(0)) == (url, secret)
+    assert "sftp://me@host/photos" in data.advice_on_missing()
+
+
 def test_a_file_that_is_missing_asks_where_the_paths_begin(table, tmp_path):
     data = table("path,label\nelsewhere/1.png,cat\ncat/1.png,dog\n")
     said = r"1 of 2 samples of .* is bad.*Paths of the table begin at .*: give another folder with data\.root=<folder>"

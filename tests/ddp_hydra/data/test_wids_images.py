@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ddp_hydra.data.samplers import Chunked
+from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_shards
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.data.wids_images import WidsImages
@@ -100,6 +101,20 @@ def test_too_many_lost_fail_and_name_the_shard(shards, images):
     data = images(shards, max_bad_fraction=0.05)
     with pytest.raises(ValueError, match=rf"{lengths[2]} of 40 samples.*allows 2: .*{tar.name}"):
         data.__getitems__(range(40))
+
+
+def test_no_secret_of_a_shard_or_an_index_is_said(images, monkeypatch):
+    index = "https://me:secret@host/index.json?token=secret"
+    found = read_index([{"url": "https://me:secret@host/a.tar?token=secret", "nsamples": 2}])
+    monkeypatch.setattr("ddp_hydra.data.wids.read_index", lambda *_, **__: found)
+    with pytest.raises(ValueError, match=r"https://host/index\.json does not say which classes"):
+        images(index)
+    data = images(index, classes=2, max_bad_fraction=1.0)
+    monkeypatch.setattr(data.shards, "fields", lambda _: bytes(-1))
+    with pytest.raises(ValueError, match="can be decoded"):
+        data[0]
+    assert list(data.bad) == ["https://host/a.tar"]
+    assert data.where() == "https://host/index.json"
 
 
 def write(folder: Path, samples: list[dict[str, bytes]], **info) -> Path:
