@@ -39,7 +39,7 @@ class Program:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.sending = threading.Lock()
+        self.sending = threading.RLock()
         self.slots: list[Slot] = []
         self.free: list[int] = []
         self.told = 0  # bad samples
@@ -48,14 +48,25 @@ class Program:
     def serve(self) -> None:
         """Answer until the other end is closed."""
         pool = ThreadPoolExecutor(AT_A_TIME, "batch")
-        with suppress(EOFError, OSError):  # the other process was killed
-            if not self.begin(*self.connection.recv()):
-                return
-            while "end" not in (request := self.connection.recv()):
-                self.take(request, pool)
-            pool.shutdown(wait=False, cancel_futures=True)
-            if hasattr(self.dataset, "close"):
-                self.dataset.close()
+        if not self.begin(*self.connection.recv()):
+            return
+        while "end" not in (request := self.request()):
+            self.take(request, pool)
+        pool.shutdown(wait=False, cancel_futures=True)
+        if hasattr(self.dataset, "close"):
+            self.dataset.close()
+
+    def request(self) -> dict[str, Any]:
+        """Return the next request: to end, if the other process has ended."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return {"end": True}
+
+    def send(self, answer: dict[str, Any]) -> None:
+        """Send an answer; if the other process has ended, `request` learns of it."""
+        with self.sending, suppress(OSError):
+            self.connection.send(answer)
 
     def begin(self, dataset: bytes, seed: int, processes: int) -> bool:
         """Unpickle the data set; say whether that went well.
@@ -71,11 +82,11 @@ class Program:
         try:
             self.dataset = pickle.loads(dataset)  # noqa: S301  from the process that started this one
         except Exception as error:
-            self.connection.send({"refused": f"{type(error).__name__}: {error}"})
+            self.send({"refused": f"{type(error).__name__}: {error}"})
             return False
         if hasattr(self.dataset, "share"):
             self.dataset.share(processes)
-        self.connection.send({"ready": True})
+        self.send({"ready": True})
         return True
 
     def take(self, request: dict[str, Any], pool: ThreadPoolExecutor) -> None:
@@ -101,11 +112,10 @@ class Program:
             structure = slot.write(batch)
             memory = {"slot": number_of_slot, "path": slot.path, "size": slot.size}
             answer = {"structure": structure, "memory": memory}
-            with self.sending, suppress(OSError):
-                self.connection.send({"number": number, **answer, **self.report(indices)})
+            with self.sending:  # the last report is the newest
+                self.send({"number": number, **answer, **self.report(indices)})
         except BaseException as error:  # else the other process would wait for ever
-            with self.sending, suppress(OSError):
-                self.connection.send({"number": number, "error": _packed(error)})
+            self.send({"number": number, "error": _packed(error)})
 
     def new_slot(self) -> int:
         """Add a slot; return its number."""
@@ -145,6 +155,12 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)  # the process that trains decides, and this one ends with it
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(1)  # threads of the data set share the cores
-    Program(Connection(int(sys.argv[1]))).serve()
-    sys.stdout.flush()
-    os._exit(0)  # a thread that still reads is not waited for
+    code = 1
+    try:
+        Program(Connection(int(sys.argv[1]))).serve()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # a thread that still reads is not waited for

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -148,8 +149,9 @@ def gone(process: subprocess.Popen[bytes]) -> ConnectionError:
     """Return the error for a process that has ended by itself."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(1)
-    how = f"by signal {-process.returncode}" if (process.returncode or 0) < 0 else f"with code {process.returncode}"
-    return ConnectionError(
-        f"the process that makes batches for this rank has ended {how}; if it was killed for want of memory, type a "
-        "smaller data.memory_mb, data.cache_mb or data.processes"
-    )
+    code = process.returncode
+    how = f"by signal {-code}" if code is not None and code < 0 else f"with code {code}"
+    advice = "what it printed stands above, in the output of this rank"
+    if code == -signal.SIGKILL:
+        advice = "if that was for want of memory, type a smaller data.memory_mb, data.cache_mb or data.processes"
+    return ConnectionError(f"the process that makes batches for this rank has ended {how}; {advice}")

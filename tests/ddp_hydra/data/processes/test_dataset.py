@@ -70,6 +70,19 @@ class Dies(Rows):
         return {}
 
 
+class Breaks(Rows):
+    """Fails in another process, between two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = os.getpid()
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if os.getpid() != self.home and epoch == 2:
+            raise OSError("the disk is gone")
+
+
 class Announced(Rows):
     """Wants to know what will be read."""
 
@@ -237,6 +250,17 @@ def test_a_process_that_is_killed_is_named_and_its_end_is_an_error(opened):
         dataset.__getitems__([1])
     with pytest.raises(ConnectionError, match="has ended by signal 9"):
         dataset.__getitems__([1])
+
+
+@pytest.mark.medium
+def test_what_breaks_a_process_between_batches_is_printed(opened, capfd):
+    dataset = ready(opened(Breaks()))
+    dataset.set_epoch(2)
+    process = dataset._remotes[0].process
+    assert process.wait(READY_S) == 1
+    with pytest.raises(ConnectionError, match=r"has ended with code 1; what it printed stands above"):
+        dataset.__getitems__([1])
+    assert "OSError: the disk is gone" in capfd.readouterr().err
 
 
 @pytest.mark.medium
