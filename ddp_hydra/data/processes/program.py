@@ -1,6 +1,8 @@
-"""Makes the batches of a data set for another process: `python -m ddp_hydra.data.processes.program <socket's fd>`.
+"""Makes the batches of a data set for another process.
 
-It gets the data set, pickled, and then requests: {"make": number, "indices": …}, {"epoch": …}, {"expect": …},
+    python -m ddp_hydra.data.processes.program <socket's fd> <seed> <processes> < pickled data set
+
+Through the socket come requests: {"make": number, "indices": …}, {"epoch": …}, {"expect": …},
 {"elsewhere": indices}, {"free": slot}, {"end": true}. It answers {"number": …} with a batch or an error, and with what
 reading has cost so far. Several batches are made at a time, as many as the other process asks for. It ends when its
 socket is closed.
@@ -35,10 +37,13 @@ class Program:
 
     Args:
         connection: to the process that trains.
+        seed: of the random generators.
+        processes: how many make batches of this data set.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, seed: int, processes: int) -> None:
         self.connection = connection
+        self.seed, self.processes = seed, processes
         self.sending = threading.RLock()
         self.slots: list[Slot] = []
         self.free: list[int] = []
@@ -48,7 +53,7 @@ class Program:
     def serve(self) -> None:
         """Answer until the other end is closed."""
         pool = ThreadPoolExecutor(AT_A_TIME, "batch")
-        if not self.begin(*self.connection.recv()):
+        if not self.begin():
             return
         while "end" not in (request := self.request()):
             self.take(request, pool)
@@ -68,24 +73,18 @@ class Program:
         with self.sending, suppress(OSError):
             self.connection.send(answer)
 
-    def begin(self, dataset: bytes, seed: int, processes: int) -> bool:
-        """Unpickle the data set; say whether that went well.
-
-        Args:
-            dataset: pickled.
-            seed: of the random generators.
-            processes: how many make batches of this data set.
-        """
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+    def begin(self) -> bool:
+        """Unpickle the data set; say whether that went well."""
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)
+        torch.manual_seed(self.seed)
         try:
-            self.dataset = pickle.loads(dataset)  # noqa: S301  from the process that started this one
+            self.dataset = pickle.load(sys.stdin.buffer)  # noqa: S301  from the process that started this one
         except Exception as error:
             self.send({"refused": f"{type(error).__name__}: {error}"})
             return False
         if hasattr(self.dataset, "share"):
-            self.dataset.share(processes)
+            self.dataset.share(self.processes)
         self.send({"ready": True})
         return True
 
@@ -157,7 +156,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # threads of the data set share the cores
     code = 1
     try:
-        Program(Connection(int(sys.argv[1]))).serve()
+        Program(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])).serve()
         code = 0
     except Exception:
         traceback.print_exc()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -51,9 +52,12 @@ class Remote:
     ) -> None:
         self.own, self.heard = own, heard
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(dataset)  # a socket would take all of it only when the process has imported torch
+            file.seek(0)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
+                [sys.executable, "-m", PROGRAM, *map(str, (theirs.fileno(), seed, processes))],
+                stdin=file,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -64,7 +68,6 @@ class Remote:
         self._asked: dict[int, Future[Mapping[str, Any]]] = {}
         self._ended = False
         self._memory: dict[int, mmap.mmap] = {}
-        self._send((dataset, seed, processes))
         self._thread = threading.Thread(target=self._receive, name="batches", daemon=True)
         self._thread.start()
 
@@ -139,7 +142,8 @@ class Remote:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._socket.shutdown(socket.SHUT_RDWR)  # a process that it has left behind may hold the other end
+        with suppress(OSError):  # macOS: the other end is closed
+            self._socket.shutdown(socket.SHUT_RDWR)  # a process that it has left behind may hold the other end
         self._thread.join()
         self._connection.close()
         self._socket.close()

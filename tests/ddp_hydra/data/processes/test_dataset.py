@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
@@ -278,8 +279,11 @@ def test_a_process_ends_with_the_data_set_and_with_the_one_that_started_it(opene
     assert other.process.wait(READY_S) == 0
 
 
-def test_a_process_that_has_not_begun_is_not_waited_for(opened):
+def test_a_process_that_has_not_begun_is_not_waited_for(opened, monkeypatch):
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(["sleep", "600"], **options))  # reads nothing
     dataset = opened(Rows())
+    dataset.dataset.table = bytes(2**22)  # no socket takes so much at once
     dataset.set_epoch(1)
     process = dataset._remotes[0].process
     dataset.close()
