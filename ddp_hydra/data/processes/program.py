@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ddp_hydra.data.batch import make_batch
+from ddp_hydra.data.processes.remote import IGNORED
 from ddp_hydra.data.processes.shared_batch import Slot
 
 AT_A_TIME = 64
@@ -150,8 +151,9 @@ def _packed(error: BaseException) -> bytes:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the process that trains decides, and this one ends with it
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(1)  # threads of the data set share the cores
     code = 1

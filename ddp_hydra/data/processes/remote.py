@@ -23,6 +23,8 @@ from torch import Tensor
 from ddp_hydra.data.processes import shared_batch
 
 PROGRAM = "ddp_hydra.data.processes.program"
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a process ignores: the one that trains decides, and the other ends with it."""
 END_S = 10.0
 """Seconds that a process may take to end; then it is killed."""
 
@@ -55,12 +57,16 @@ class Remote:
         with theirs, tempfile.TemporaryFile() as file:
             file.write(dataset)  # a socket would take all of it only when the process has imported torch
             file.seek(0)
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, *map(str, (theirs.fileno(), seed, processes))],
-                stdin=file,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)  # it inherits that, until it ignores them
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", PROGRAM, *map(str, (theirs.fileno(), seed, processes))],
+                    stdin=file,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.begun, self.refused = threading.Event(), ""
         self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
         self._lock = threading.Lock()
