@@ -189,12 +189,14 @@ def _usual_members(content: mmap.mmap) -> list[Member] | None:
             length = int(header[_SIZE].strip(b" \0") or b"0", 8) if size is None else size
         except ValueError:  # in base 256, say
             return None
+        if length < 0:
+            return None
         if kind in _FILES:
             if name is None:
                 name = header[_NAME].partition(b"\0")[0]
                 if header[_PREFIX.start] and header[_MAGIC] == b"ustar\0":
                     name = header[_PREFIX].partition(b"\0")[0] + b"/" + name
-            if length < 0 or position + length > end:
+            if position + length > end:
                 return None
             if not (name.endswith(b"/") and kind == b"\0"):  # folders in old tar files
                 found.append((name, position, length))
@@ -251,11 +253,20 @@ def _checksums_are_right(content: mmap.mmap, headers: list[int]) -> bool:
     return True
 
 
+class _ForwardOnly(tarfile.TarInfo):
+    """Holds a header, and refuses a negative size: older Pythons would read in a circle for ever (CVE-2025-8194)."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:
+            raise tarfile.HeaderError(f"a member has {count} bytes")
+        return int(super()._block(count))  # type: ignore[misc]
+
+
 def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
     """Read the headers with tarfile, and notice damage that it takes for the end of the file."""
     try:
         file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:", tarinfo=_ForwardOnly) as tar:
             members = tar.getmembers()
             stopped_at = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError) as error:

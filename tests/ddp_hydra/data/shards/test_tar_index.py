@@ -219,6 +219,19 @@ def test_a_damaged_header_is_noticed(read, place):
         read(bytes(damaged))
 
 
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.REGTYPE])
+@pytest.mark.parametrize("size", [b"-0001000\0", b"\xff" * 10 + b"\xfc\0"])
+def test_a_negative_size_is_damage(read, kind, size):
+    odd = tarfile.TarInfo("b.jpg")
+    odd.type = kind
+    header = bytearray(odd.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = size.ljust(12, b"\0")
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
+    content = tar_of([("a.jpg", b"a")])
+    with pytest.raises(ValueError, match="damaged"):
+        read(content[:1024] + header + content[1024:])
+
+
 @pytest.mark.usefixtures("only_fast")
 def test_blocks_of_zeros_at_the_end_may_be_missing(read):
     assert len(read(WHOLE[:END])) == 4
