@@ -176,8 +176,8 @@ class ParquetRows:
             self._groups.append((file, group))
             self.shard_lengths.append(of_group.num_rows)
             if self.target is not None and kinds.is_integer(columns[self.target]):
-                place = file.schema_arrow.get_field_index(self.target)
-                known = of_group.column(place).statistics
+                stored = map(of_group.column, range(of_group.num_columns))  # a struct has several
+                known = next(column.statistics for column in stored if column.path_in_schema == self.target)
                 largest.append(known.max if known is not None and known.has_min_max else None)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:

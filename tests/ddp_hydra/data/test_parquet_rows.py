@@ -47,6 +47,13 @@ def test_rows_of_all_files_by_index(folder):
     data.close()
 
 
+def test_columns_of_several_values_do_not_shift_the_others(tmp_path):
+    pairs = [{"x": number, "y": 100 + number} for number in range(6)]
+    table = pyarrow.table({"pair": pairs, "list": [[1], [2, 3]] * 3, "a": [1.5] * 6, "label": [0, 1, 2] * 2})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert ParquetRows(str(tmp_path / "a.parquet"), "label", ["a"]).num_classes == 3
+
+
 def test_some_columns_a_float_target_or_none(folder):
     x, y = ParquetRows(str(folder / "0.parquet"), "a", ["b"]).__getitems__([3])
     assert (x.tolist(), y.tolist(), y.dtype) == ([[6]], [3], torch.float32)
