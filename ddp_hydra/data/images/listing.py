@@ -87,14 +87,17 @@ def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, 
 
 def _read(path: Path) -> Listing:
     with np.load(path, allow_pickle=False) as file:
-        keys = file["keys"].tobytes().decode().split("\n")
+        text = file["keys"].tobytes().decode(errors="surrogateescape")
+        keys = text.split("\n") if text else []
+        if len(keys) != len(file["sizes"]):
+            raise ValueError("a key has a line break")
         others = Counter(dict(zip(file["kinds"].tolist(), file["counts"].tolist(), strict=True)))
-        return Listing(StringArray(keys if keys != [""] else ()), file["sizes"], others)
+        return Listing(StringArray(keys), file["sizes"], others)
 
 
 def _write(path: Path, listing: Listing) -> None:
     """Save a listing: the file is complete or is not there. A disk that refuses it is no reason to stop."""
-    keys = np.frombuffer("\n".join(listing.keys).encode(), np.uint8)
+    keys = np.frombuffer("\n".join(listing.keys).encode(errors="surrogateescape"), np.uint8)
     kinds, counts = list(listing.others), list(listing.others.values())
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -12,14 +12,15 @@ import numpy as np
 class StringArray(Sequence[str]):
     """A sequence of strings in two blocks of memory.
 
-    A million paths need 50 MB less than in a list, and pickle to a few MB.
+    A million paths need 50 MB less than in a list, and pickle to a few MB. Names of files that are not UTF-8 come back
+    as Python gives them.
 
     Args:
         strings: the strings, in order.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
-        encoded = [string.encode() for string in strings]
+        encoded = [string.encode(errors="surrogateescape") for string in strings]
         self._text = b"".join(encoded)
         self._ends = np.cumsum([0, *map(len, encoded)])
 
@@ -36,7 +37,7 @@ class StringArray(Sequence[str]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]
-        return self._text[self._ends[index] : self._ends[index + 1]].decode()
+        return self._text[self._ends[index] : self._ends[index + 1]].decode(errors="surrogateescape")
 
     def __getstate__(self) -> dict[str, Any]:
         # Sorted paths are so similar that the fastest level compresses them well.

@@ -445,6 +445,23 @@ def test_a_local_folder_is_read_by_the_same_class(folder, png, tmp_path):
         folder(f"file://{tmp_path}", "test", endpoint_url=None)
 
 
+def test_names_that_are_not_utf_8_or_have_a_line_break_are_read(png, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "all" / "a").mkdir(parents=True)
+    try:
+        for number, name in enumerate((b"a\xff.png", b"b\n.png", b"c.png")):
+            Path(os.fsdecode(bytes(tmp_path / "all" / "a") + b"/" + name)).write_bytes(png(red=number))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    for _ in range(2):
+        data = S3ImageFolder(f"file://{tmp_path}", "all", listing_max_age_s=3600)
+        assert [os.fsencode(key)[6:] for key, _ in data.samples] == [b"a\xff.png", b"b\n.png", b"c.png"]
+        assert [image[0, 0, 0].item() for image, _ in data] == [0, 1, 2]
+        data.close()
+    in_val = [is_of(key, 0.5, "val") for key, _ in data.samples]
+    assert in_val == [not is_of(key, 0.5, "train") for key, _ in data.samples]
+
+
 LOADING = """
 import sys
 from torch.utils.data import DataLoader
