@@ -81,13 +81,14 @@ class BadSamples:
             if self.next_after(index) is not None:
                 return  # another thread has noted it
             if isinstance(error, LostSamples):
-                self._lost.append((error.first, error.first + error.count))
-                self.reasons[error.name] = str(error)
+                # In this order, as they are read without the lock: who finds a sample bad finds why, and how many are.
                 self.counts[error.name] = error.count
+                self.reasons[error.name] = str(error)
+                self._lost.append((error.first, error.first + error.count))
                 self.count += error.count
             else:
-                self._ends[index] = (index + 1) % self.n_samples
                 self.reasons[name] = str(error)
+                self._ends[index] = (index + 1) % self.n_samples
                 self.count += 1
         allowed = self.max_fraction * self.n_samples
         if self.count > allowed:

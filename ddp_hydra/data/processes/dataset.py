@@ -191,8 +191,8 @@ class InProcesses:
     def _hear(self, number: int, report: Mapping[str, Any]) -> None:
         """Take what a process says beside a batch."""
         self._reports[number] = report.get("stats", {})
+        self._counts_bad.update(report.get("bad_counts", {}))  # first, as who finds a name bad asks for its count
         self._found_bad.update(report.get("bad", {}))
-        self._counts_bad.update(report.get("bad_counts", {}))
         self._errors.update(report.get("errors", {}))
 
     # For the training loop; see OF_ALL
