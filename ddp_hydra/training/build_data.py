@@ -181,6 +181,11 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     return loader
 
 
+def name_of(data: Any) -> str:
+    """Return the name of a data set's class, whoever makes its batches."""
+    return type(data.dataset if isinstance(data, InProcesses) else data).__name__
+
+
 @dataclass
 class Classes:
     """The classes of a data set. A checkpoint keeps those of the training data, so that its model needs no data.
@@ -240,7 +245,7 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     num_classes = Classes.of(data).num_classes
     if not num_classes:
         raise ConfigError(
-            f"{key}.num_classes is null, and {type(data).__name__} has neither `classes` nor `num_classes` to "
+            f"{key}.num_classes is null, and {name_of(data)} has neither `classes` nor `num_classes` to "
             f"take it from: give {key}.num_classes=<n>"
         )
     return OmegaConf.merge(node, {"num_classes": num_classes})  # type: ignore[return-value]

@@ -108,7 +108,9 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
 def check_labels(data: Any, classes: Classes) -> None:
     """Refuse a data set without labels; warn if its classes are not those of the model."""
     if not getattr(data, "labelled", True):
-        raise ConfigError(f"{type(data).__name__} has no labels here, so there is nothing to compare with: use predict")
+        raise ConfigError(
+            f"{build_data.name_of(data)} has no labels here, so there is nothing to compare with: use predict"
+        )
     own = Classes.of(data).classes
     if dist.get_rank() == 0 and own and classes.classes and own != classes.classes:
         results.warn(

@@ -9,9 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 
+from ddp_hydra.data.processes import Processes, made_by
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import build_data
+from ddp_hydra.training.inference import check_labels
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
 from ddp_hydra.training.state import Position
@@ -26,6 +28,10 @@ class Endless(IterableDataset):
 class Sized(Endless):
     def __len__(self) -> int:
         return 30
+
+
+class Unlabelled:
+    labelled = False
 
 
 def built(data: Any, *words: str, **trainer: Any) -> tuple[Any, StreamSampler]:
@@ -92,6 +98,15 @@ def test_a_run_repeats_its_first_batches():
     sampler.part.open(0)
     first = [sampler.part.take(2) for _ in range(4)]
     assert first == [[0, 1], [4, 5], [0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_messages_name_the_class_of_the_data_set_itself(number):
+    data = made_by(Processes(number), Unlabelled())
+    with pytest.raises(ConfigError, match="and Unlabelled has neither `classes` nor `num_classes`"):
+        build_data.fill_num_classes(OmegaConf.create({"num_classes": None}), data, "model")
+    with pytest.raises(ConfigError, match=r"^Unlabelled has no labels here"):
+        check_labels(data, build_data.Classes())
 
 
 def test_validation_data_must_number_the_classes_as_training_data_does():
