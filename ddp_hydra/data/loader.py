@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_hydra.data.batch import laid_out, n_bytes, pin, to_device
-from ddp_hydra.data.samplers import Partition
 
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
@@ -94,12 +93,15 @@ class Loader:
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
         """Yield a rank's batches with the indices of their samples; all ranks together get each sample once.
 
+        Ranks may have different numbers of batches, so a loop over them must not contain a collective.
+
         Args:
             batch_size: samples in a batch; the last one may be smaller.
             rank: this rank.
             world_size: number of ranks.
         """
-        batches = list(Partition(len(self.dataset), batch_size, rank, world_size).batches())
+        own = range(rank, len(self.dataset), world_size)
+        batches = [list(own[start : start + batch_size]) for start in range(0, len(own), batch_size)]
         yield from zip(self.load(batches), batches, strict=True)
 
     def steps(self, batches: Iterable[list[int]], micro_batches: int) -> Iterator[Iterator[MicroBatch]]:

@@ -8,9 +8,8 @@ full batches.
 
 from ddp_hydra.data.samplers.base import Sampler
 from ddp_hydra.data.samplers.distributed import Distributed
-from ddp_hydra.data.samplers.partition import Partition
 from ddp_hydra.data.samplers.repeated import Repeated
 from ddp_hydra.data.samplers.sharded import Chunked, Sharded
 from ddp_hydra.data.samplers.weighted import Weighted
 
-__all__ = ["Chunked", "Distributed", "Partition", "Repeated", "Sampler", "Sharded", "Weighted"]
+__all__ = ["Chunked", "Distributed", "Repeated", "Sampler", "Sharded", "Weighted"]

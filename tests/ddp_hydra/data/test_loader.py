@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterable
 
 import pytest
@@ -247,3 +247,25 @@ def test_progress_is_reported_for_each_sample_and_each_batch(prefetch):
     loader = Loader(Squares(), CPU, prefetch=prefetch, progress=lambda: reports.append(None))
     assert len(list(loader.load([[0, 1], [2]]))) == 2
     assert len(reports) == 3 + 2
+
+
+def once(n: int, batch_size: int, rank: int, world_size: int) -> list[list[int]]:
+    """The batches that a rank evaluates."""
+    loaded = list(Loader(range(n), CPU, prefetch=0).each_once(batch_size, rank, world_size))
+    assert all(batch.tolist() == indices for batch, indices in loaded)
+    return [indices for _, indices in loaded]
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 9))
+def test_evaluation_reads_every_sample_exactly_once(n, batch_size, world_size):
+    shares = [once(n, batch_size, rank, world_size) for rank in range(world_size)]
+    assert Counter(index for share in shares for batch in share for index in batch) == Counter(range(n))
+    counts = [sum(map(len, share)) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    assert all(len(batch) == batch_size for share in shares for batch in share[:-1])
+    assert all(1 <= len(share[-1]) <= batch_size for share in shares if share)
+
+
+def test_evaluation_is_in_order():
+    assert once(5, 2, 0, 1) == [[0, 1], [2, 3], [4]]
+    assert once(5, 2, 1, 2) == [[1, 3]]

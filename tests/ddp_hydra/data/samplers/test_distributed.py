@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ddp_hydra.data.samplers import Distributed, Partition
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError
 
 sizes = st.integers(1, 60)
@@ -114,18 +112,3 @@ def test_an_epoch_says_how_many_samples_it_visits(n, batch_size, drop_last, full
 def test_an_epoch_without_a_step_is_refused_with_what_to_type(n, batch_size, world_size, drop_last, words):
     with pytest.raises(ConfigError, match=words):
         Distributed(n, batch_size, 0, world_size, drop_last=drop_last)
-
-
-@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 9))
-def test_evaluation_reads_every_sample_exactly_once(n, batch_size, world_size):
-    shares = [list(Partition(n, batch_size, rank, world_size).batches()) for rank in range(world_size)]
-    assert Counter(index for share in shares for batch in share for index in batch) == Counter(range(n))
-    counts = [sum(map(len, share)) for share in shares]
-    assert max(counts) - min(counts) <= 1
-    assert all(len(batch) == batch_size for share in shares for batch in share[:-1])
-    assert all(1 <= len(share[-1]) <= batch_size for share in shares if share)
-
-
-def test_evaluation_of_one_rank_is_in_order():
-    assert list(Partition(5, 2).batches()) == [[0, 1], [2, 3], [4]]
-    assert list(Partition(5, 2, 1, 2).batches()) == [[1, 3]]
