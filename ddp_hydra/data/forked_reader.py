@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,11 +59,7 @@ class ForkSafeStore:
         if not remote.is_forked() or name not in READS + ITERATES:
             return getattr(self.store, name)
         call = Reader.of_this_process().iterate if name in ITERATES else Reader.of_this_process().call
-
-        def read(*args: Any) -> Any:
-            return call(self.store, name, *args)
-
-        return read
+        return partial(call, self.store, name)
 
     @property
     def ranges(self) -> bool:
@@ -125,10 +122,8 @@ class Reader:
                 if isinstance(value, bytes):
                     store.traffic.read(len(value))
                 yield value
-        except OSError as error:
-            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                raise _gone() from None
-            raise
+        except (BrokenPipeError, ConnectionResetError):
+            raise _gone() from None
         finally:
             del self._answers[number]
 
@@ -164,10 +159,8 @@ def serve(connection: Connection) -> None:
             for value in found if method in ITERATES else [found]:
                 answer(number, "value", value if isinstance(value, (int, list, tuple)) else bytes(value))
             answer(number, "end")
-        except OSError as error:
-            if isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                return  # the other end is gone
-            answer(number, "error", error)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the other end is gone
         except Exception as error:
             answer(number, "error", error)
 

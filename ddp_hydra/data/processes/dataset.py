@@ -105,7 +105,6 @@ class InProcesses:
         self._remotes: list[Remote] = []
         self._started = False
         self._lock = threading.Lock()
-        self._epoch: int | None = None
         self._reports: dict[int, Mapping[str, float]] = {}
         self._found_bad: dict[str, str] = {}
         self._counts_bad: dict[str, int] = {}
@@ -168,10 +167,7 @@ class InProcesses:
             return
         for number in range(self.count):
             seed = random.Random(f"{self._processes.seed}/{number}").getrandbits(32)  # noqa: S311
-            remote = Remote(pickled, seed, self.count, self._own, partial(self._hear, number))
-            self._remotes.append(remote)
-            if self._epoch is not None:
-                remote.tell(epoch=self._epoch)
+            self._remotes.append(Remote(pickled, seed, self.count, self._own, partial(self._hear, number)))
 
     def _do_without(self, why: str) -> None:
         """Let this process make the batches."""
@@ -199,7 +195,6 @@ class InProcesses:
 
     def _set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the random transforms."""
-        self._epoch = epoch
         self.dataset.set_epoch(epoch)
         with self._lock:
             self._start()

@@ -93,7 +93,7 @@ class Remote:
             if self._ended:
                 raise gone(self.process)
             self._asked[number] = answer
-        self._send({"make": number, "indices": indices})
+        self.tell(make=number, indices=indices)
         return lambda: self._batch(answer.result())
 
     def _batch(self, answer: Mapping[str, Any]) -> Any:
@@ -103,21 +103,18 @@ class Remote:
         try:
             return shared_batch.read(answer["structure"], self._memory_of(**answer["memory"]), self.own)
         finally:
-            self._send({"free": answer["memory"]["slot"]})
+            self.tell(free=answer["memory"]["slot"])
 
     def tell(self, **request: Any) -> None:
-        """Send a request that has no answer."""
-        self._send(request)
+        """Send a request, and wait for no answer."""
+        with self._lock, suppress(OSError):  # if it has ended, `_receive` learns of it
+            self._connection.send(request)
 
     def _memory_of(self, slot: int, path: str, size: int) -> mmap.mmap | None:
         """Map a slot once, and again when it has grown."""
         if path and len(self._memory.get(slot, ())) != size:
             self._memory[slot] = shared_batch.mapped(path)
         return self._memory.get(slot)
-
-    def _send(self, message: Any) -> None:
-        with self._lock, suppress(OSError):  # if it has ended, `_receive` learns of it
-            self._connection.send(message)
 
     def _receive(self) -> None:
         try:
