@@ -212,7 +212,7 @@ class ShardFolder:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(descriptor)
+            _release(descriptor)
 
     def _scan(self) -> tuple[list[Kept], int]:
         """Return the shards, and the bytes that all files take; remove the files that killed processes left."""
@@ -252,7 +252,7 @@ class ShardFolder:
                 if n_bytes <= 0:
                     break
                 if (descriptor := _open_locked(self.path / file.name)) is not None:
-                    locks.callback(os.close, descriptor)
+                    locks.callback(_release, descriptor)
                     names.append(file.name)
                     n_bytes -= file.size
             if n_bytes > 0:
@@ -289,6 +289,12 @@ def _lock(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _release(descriptor: int) -> None:
+    """Unlock a file, and close it: a process that was forked meanwhile has it open, too, and would keep the lock."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:

@@ -146,3 +146,33 @@ def test_a_download_that_just_begins_is_not_taken_for_what_a_dead_process_left(t
         done.set()
         for scanner in scanners:
             scanner.join()
+
+
+def test_a_process_that_was_forked_while_files_were_locked_keeps_no_lock(tmp_path, monkeypatch):
+    folder = ShardFolder(tmp_path, 10 * with_index(SIZE))
+    os.close(published(folder))
+    real, copies = os.open, []
+
+    def open_(*arguments, **options) -> int:
+        descriptor = real(*arguments, **options)
+        copies.append(os.dup(descriptor))  # a fork copies it like this
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_)
+    part = folder.claim(OTHER)
+    assert folder.reserve(part, 10**9, {NAME, OTHER}, {}, evict_needed=True) == "all shards in it are in use"
+    monkeypatch.undo()
+    for name in ("lock", NAME):
+        descriptor = os.open(tmp_path / name, os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+    for descriptor in (part, *copies):
+        os.close(descriptor)
+
+
+def published(folder: ShardFolder) -> int:
+    """Put a shard into the folder; return its descriptor."""
+    part = folder.claim(NAME)
+    folder.reserve(part, SIZE, {NAME}, {}, evict_needed=False)
+    folder.publish(part, NAME)
+    return part
