@@ -13,11 +13,28 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 
-def make_batch(dataset: Any, indices: list[int]) -> Any:
-    """Return a batch of a map-style data set, as it makes them itself."""
-    several = getattr(dataset, "__getitems__", None)
-    samples = several(indices) if several else [dataset[index] for index in indices]
-    return getattr(dataset, "collate", default_collate)(samples)
+def make_batch(dataset: Any, indices: list[int], progress: Callable[[], None] = lambda: None) -> Any:
+    """Return a batch of a map-style data set, as it makes them itself.
+
+    Args:
+        dataset: the data set.
+        indices: of the samples.
+        progress: called before each sample that is read alone, and when all are read.
+    """
+    if hasattr(dataset, "__getitems__"):
+        return collated(dataset, dataset.__getitems__(indices), progress)
+    samples = []
+    for index in indices:
+        progress()
+        samples.append(dataset[index])
+    return collated(dataset, samples, progress)
+
+
+def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: None) -> Any:
+    """Return a batch of samples of any data set; call `progress` when it is made."""
+    batch = getattr(dataset, "collate", default_collate)(samples)
+    progress()
+    return batch
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -17,9 +17,8 @@ from itertools import chain, pairwise, tee
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
-from ddp_hydra.data.batch import laid_out, n_bytes, pin, to_device
+from ddp_hydra.data.batch import collated, laid_out, make_batch, n_bytes, pin, to_device
 
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
@@ -72,7 +71,6 @@ class Loader:
         self.prefetch = prefetch
         self.memory_mb = memory_mb
         self.progress = progress
-        self.collate = getattr(dataset, "collate", default_collate)
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
         self._made_in_s = math.inf
@@ -158,23 +156,17 @@ class Loader:
     def make(self, indices: list[int]) -> Any:
         """Read one batch of samples."""
         begin = time.perf_counter()
-        if hasattr(self.dataset, "__getitems__"):
-            batch = self.made(self.dataset.__getitems__(indices))
-        else:
-            batch = self.made([self.read(index) for index in indices])
+        batch = self.pinned(make_batch(self.dataset, indices, self.progress))
         self._made_in_s = time.perf_counter() - begin
         return batch
 
     def made(self, samples: Any) -> Any:
         """Make a batch of samples."""
-        batch = self.collate(samples)
-        self.progress()
-        return pin(batch) if self.device.type == "cuda" else batch
+        return self.pinned(collated(self.dataset, samples, self.progress))
 
-    def read(self, index: int) -> Any:
-        """Read one sample."""
-        self.progress()
-        return self.dataset[index]
+    def pinned(self, batch: Any) -> Any:
+        """Return a batch from where a GPU copies it beside the computation, if it goes to one."""
+        return pin(batch) if self.device.type == "cuda" else batch
 
 
 def split(batch: list[int], parts: int) -> list[list[int]]:

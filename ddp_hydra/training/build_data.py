@@ -176,8 +176,10 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress}
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
     loader = Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
-    if isinstance(data, InProcesses) and loader.prefetch:
-        loader.prefetch = max(loader.prefetch, data.count)  # each has a batch to make
+    if isinstance(data, InProcesses):
+        data.progress = heartbeat.progress
+        if loader.prefetch:
+            loader.prefetch = max(loader.prefetch, data.count)  # each has a batch to make
     return loader
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,11 +96,13 @@ class InProcesses:
 
     Attributes:
         count: how many processes there are.
+        progress: called while a batch is being made; may be set.
     """
 
     def __init__(self, dataset: Any, processes: Processes) -> None:
         self.dataset = dataset
         self.count = processes.of(dataset)
+        self.progress: Callable[[], None] = lambda: None
         self._processes = processes
         self._remotes: list[Remote] = []
         self._started = False
@@ -138,7 +140,7 @@ class InProcesses:
                 for other in self._remotes:
                     if other is not remote:
                         other.tell(elsewhere=wanted)
-        return batch() if batch else make_batch(self.dataset, wanted)
+        return batch() if batch else make_batch(self.dataset, wanted, self.progress)
 
     def collate(self, batch: Any) -> Any:
         """Return what `__getitems__` has made, as it is a batch already."""
@@ -167,7 +169,8 @@ class InProcesses:
             return
         for number in range(self.count):
             seed = random.Random(f"{self._processes.seed}/{number}").getrandbits(32)  # noqa: S311
-            self._remotes.append(Remote(pickled, seed, self.count, self._own, partial(self._hear, number)))
+            heard = partial(self._hear, number)
+            self._remotes.append(Remote(pickled, seed, self.count, self._own, heard, lambda: self.progress()))
 
     def _do_without(self, why: str) -> None:
         """Let this process make the batches."""

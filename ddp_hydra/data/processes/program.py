@@ -2,20 +2,22 @@
 
     python -m ddp_hydra.data.processes.program <socket's fd> <seed> <processes> < pickled data set
 
-Through the socket come requests: {"make": number, "indices": …}, {"epoch": …}, {"expect": …},
-{"elsewhere": indices}, {"free": slot}, {"end": true}. It answers {"number": …} with a batch or an error, and with what
-reading has cost so far. Several batches are made at a time, as many as the other process asks for. It ends when its
-socket is closed.
+Through the socket come requests: {"make": number, "indices": …}, {"epoch": …}, {"expect": …}, {"elsewhere": indices},
+{"free": slot}, {"end": true}. It answers {"number": …} with a batch or an error, and with what reading has cost so far;
+while it reads, {"progress": true}. Several batches are made at a time, as many as the other process asks for. It ends
+when its socket is closed.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +33,7 @@ from ddp_hydra.data.processes.shared_batch import Slot
 
 AT_A_TIME = 64
 """The most batches that are made at a time."""
+SAY_S = 1.0
 
 
 class Program:
@@ -49,6 +52,7 @@ class Program:
         self.slots: list[Slot] = []
         self.free: list[int] = []
         self.told = 0  # bad samples
+        self.said_s = -math.inf
         self.dataset: Any = None
 
     def serve(self) -> None:
@@ -105,7 +109,7 @@ class Program:
     def make(self, number: int, indices: list[int]) -> None:
         """Make a batch, and send it."""
         try:
-            batch = make_batch(self.dataset, indices)
+            batch = make_batch(self.dataset, indices, self.progress)
             with self.sending:
                 number_of_slot = self.free.pop() if self.free else self.new_slot()
             slot = self.slots[number_of_slot]
@@ -116,6 +120,12 @@ class Program:
                 self.send({"number": number, **answer, **self.report(indices)})
         except BaseException as error:  # else the other process would wait for ever
             self.send({"number": number, "error": _packed(error)})
+
+    def progress(self) -> None:
+        """Say once a second that samples are being read."""
+        if time.monotonic() - self.said_s >= SAY_S:
+            self.said_s = time.monotonic()
+            self.send({"progress": True})
 
     def new_slot(self) -> int:
         """Add a slot; return its number."""

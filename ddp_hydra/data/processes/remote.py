@@ -38,6 +38,7 @@ class Remote:
         processes: how many make batches of this data set.
         own: returns a copy of a tensor, see `shared_batch.read`.
         heard: gets each of its reports.
+        progress: called while it reads.
 
     Attributes:
         begun: set when it is ready, or has refused the data set, or has ended.
@@ -51,8 +52,9 @@ class Remote:
         processes: int,
         own: Callable[[Tensor], Tensor],
         heard: Callable[[Mapping[str, Any]], None],
+        progress: Callable[[], None],
     ) -> None:
-        self.own, self.heard = own, heard
+        self.own, self.heard, self.progress = own, heard, progress
         ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as file:
             file.write(dataset)  # a socket would take all of it only when the process has imported torch
@@ -124,6 +126,8 @@ class Remote:
                     if "number" in message:
                         self.heard(message)
                         self._asked.pop(message["number"]).set_result(message)
+                    elif "progress" in message:
+                        self.progress()
                     else:
                         self.refused = message.get("refused", "")
                         self.begun.set()

@@ -204,6 +204,19 @@ def test_several_processes_share_the_batches_and_have_seeds_of_their_own(opened)
 
 
 @pytest.mark.medium
+def test_who_waits_for_a_batch_hears_that_samples_are_read(opened):
+    reports = []
+    dataset = ready(opened(Rows()))
+    dataset.progress = lambda: reports.append(None)
+    dataset.__getitems__([1, 2])
+    assert reports
+    dataset.close()
+    reports.clear()
+    dataset.__getitems__([1, 2])  # here
+    assert len(reports) == 3
+
+
+@pytest.mark.medium
 def test_batches_may_grow_and_shrink(opened):
     dataset = ready(opened(Rows()))
     for size in (1, 10, 2, 100, 3, 100):
