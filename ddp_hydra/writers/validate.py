@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from ddp_hydra.checked import Count, Finite, Name, NonNegative
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.results import Record, check_path
 
 Metrics = dict[Name, float | None]
 _MOST_EDGES = 1025
@@ -82,7 +82,8 @@ def check_record(record: Record) -> None:
     """Refuse a malformed record.
 
     Raises:
-        RecordError: a field is missing, of the wrong type, or out of range; the message names it.
+        RecordError: a field is missing, of the wrong type, or out of range, or a file's path leaves the run directory;
+            the message names it.
     """
     try:
         msgspec.convert(asdict(record), Record)
@@ -92,6 +93,8 @@ def check_record(record: Record) -> None:
     except ValueError as error:
         given = f"rank {record.rank!a:.20} sent a malformed {record.kind!a:.40} record"
         raise RecordError(f"{given}: {error}") from None
+    if record.kind == "file":
+        check_path(record.data["path"])
 
 
 def metric_values(record: Record) -> dict[str, float]:

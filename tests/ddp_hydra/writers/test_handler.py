@@ -102,6 +102,18 @@ def test_malformed_records_reach_no_writer(record):
     assert handler.metrics == {}
 
 
+@pytest.mark.parametrize("path", ["/etc/passwd", "checkpoints/../../secret"])
+@pytest.mark.parametrize("checkpoint", [None, {"step": 1}])
+def test_a_file_outside_of_the_run_directory_reaches_no_writer(path, checkpoint):
+    # One of them may be a logger, which uploads the file of that path.
+    writer = Memory()
+    with pytest.raises(RecordError, match="is not allowed"):
+        ResultsHandler([writer]).handle(
+            Record("file", {"path": path, "size": 1, "sha256": "", "checkpoint": checkpoint})
+        )
+    assert writer.records == []
+
+
 def test_default_writers_make_the_designed_run_directory(
     tmp_path, metrics_record, checkpoint_record, file_record, tree
 ):
