@@ -311,6 +311,19 @@ def test_a_checkpoint_that_the_manifest_does_not_name_yet_is_used(tmp_path, fold
     assert f"{newest} is newer than the manifest, but its part archive/data/0 is damaged" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("from_end", "value"),
+    [(82 - 6, 0xFF), (82 - 8, 1), (82 - 10, zipfile.ZIP_DEFLATED)],
+    ids=["version", "encrypted", "compressed"],
+)
+def test_one_that_the_manifest_does_not_name_may_be_damaged_anywhere(tmp_path, three, from_end, value, caplog):
+    content = bytearray(zipped(9))
+    content[-from_end] = value  # in the directory at the archive's end: 60 bytes, then 22
+    (three / "step-000009.pt").write_bytes(content)
+    assert find_checkpoint(tmp_path) == three / "last.pt"
+    assert "step-000009.pt is newer than the manifest, but not whole (" in caplog.text
+
+
 def test_the_first_checkpoint_may_be_a_step_file_only(tmp_path, folder):
     folder.mkdir()
     (folder / "step-000003.pt").write_bytes(zipped(3))
