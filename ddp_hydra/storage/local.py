@@ -42,7 +42,7 @@ class LocalFolder:
             PermissionError: a folder may not be read.
         """
         pending = [self.path(prefix)]
-        inside = len(str(self.folder)) + 1
+        inside = len(str(self.folder).rstrip("/")) + 1
         seen = set()
         while pending:
             folder = pending.pop()
@@ -53,14 +53,18 @@ class LocalFolder:
                 entries = os.scandir(folder)
             except FileNotFoundError:
                 if self.folder.is_dir():
-                    return
+                    continue  # it was removed in the meantime
                 raise FileNotFoundError(f"there is no folder {self.folder}: check data.bucket=...") from None
             with entries:
                 for entry in entries:
                     if entry.is_dir():
                         pending.append(Path(entry.path))
                     elif entry.is_file():
-                        yield entry.path[inside:].replace(os.sep, "/"), entry.stat().st_size
+                        try:
+                            size = entry.stat().st_size
+                        except FileNotFoundError:  # as above
+                            continue
+                        yield entry.path[inside:].replace(os.sep, "/"), size
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under `prefix`; raises as `objects`."""

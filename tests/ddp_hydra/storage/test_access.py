@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import http.server
 import json
+import os
 import ssl
 import threading
 from collections.abc import Iterator
@@ -214,3 +215,36 @@ def test_a_folder_is_listed_and_read_like_a_bucket(tmp_path):
             folder.get(key)
     with pytest.raises(FileNotFoundError, match="no folder"):
         list(LocalFolder(tmp_path / "none").objects())
+
+
+def test_what_is_removed_during_a_listing_hides_nothing_else(tmp_path, monkeypatch):
+    for path in ("1.bin", "2.bin", "a/3.bin", "b/4.bin", "c/5.bin"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(b"x")
+    scan = os.scandir
+
+    class Entries(list):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+    def removing(folder):
+        with scan(folder) as found:
+            entries = Entries(sorted(found, key=lambda entry: entry.name))
+        if folder == tmp_path:
+            (tmp_path / "1.bin").unlink()
+            (tmp_path / "b" / "4.bin").unlink()
+            (tmp_path / "b").rmdir()
+        return entries
+
+    folder = LocalFolder(tmp_path)
+    monkeypatch.setattr(os, "scandir", removing)
+    assert sorted(key for key, _ in folder.objects()) == ["2.bin", "a/3.bin", "c/5.bin"]
+
+
+def test_the_root_of_the_disk_is_a_folder(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"x")
+    inside = str(tmp_path).removeprefix("/")
+    assert list(LocalFolder("/").objects(inside)) == [(f"{inside}/x.bin", 1)]
