@@ -101,31 +101,12 @@ def read_runs(resume: str) -> dict[str, dict[str, str]]:
         return {}
 
 
-class RunsFile:
-    """Keeps `RUNS` of a run directory.
-
-    Args:
-        run_dir: of the job.
-        runs: its content to begin with.
-    """
-
-    def __init__(self, run_dir: Path, runs: Mapping[str, dict[str, str]]) -> None:
-        self.path, self.runs = run_dir / RUNS, dict(runs)
-        self._lock = threading.Lock()
-        if runs:
-            self._save()
-
-    def add(self, name: str, run: dict[str, str]) -> None:
-        """Note the run of a logger."""
-        with self._lock:
-            self.runs[name] = run
-            self._save()
-
-    def _save(self) -> None:
-        try:
-            write_atomic(self.path, (json.dumps(self.runs, indent=2) + "\n").encode())
-        except RecordError as error:
-            log.warning("a resumed job will begin new runs at its loggers: %s", error)
+def save_runs(run_dir: Path, runs: Mapping[str, dict[str, str]]) -> None:
+    """Write `RUNS` of a run directory."""
+    try:
+        write_atomic(run_dir / RUNS, (json.dumps(runs, indent=2) + "\n").encode())
+    except RecordError as error:
+        log.warning("a resumed job will begin new runs at its loggers: %s", error)
 
 
 @contextmanager
@@ -151,13 +132,20 @@ def session(
         yield []
         return
     config.check_installed(cfg)
-    runs = RunsFile(run_dir, _earlier_runs(cfg, run_dir, job, in_driver=packed is not None))
+    runs, lock = _earlier_runs(cfg, run_dir, job, in_driver=packed is not None), threading.Lock()
+    if runs:
+        save_runs(run_dir, runs)
+
+    def note(name: str, run: dict[str, str]) -> None:
+        with lock:
+            runs[name] = run
+            save_runs(run_dir, runs)
 
     def started(name: str, node: dict[str, Any]) -> LoggerProcess:
         roots: tuple[Path, ...] = ()
         if str(node["_target_"]).split(".")[0] in project.PACKAGES:
             roots = (packed.unpack(run_dir / ".project"),) if packed else project.layers()
-        earlier = runs.runs.get(name, {}).get("id", "")
+        earlier = runs.get(name, {}).get("id", "")
         info = RunInfo(job.name, run_dir.absolute(), list(cfg.tags), job.sweep, job.params, earlier)
         order = {
             "node": node,
@@ -165,11 +153,13 @@ def session(
             "roots": [str(root.absolute()) for root in roots],
         }
         log_file = run_dir / "logs" / f"{name}.log"
-        return LoggerProcess(name, order, log_file, partial(runs.add, name), cfg.results.loggers_timeout_s)
+        return LoggerProcess(name, order, log_file, partial(note, name), cfg.results.loggers_timeout_s)
 
-    senders = [started(name, node) for name, node in nodes.items()]
+    senders: list[LoggerProcess] = []
     status = FAILED
     try:
+        for name, node in nodes.items():
+            senders.append(started(name, node))
         yield senders
         status = FINISHED
     except KeyboardInterrupt:
@@ -182,7 +172,7 @@ def session(
 def _earlier_runs(cfg: DictConfig, run_dir: Path, job: LoggedJob, in_driver: bool) -> dict[str, dict[str, str]]:
     """Return the runs that a job continues; a driver sees more: the driver that it follows, and paths of its host."""
     if not in_driver:
-        return job.earlier
+        return dict(job.earlier)
     is_new = not cfg.resume or job.earlier or job.sweep or cfg.results.new_logger_runs
     return {**job.earlier, **({} if is_new else read_runs(cfg.resume)), **read_runs(str(run_dir))}
 
