@@ -4,19 +4,11 @@ from __future__ import annotations
 
 OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"))
 """Stores where a file is there whole or not at all."""
-_LAYERS = (
-    "asyncwrapper",
-    "blockcache",
-    "cached",
-    "dir",
-    "filecache",
-    "generic",
-    "reference",
-    "simplecache",
-    "tar",
-    "zip",
-)
-_OF_THIS_MACHINE = ("arrow_local", "git", "libarchive", "local")
+_NO_STORES = frozenset((
+    "asyncwrapper", "blockcache", "cached", "dir", "filecache", "generic", "reference", "simplecache", "tar", "zip",
+    "arrow_local", "git", "libarchive", "local",
+))  # fmt: skip
+"""Layers above another store, and schemes of this machine."""
 
 
 def is_known(scheme: str) -> bool:
@@ -25,7 +17,7 @@ def is_known(scheme: str) -> bool:
         from fsspec import available_protocols, registry
     except ImportError:
         return True  # opening it says what to install
-    return (scheme in available_protocols() or scheme in registry) and scheme not in (*_LAYERS, *_OF_THIS_MACHINE)
+    return (scheme in available_protocols() or scheme in registry) and scheme not in _NO_STORES
 
 
 def check_installed(scheme: str) -> None:
