@@ -165,23 +165,33 @@ class Uploader:
         return ""
 
     def upload_curves(self) -> None:
-        """Upload all metrics: before a checkpoint from which another driver may resume."""
-        self._upload(CURVES)
+        """Upload all metrics: before a checkpoint from which another driver may resume.
 
-    def _upload(self, at_once: tuple[str, ...] = ()) -> str:
+        Raises:
+            ConnectionError: they could not be uploaded.
+        """
+        if failure := self._upload(CURVES, others=False):
+            raise ConnectionError(failure)
+
+    def _upload(self, at_once: tuple[str, ...] = (), others: bool = True) -> str:
         """Upload the files that have changed and are due. Return what failed.
 
         Args:
             at_once: files whose names start like this are always due.
+            others: whether the other files are uploaded, too.
         """
         failure = ""
         with self._lock:
-            for name, path in self._files():
+            try:
+                files = list(self._files())
+            except OSError as error:  # before Python 3.13, a folder that is removed meanwhile ends the walk
+                return str(error)
+            for name, path in files:
                 try:
                     stat = path.stat()
                     state = (stat.st_size, stat.st_mtime_ns)
                     before, due = self._uploaded.get(name, (None, 0.0))
-                    if state == before or not (name.startswith(at_once) or time.monotonic() >= due):
+                    if state == before or not (name.startswith(at_once) or (others and time.monotonic() >= due)):
                         continue
                     with path.open("rb") as file:
                         self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])

@@ -124,6 +124,31 @@ def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
     assert one.finish(0, "done", "") == ""
 
 
+def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
+    one = Uploader(run_dir, there, status, lambda: None)
+    there.away = True
+    with pytest.raises(ConnectionError, match="away"):
+        one.upload_curves()
+    there.away = False
+    one.upload_curves()
+    assert there.order == ["metrics.jsonl"]
+
+
+def test_a_folder_that_is_removed_meanwhile_is_no_end(make, there, run_dir, monkeypatch, caplog):
+    calls = []
+
+    def rglob(folder, pattern):
+        calls.append(pattern)
+        if len(calls) == 1:
+            raise FileNotFoundError("a folder is gone")
+        return [folder / "metrics.jsonl"]
+
+    monkeypatch.setattr(Path, "rglob", rglob)
+    make()
+    wait_until(lambda: "metrics.jsonl" in there.order)
+    assert "a folder is gone" in caplog.text
+
+
 def test_what_is_missing_at_the_end_is_said(make, there, run_dir, caplog):
     one = make()
     there.away = True
