@@ -50,7 +50,10 @@ class EventChannel(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a log line."""
-        self.send(line=record.getMessage(), level=record.levelno)
+        try:
+            self.send(line=record.getMessage(), level=record.levelno)
+        except Exception:
+            self.handleError(record)  # as every handler does: a message that can't be made stops nobody
 
     def delete_topics(self) -> None:
         """Have the scheduler delete the driver's topics soon."""

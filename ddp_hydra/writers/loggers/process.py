@@ -37,11 +37,13 @@ def main() -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a library that asks for a password would read records
     os.dup2(2, 1)
-    sys.stdout = sys.stderr = RedactedOutput(sys.stderr)  # MLflow prints its address, which may hold a password
+    sys.stdout = sys.stderr = output = RedactedOutput(
+        sys.stderr
+    )  # MLflow prints its address, which may hold a password
     order = json.loads(incoming.readline())
     threading.Thread(target=_end_as_orphan, args=(os.getppid(), order["timeout_s"]), daemon=True).start()
     is_whole = Session(order, answers).run(incoming)
-    sys.stdout.flush()
+    output.end_line()
     if not is_whole:
         os._exit(1)  # without the exit handlers of libraries, which may wait for a service that is away
 
@@ -73,6 +75,11 @@ class RedactedOutput(io.TextIOBase):
             self._file.write(f"{redact.without([line])[0]}\n")
         self._file.flush()
         return len(text)
+
+    def end_line(self) -> None:
+        """Write the last line, if it is not complete."""
+        if self._rest:
+            self.write("\n")
 
     def fileno(self) -> int:
         """Return the descriptor of the file."""

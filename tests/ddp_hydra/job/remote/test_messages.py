@@ -56,13 +56,15 @@ def test_topics_are_deleted_after_a_while():
     assert topics == {"c": 3}
 
 
-def test_lines_are_sent_while_the_scheduler_is_there():
+def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     sent = []
     client = SimpleNamespace(status="running", log_event=lambda topic, message: sent.append((topic, message)))
     client.run_on_scheduler = lambda call, topics: sent.append((call, topics))
     sender = messages.EventChannel(client, "run-1")
     sender.emit(logging.LogRecord("x", logging.WARNING, "file", 1, "rank %d", (1,), None))
     sender.delete_topics()
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    sender.emit(logging.LogRecord("x", logging.WARNING, "file", 1, "%d files", ("many",), None))  # stops nobody
     client.status = "closed"
     sender.send(line="lost", level=20)
     sender.delete_topics()
