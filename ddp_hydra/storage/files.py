@@ -15,11 +15,11 @@ from typing import Self
 from ddp_hydra.errors import RecordError
 
 _HINTS = {
-    errno.ENOSPC: "free some space there, or choose another place with hydra.run.dir=<folder>",
-    errno.EDQUOT: "free some of your quota there, or choose another place with hydra.run.dir=<folder>",
-    errno.EACCES: "choose a folder that you may write with hydra.run.dir=<folder>",
-    errno.EPERM: "choose a folder that you may write with hydra.run.dir=<folder>",
-    errno.EROFS: "choose a folder that you may write with hydra.run.dir=<folder>",
+    errno.ENOSPC: "free some space there, or choose another place",
+    errno.EDQUOT: "free some of your quota there, or choose another place",
+    errno.EACCES: "choose a folder that you may write",
+    errno.EPERM: "choose a folder that you may write",
+    errno.EROFS: "choose a folder that you may write",
     errno.ELOOP: "it is a symbolic link; remove it, nothing is written through links in a run directory",
 }
 _PASSING = frozenset(

@@ -226,7 +226,7 @@ def address(root: str, run_dir: Path) -> str:
             "share, /shared/runs"
         )
     parts = Path(os.path.relpath(run_dir)).parts
-    if parts[0] == "..":
+    if not parts or parts[0] == "..":
         parts = run_dir.absolute().parts[-2:]
     elif len(parts) > 1 and parts[0] in ("outputs", "multirun"):
         parts = parts[1:]

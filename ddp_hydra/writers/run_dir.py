@@ -27,7 +27,7 @@ _LOOK_S = 0.02
 
 
 @contextmanager
-def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
+def locked(run_dir: Path, instead: str = "", elsewhere: str = "hydra.run.dir=<folder>") -> Iterator[None]:
     """Keep other processes from writing a run directory inside the block.
 
     The lock ends with the process that holds it. A file system without locks is used without one.
@@ -35,6 +35,7 @@ def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
     Args:
         run_dir: made if it is missing.
         instead: what to type if another process writes it; "": the keys of a job.
+        elsewhere: what to type for another folder.
 
     Raises:
         ConfigError: another process writes it, or it cannot be written.
@@ -48,7 +49,7 @@ def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
     except BlockingIOError:
         raise ConfigError(f"{run_dir} is being written by {_holder(run_dir / LOCK)}: {instead}") from None
     except OSError as error:
-        raise cannot_be_written(run_dir, error) from error
+        raise cannot_be_written(run_dir, error, elsewhere) from error
     try:
         with contextlib.suppress(OSError):  # the text is for a message only, so a full disk does not matter
             os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -169,10 +170,10 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         raise cannot_be_written(run_dir, error) from error
 
 
-def cannot_be_written(run_dir: Path, error: OSError) -> ConfigError:
-    """Return the error for a run directory that cannot be written, with what to type."""
-    advice = "free some space there" if is_full(error) else "give another with hydra.run.dir=<folder>"
-    return ConfigError(f"the run directory {run_dir} can't be written ({error.strerror}): {advice}")
+def cannot_be_written(run_dir: Path, error: OSError, elsewhere: str = "hydra.run.dir=<folder>") -> ConfigError:
+    """Return the error for a folder of results that cannot be written, with what to type."""
+    advice = "free some space there" if is_full(error) else f"give another with {elsewhere}"
+    return ConfigError(f"the folder {run_dir} can't be written ({error.strerror}): {advice}")
 
 
 def is_full(error: BaseException) -> bool:

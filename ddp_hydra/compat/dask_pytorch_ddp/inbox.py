@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch.background import Running
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.results import Record, check_path
 from ddp_hydra.storage.files import place, writing
 from ddp_hydra.writers.base import Fetch
@@ -59,6 +59,8 @@ class Inbox:
         if record.kind != "file":
             return
         folder, *parts = check_path(record.data["path"]).parts
+        if not parts:
+            raise RecordError(f"rank {record.rank} sent {folder!a}, a file without a folder")
         with self._lock:
             target = self._folders.get(folder)
             if target is None:

@@ -15,6 +15,7 @@ from ddp_hydra.compat.wids.dataset import ShardListDataset
 from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_index
 from ddp_hydra.data.wids import WidsShards
+from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.storage import shown
 from ddp_hydra.storage.files import write_atomic
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         given.run(given)
-    except (ValueError, OSError, LookupError) as error:
+    except (ValueError, OSError, LookupError, DdpHydraError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

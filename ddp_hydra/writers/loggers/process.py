@@ -37,9 +37,8 @@ def main() -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a library that asks for a password would read records
     os.dup2(2, 1)
-    sys.stdout = sys.stderr = output = RedactedOutput(
-        sys.stderr
-    )  # MLflow prints its address, which may hold a password
+    output = RedactedOutput(sys.stderr)  # MLflow prints its address, which may hold a password
+    sys.stdout = sys.stderr = output
     order = json.loads(incoming.readline())
     threading.Thread(target=_end_as_orphan, args=(os.getppid(), order["timeout_s"]), daemon=True).start()
     is_whole = Session(order, answers).run(incoming)

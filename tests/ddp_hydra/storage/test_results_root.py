@@ -82,6 +82,12 @@ def test_each_run_has_its_own_folder_below_the_root(run_dir, name, tmp_path, mon
     assert results_root.address("file:///shared", Path(run_dir).absolute()) == f"/shared/{name}"
 
 
+def test_the_working_folder_may_be_a_run_directory(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    assert results_root.address("/shared", Path()) == "/shared/a/b"
+
+
 def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"results.root=shared/runs: give s3://bucket/folder, or the whole path"):
         results_root.address("shared/runs", tmp_path)
