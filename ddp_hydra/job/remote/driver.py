@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
-from ddp_hydra.errors import DdpHydraError, SchedulerLost
+from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.messages import EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.scratch import keep, scratch_folder
@@ -74,7 +74,7 @@ def open_runner(spec: JobSpec, context: DriverContext) -> Iterator[RemoteJobRunn
     """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
 
     Raises:
-        AlreadyEnded: the run needs no further driver.
+        AlreadyEnded: the run needs no further driver, or none could go on with it.
         ConfigError: the store cannot be written.
         ClusterError: the scheduler does not answer.
         OSError: this host's disk cannot be written, or the store is not reachable.
@@ -114,9 +114,32 @@ class RemoteJobRunner:
         self.uploader = Uploader(self.run_dir, store, status, lambda: self.stop("it was asked for"), self.stop)
 
     def take_over(self) -> None:
-        """Resume the run of a lost driver."""
+        """Resume the run of a lost driver.
+
+        Raises:
+            AlreadyEnded: there is nothing to resume from, so the run has ended as failed.
+            ConnectionError: the store could not be told so.
+        """
         if resume_run(self.store, self.status, self.run_dir):
             self.spec = replace(self.spec, resume=self.spec.url)
+        elif self.is_sent() and not Path(self.spec.resume).exists():
+            self.fail(
+                "the checkpoint that the run was to resume from was sent to the host of its first driver, which is "
+                "lost, and it had saved none of its own yet: type the command again"
+            )
+            raise AlreadyEnded
+
+    def fail(self, message: str) -> None:
+        """End the run before its job begins, so that no other driver follows."""
+        from ddp_hydra.job.summary import summarised
+
+        cfg = OmegaConf.create(self.spec.config)
+        with contextlib.suppress(CheckpointError), summarised(self.run_dir, cfg, self.spec.url) as summary:
+            summary["attempts"] = self.status.attempts
+            raise CheckpointError(message)
+        self.uploader.start()
+        if missing := self.uploader.finish(cfg.results.retry_s, "failed", message):
+            raise ConnectionError(missing)
 
     @contextlib.contextmanager
     def supervised(self) -> Iterator[None]:
@@ -198,10 +221,14 @@ class RemoteJobRunner:
         results = {**config["results"], "handler": "client", "root": None, "mirror": self.spec.url}
         return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
 
+    def is_sent(self) -> bool:
+        """Return whether the checkpoint to resume from is a file that the command has sent to a worker."""
+        return f"/{self.spec.name}/" in self.spec.resume
+
     def resume_from(self) -> str:
         """Return the checkpoint to resume from; one that the command has sent is moved into the run directory."""
         given = self.spec.resume
-        if f"/{self.spec.name}/" not in given:
+        if not self.is_sent():
             return given
         target = self.run_dir / ".resume" / Path(given).name
         target.parent.mkdir()

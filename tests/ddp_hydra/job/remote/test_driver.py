@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ClusterError, SchedulerLost
 from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
-from ddp_hydra.job.remote.driver import RemoteJobRunner, _client_security
+from ddp_hydra.job.remote.driver import AlreadyEnded, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.scratch import scratch_folder
 from ddp_hydra.job.remote.start_driver import JobSpec
@@ -86,6 +87,24 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
     store.put("checkpoints/manifest.json", b'{"version": 1, "files": {"step-000001-0123456789ab.pt": {}}}')
     runner.take_over()
     assert runner.spec.resume == spec.url
+
+
+def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_ends(runner, spec, tmp_path):
+    store = results_root.open_folder(spec.url)
+    sent = outbox.path(str(tmp_path / "worker"), spec.name, 0, "in") / "step-000005.pt"
+    runner.spec = replace(spec, resume=str(sent), config={**PLAIN, "tags": []}, is_restart=True)
+    store.put("status.json", encode(DriverStatus("tcp://scheduler:8786", "abc").content()))
+    with pytest.raises(AlreadyEnded):
+        runner.take_over()
+    assert has_ended(store, 100)  # so no other driver tries again
+    summary = json.loads(store.get("summary.json"))
+    assert summary["status"] == "failed"
+    assert summary["failure"]["message"].endswith("type the command again")
+    assert json.loads(store.get("status.json"))["message"] == summary["failure"]["message"]
+    sent.parent.mkdir(parents=True)
+    sent.write_bytes(b"weights")  # the first driver was lost before it took it
+    runner.take_over()
+    assert runner.spec.resume == str(sent)
 
 
 def test_a_run_that_has_ended_needs_no_other_driver(spec):
