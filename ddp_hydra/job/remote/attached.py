@@ -42,6 +42,8 @@ class Attached:
         self.status: dict[str, Any] = {}
         self.updated = time.monotonic()
         self.position, self.attempt = -1, -1
+        self.last = b""  # the last line that was read; it ends at the position
+        self.newest: tuple[float, ...] = (-1.0, 0.0)  # attempt and time of what was read
 
     def begin(self) -> None:
         """Read the status once.
@@ -116,23 +118,43 @@ class Attached:
     def show_metrics(self) -> None:
         """Show the metrics that are new; the first time, only the latest."""
         size = self.store.size(METRICS) or 0
-        is_first = self.position < 0
-        if is_first:
-            self.position = max(0, size - TAIL_BYTES)
-        self.position = 0 if size < self.position else self.position  # another run has started in the same folder
-        if size <= self.position or not isinstance(self.status.get("start"), dict):
-            self.position = -1 if is_first else self.position
+        if size == max(0, self.position) or not isinstance(self.status.get("start"), dict):
             return
-        content = self.store.get_range(METRICS, self.position, size)
-        complete = content.rpartition(b"\n")[0]
-        self.position += len(complete) + 1 if complete else 0
-        lines = [line for line in map(json_object, complete.split(b"\n")) if line]
+        is_first = self.position < 0
+        lines = self.read_lines(size)
         if is_first and lines:
             latest = {name: value for line in lines for name, value in line.items() if value is not None}
             self.show_start(step=latest.get("step"))
             lines = [latest]
         for line in lines:
             self.show_line(line)
+
+    def read_lines(self, size: int) -> list[dict[str, Any]]:
+        """Return the lines of rank 0 that have not been read yet; the first time, those of the file's tail.
+
+        Where a run starts again, the file loses the lines after the step from which it goes on: it has other content
+        where this was, and is read anew. Another run may even have begun one in the same folder.
+
+        Args:
+            size: of the file, in bytes.
+        """
+        tail = max(0, size - TAIL_BYTES)
+        start = tail if self.position < 0 else self.position - len(self.last)
+        content = self.store.get_range(METRICS, start, size) if start < size else b""
+        is_other = size < self.position or not content.startswith(self.last)
+        if is_other:
+            start, content = tail, self.store.get_range(METRICS, tail, size) if size else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        fresh = complete if is_other else complete.removeprefix(self.last)
+        self.position, self.last = start + len(complete), complete[complete.rfind(b"\n", 0, -1) + 1 :]
+        lines = [line for line in map(json_object, fresh.split(b"\n")) if line and not line.get("rank")]
+        if is_other:
+            lines = [
+                line for line in lines if any(new > old for new, old in zip(_when(line), self.newest, strict=True))
+            ]
+        for line in lines:
+            self.newest = tuple(map(max, self.newest, _when(line)))
+        return lines
 
     def show_start(self, step: Any = None) -> None:
         """Show the header of the newest attempt.
@@ -159,3 +181,8 @@ class Attached:
             self.handler.handle(Record("metrics", data, line.get("rank") or 0, line.get("step"), 0.0, attempt))
         except RecordError as error:
             log.warning("%s", plain(str(error)))
+
+
+def _when(line: dict[str, Any]) -> tuple[float, ...]:
+    """Return the attempt and the time of a line of the metrics."""
+    return tuple(value if isinstance(value := line.get(name), int | float) else 0.0 for name in ("attempt", "time"))

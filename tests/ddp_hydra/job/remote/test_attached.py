@@ -21,6 +21,7 @@ class Run:
         self.store = store
         self.status = DriverStatus("tcp://scheduler:8786", "abc")
         self.lines = b""
+        self.time_s = 0.0
 
     def start(self, attempt=0, step=0):
         data = {
@@ -34,7 +35,8 @@ class Run:
 
     def step(self, step, attempt=0, **metrics):
         self.status.write(Record("metrics", {"metrics": metrics, "epoch": 1}, step=step, attempt=attempt))
-        line = {"time": 1.0, "attempt": attempt, "step": step, "epoch": 1, "samples": step * 8, **metrics}
+        self.time_s += 1
+        line = {"time": self.time_s, "attempt": attempt, "step": step, "epoch": 1, "samples": step * 8, **metrics}
         self.lines += json.dumps(line).encode() + b"\n"
         self.store.put("metrics.jsonl", self.lines)
         self.beat()
@@ -85,6 +87,56 @@ def test_a_new_attempt_is_shown(run, capsys):
     run.end("done", "done")
     attached.follow()
     assert "restart 1, from step 1" in capsys.readouterr().out
+
+
+def test_it_begins_with_what_rank_0_said_although_others_spoke_later(run, capsys):
+    run.start()
+    run.step(1, **{"train/loss": 1.0})
+    run.lines += b'{"time":2.0,"attempt":0,"step":3,"rank":1,"train/loss":9.0}\n'
+    run.store.put("metrics.jsonl", run.lines)
+    attached = Attached(run.store, 5)
+    attached.begin()
+    run.end("done", "done")
+    attached.follow()
+    assert capsys.readouterr().out.splitlines() == ["  model  Tiny", "epoch 1/2  train/loss 1", "done"]
+
+
+@pytest.mark.parametrize("further", [6, 8])
+def test_a_restart_shows_each_epoch_once(run, capsys, further):
+    """It cuts the file, which has grown beyond its old size, or not, until it is looked at."""
+    run.start()
+    run.step(1, loss=1.0)
+    attached = Attached(run.store, 5)
+    attached.begin()
+    attached.show_metrics()
+    kept = []
+    for step in range(2, 7):
+        run.step(step, loss=1.0, **({"val/loss": 0.1} if step == 4 else {}))
+        kept.append(run.lines)
+    attached.show_metrics()
+    run.lines = kept[3]  # those up to step 5
+    run.start(attempt=1, step=5)
+    for step in range(6, further + 1):
+        run.step(step, attempt=1, loss=1.0, **({"val/loss": 6.0} if step == 6 else {}))
+    run.end("done", "done")
+    attached.follow()
+    shown = capsys.readouterr().out
+    assert shown.count("val/loss 0.1") == 1
+    assert shown.splitlines()[-3:] == ["restart 1, from step 5", "epoch 2/2  val/loss 6", "done"]
+
+
+def test_another_run_in_the_same_folder_is_shown_from_its_begin(run, capsys):
+    run.start()
+    for step in range(1, 7):
+        run.step(step, loss=1.0)
+    attached = Attached(run.store, 5)
+    attached.begin()
+    attached.show_metrics()
+    run.lines = b""
+    run.step(1, **{"loss": 1.0, "val/loss": 0.25})
+    run.end("done", "done")
+    attached.follow()
+    assert "epoch 1/2  val/loss 0.25" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("state", "error"), [("failed", RunFailed), ("interrupted", Interrupted)])
