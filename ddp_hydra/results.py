@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, Protocol
+from typing import IO, Annotated, Any, Literal, Protocol, cast
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.checked import Count, Time
 from ddp_hydra.errors import RecordError
 from ddp_hydra.storage import retry
+from ddp_hydra.storage.files import NotingFile
 
 Kind = Literal[
     "up", "beat", "start", "metrics", "text", "image", "histogram", "file", "log", "warning", "stack", "preempted",
@@ -296,12 +297,18 @@ def checkpoint(
 
     Raises:
         RecordError: `torch.load(..., weights_only=True)` would not read it.
+        DiskFull: the disk of the outbox stayed full.
     """
     import torch  # the client imports this module, too, and needs no torch
 
     def write(target: Path) -> None:
         try:
-            torch.save(dict(state), target)
+            with target.open("wb") as opened:
+                file = NotingFile(opened)
+                try:
+                    torch.save(dict(state), cast(IO[bytes], file))
+                except RuntimeError as error:
+                    raise file.error or error from None
             torch.load(target, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.PickleError, AttributeError, TypeError) as error:
             raise RecordError(

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Any, BinaryIO, Self
 
 from ddp_hydra.errors import RecordError
 
@@ -156,6 +156,36 @@ def sync(path: Path) -> None:
             raise  # some file systems know no fsync of a folder
     finally:
         os.close(handle)
+
+
+class NotingFile:
+    """A file that notes why a write failed, for a library that doesn't say: torch reports only a wrong file length.
+
+    Args:
+        file: where to write.
+
+    Attributes:
+        error: the first error of a write.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        """Write some bytes."""
+        try:
+            return self._write(data)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+
+    def _write(self, data: Any) -> int:
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self.file.flush()
 
 
 class AppendFile:

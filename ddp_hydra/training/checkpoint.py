@@ -14,6 +14,7 @@ from torch import nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training.finite import not_finite
 from ddp_hydra.training.state import FORMAT, State
 
@@ -105,38 +106,26 @@ def write(content: dict[str, Any], path: Path, step: int) -> None:
         try:
             torch.save(content, cast(IO[bytes], reporting))
         except Exception as error:
-            raise reporting.error or error from None  # torch reports only a wrong file length
+            raise reporting.error or error from None
 
 
-class ReportingFile:
-    """A file that reports progress with each write.
+class ReportingFile(NotingFile):
+    """A file that reports progress with each write, and notes why one failed.
 
     Args:
         file: where to write.
         step: of the checkpoint.
-
-    Attributes:
-        error: the first error of a write.
     """
 
     def __init__(self, file: BinaryIO, step: int) -> None:
-        self.file, self.step = file, step
-        self.error: Exception | None = None
+        super().__init__(file)
+        self.step = step
 
-    def write(self, data: Any) -> int:
-        """Write some bytes."""
+    def _write(self, data: Any) -> int:
         heartbeat.progress()
-        try:
-            if self.file.tell():
-                fault_injection.write(self.step)
-            return self.file.write(data)
-        except Exception as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self.file.flush()
+        if self.file.tell():
+            fault_injection.write(self.step)
+        return super()._write(data)
 
 
 class CheckpointWriter:

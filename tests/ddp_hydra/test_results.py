@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -227,6 +228,15 @@ def test_a_file_that_cannot_be_written_leaves_nothing_in_the_outbox(sent, tmp_pa
     with pytest.raises(DiskFull, match=r"spool on host .* is full"):
         results.submit_file("a.bin", disk_full)
     assert list((tmp_path / "spool").iterdir()) == []
+    assert sent == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_is_waited_for_with_a_checkpoint_too(sent, tmp_path, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.results.time.monotonic_ns", lambda: 7)
+    (tmp_path / "spool" / f"{threading.get_ident()}-7").symlink_to("/dev/full")
+    with pytest.raises(DiskFull, match=r"spool on host .* is full"):
+        results.checkpoint({"w": torch.zeros(10_000)}, 1)
     assert sent == []
 
 
