@@ -19,6 +19,7 @@ from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RunFailed
 
 LOCK = ".lock"
 SUMMARY = "summary.json"
+_ELSEWHERE = "give another with hydra.run.dir=<folder>"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TAIL_BYTES = 2**16
 _LOOKS = 5
@@ -27,7 +28,7 @@ _LOOK_S = 0.02
 
 
 @contextmanager
-def locked(run_dir: Path, instead: str = "", elsewhere: str = "hydra.run.dir=<folder>") -> Iterator[None]:
+def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
     """Keep other processes from writing a run directory inside the block.
 
     The lock ends with the process that holds it. A file system without locks is used without one.
@@ -35,11 +36,11 @@ def locked(run_dir: Path, instead: str = "", elsewhere: str = "hydra.run.dir=<fo
     Args:
         run_dir: made if it is missing.
         instead: what to type if another process writes it; "": the keys of a job.
-        elsewhere: what to type for another folder.
 
     Raises:
         ConfigError: another process writes it, or it cannot be written.
     """
+    elsewhere = "choose a folder that you may write" if instead else _ELSEWHERE
     instead = instead or (
         f"give another folder with hydra.run.dir=<folder>, or, once that has ended, go on with resume={run_dir}"
     )
@@ -170,9 +171,9 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         raise cannot_be_written(run_dir, error) from error
 
 
-def cannot_be_written(run_dir: Path, error: OSError, elsewhere: str = "hydra.run.dir=<folder>") -> ConfigError:
+def cannot_be_written(run_dir: Path, error: OSError, elsewhere: str = _ELSEWHERE) -> ConfigError:
     """Return the error for a folder of results that cannot be written, with what to type."""
-    advice = "free some space there" if is_full(error) else f"give another with {elsewhere}"
+    advice = "free some space there" if is_full(error) else elsewhere
     return ConfigError(f"the folder {run_dir} can't be written ({error.strerror}): {advice}")
 
 

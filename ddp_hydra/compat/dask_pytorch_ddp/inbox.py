@@ -9,7 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, MutableMapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ddp_hydra.console.text import plain
@@ -58,19 +58,21 @@ class Inbox:
             log.info("rank %d: %s", record.rank, plain(record.data["text"]).rstrip("\n"))
         if record.kind != "file":
             return
-        folder, *parts = check_path(record.data["path"]).parts
+        path = check_path(record.data["path"])
+        folder, *parts = path.parts
         if not parts:
             raise RecordError(f"rank {record.rank} sent {folder!a}, a file without a folder")
         with self._lock:
-            target = self._folders.get(folder)
+            target, more = self._folders.get(folder), 0
             if target is None:
-                self._kept_bytes += record.data["size"]
-                if self._kept_bytes > KEPT_BYTES and "source" in record.data:
+                more = record.data["size"] - self._size_of(path)
+                if self._kept_bytes + more > KEPT_BYTES and "source" in record.data:
                     return  # the gang counts it as dropped
                 target = self._keep() / folder
             with writing(target):
                 target.mkdir(parents=True, exist_ok=True)
             self._receiver.receive(record, place(target, "/".join(parts)))
+            self._kept_bytes += more
 
     def deliver(self, folder: str, target: Path) -> None:
         """Move the files of a handler to a folder, and write further ones there.
@@ -96,6 +98,11 @@ class Inbox:
         if not any(kept.parent.iterdir()):
             kept.parent.rmdir()
             self._kept = None
+
+    def _size_of(self, path: PurePosixPath) -> int:
+        """Return the size of a kept file, which another one with its path replaces."""
+        file = self._kept / path if self._kept is not None else None
+        return file.stat().st_size if file is not None and file.is_file() else 0
 
     def _keep(self) -> Path:
         """Return a temporary folder, which goes with this object."""

@@ -132,6 +132,16 @@ def test_a_lock_that_its_holder_has_just_taken_away_is_none(tmp_path, monkeypatc
             stack.enter_context(locked(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("instead", "advice"),
+    [("", "give another with hydra.run.dir=<folder>"), ("wait", "choose a folder that you may write")],
+)
+def test_a_folder_that_cannot_be_written_is_told_with_what_its_user_may_type(tmp_path, instead, advice):
+    (tmp_path / "file").touch()
+    with ExitStack() as stack, pytest.raises(ConfigError, match=rf"/file/x can't be written \(Not a .*\): {advice}$"):
+        stack.enter_context(locked(tmp_path / "file" / "x", instead))
+
+
 def test_a_disk_that_knows_no_locks_will_do(tmp_path, monkeypatch):
     def refuse(handle, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
