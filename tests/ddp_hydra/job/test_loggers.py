@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from omegaconf import OmegaConf
 
 from ddp_hydra.job import loggers
 
@@ -91,3 +92,26 @@ def test_ctrl_c_ends_the_wait_and_all_loggers():
     with pytest.raises(KeyboardInterrupt):
         loggers.end(senders, "finished", 30)
     assert all(sender.is_killed for sender in senders)
+
+
+def test_a_logger_that_cannot_be_started_leaves_none_of_the_others_behind(tmp_path, monkeypatch):
+    one, names = Sender(), []
+
+    def start(name, *_):
+        names.append(name)
+        if name == "second":
+            raise OSError("no memory for a process")
+        return one
+
+    monkeypatch.setattr(loggers, "LoggerProcess", start)
+    nodes = [{"_target_": "mine.first"}, {"_target_": "mine.second"}]
+    results = {"loggers": nodes, "loggers_timeout_s": 1.0, "new_logger_runs": False}
+    cfg = OmegaConf.create({"results": results, "resume": None, "tags": []})
+    with (
+        pytest.raises(OSError, match="no memory"),
+        loggers.session(cfg, tmp_path, loggers.LoggedJob("run", earlier=RUNS)),
+    ):
+        pass
+    assert names == ["first", "second"]
+    assert (one.status, one.is_killed) == ("failed", True)
+    assert loggers.read_runs(str(tmp_path)) == RUNS  # known while the services are away

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from ddp_hydra.config.project import starter
 from ddp_hydra.results import Record
+from ddp_hydra.writers.loggers.process import RedactedOutput
 from ddp_hydra.writers.loggers.sender import LoggerProcess, RecordBuffer
 
 ROOT = Path(__file__).parents[3]
@@ -183,6 +185,17 @@ def test_a_closed_buffer_takes_nothing():
 
 
 # -- what a logger gets ------------------------------------------------------------------------------------
+
+
+def test_the_last_line_of_a_library_is_written_too_without_its_secrets():
+    file = io.StringIO()
+    output = RedactedOutput(file)
+    output.write("first\nat http://me:pw123@host/runs")
+    output.end_line()
+    first, second = file.getvalue().splitlines()
+    assert first == "first"
+    assert second.startswith("at http://")
+    assert "pw123" not in second
 
 
 @pytest.mark.integration
