@@ -23,6 +23,11 @@ from ddp_hydra.training.instantiate import init_parameters, make, parameters
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
 
+FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
+"""Optimizers whose `fused` computes on GPUs."""
+FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
+"""Arguments that choose how an optimizer computes; only one of them can be true."""
+
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
     """Build the model. If its `num_classes` is null, the data set fills it.
@@ -150,7 +155,18 @@ def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: 
     node = of_update(cfg.optimizer, update, "optimizer")
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
-    return make(node, parameter_groups.parameters(model, decay_all=cfg.trainer.decay_all))
+    groups = parameter_groups.parameters(model, decay_all=cfg.trainer.decay_all)
+    return make(node, groups, **fused(node, model))
+
+
+def fused(node: DictConfig, model: nn.Module) -> dict[str, bool]:
+    """Return the argument that lets an optimizer of torch update all weights on a GPU in one pass.
+
+    torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
+    takes are left to it, and so is what the config says itself.
+    """
+    can_be = all(one.is_cuda and one.is_floating_point() for one in model.parameters()) and node["_target_"] in FUSED
+    return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 
 
 def of_update(node: DictConfig, update: str, key: str) -> DictConfig:

@@ -15,8 +15,8 @@ from ddp_hydra.data.batch import described
 from ddp_hydra.training import build_data, builders, header, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
+from ddp_hydra.training.instantiate import make
 from ddp_hydra.training.metrics import Meter, count, named
-from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.schedule_progress import steps_in_epoch
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
@@ -50,15 +50,17 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     autocast = builders.autocast(cfg, device)
     for update in updates_of(task):
         step = TrainStep(task, model, update)
+        parallel = make(cfg.parallel, step)
         optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update)
         scheduler = builders.schedule(cfg, optimizer, epoch_steps or 1, epoch_steps or 1, update)
         scaler = builders.scaler(cfg, device)
-        optimizer_step = OptimizerStep(Parallel(step, step), optimizer, scaler, cfg.trainer.clip_norm, update)
+        optimizer_step = OptimizerStep(parallel, optimizer, scaler, cfg.trainer.clip_norm, update)
         optimizer_step.begin()
         for batch in batches:
-            with autocast:
-                result = step(batch.batch)
-            optimizer_step.backward(result.loss * batch.share)
+            with parallel.sync_gradients(batch.last):
+                with autocast:
+                    result = parallel(batch.batch)
+                optimizer_step.backward(result.loss * batch.share)
             meter.add(count(result, batch.size, update))
         optimizer_step.apply()
         scheduler.step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.consensus import gather_objects
+from ddp_hydra.training.consensus import gather_objects, world_size
 from ddp_hydra.training.gradient_buckets import has_sparse, prebuild_buckets
 from ddp_hydra.training.shared_memory import SharedGradients
 from ddp_hydra.training.train_step import TrainStep
@@ -72,20 +72,38 @@ class Parallel:
         """Make the model and averages of it the same on all ranks, before validation or a save. A collective."""
 
 
+class OneRank(Parallel):
+    """A step of a job's only rank, which has nobody to exchange gradients with, so that DDP would only cost time.
+
+    Args:
+        step: the training step.
+        uses_all: each step has to give all trained parameters a gradient, as DDP demands.
+    """
+
+    def __init__(self, step: TrainStep, uses_all: bool) -> None:
+        super().__init__(step, step)
+        self.needed = trained_parameters(step.part) if uses_all else []
+
+    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+        """Return a context that looks for parameters without a gradient at the end of a step."""
+        return all_used(self.needed) if enabled else nullcontext()
+
+
 class DDP(Parallel):
     """A step in DistributedDataParallel; see `ddp` for the arguments."""
 
-    def __init__(self, step: TrainStep, wrapped: DistributedDataParallel, batchnorm: str) -> None:
+    def __init__(self, step: TrainStep, wrapped: DistributedDataParallel, batchnorm: str, uses_all: bool) -> None:
         super().__init__(step, wrapped)
+        self.needed = trained_parameters(step.part) if uses_all else []
         self.averager: Any = None
         self.compression: Any = None
         self.shared: SharedGradients | None = None
         self.hook_s = 0.0
-        self.own_statistics = batchnorm == "average" and dist.get_world_size() > 1
+        self.own_statistics = batchnorm == "average"
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context that averages gradients over the ranks, or only adds them up."""
-        return nullcontext() if enabled else self.wrapped.no_sync()  # type: ignore[operator]
+        return all_used(self.needed) if enabled else self.wrapped.no_sync()  # type: ignore[operator]
 
     def held_s(self) -> float:
         """Return for how long hooks have waited, in seconds. DDP itself counts it as part of the backward pass."""
@@ -110,6 +128,28 @@ class DDP(Parallel):
                 average(model.parameters())
             if self.own_statistics:
                 average(statistics(model))
+
+
+def trained_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return names and parameters that are not frozen."""
+    return [(name, parameter) for name, parameter in part.named_parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """Look for parameters without a gradient after the block. DDP fails in the step after, and gives their numbers.
+
+    Raises:
+        ConfigError: there are some; it names them.
+    """
+    yield
+    unused = [name for name, parameter in parameters if parameter.grad is None and parameter.requires_grad]
+    if unused:
+        names = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if unused[6:] else "")
+        raise ConfigError(
+            f"this step's loss does not depend on {names}: if that is so in each step, leave it out of the model or "
+            "freeze it by trainer.freeze; if it is so in some steps, give parallel.find_unused_parameters=true"
+        )
 
 
 def statistics(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -140,7 +180,7 @@ def ddp(
     sync_batchnorm: bool = False,
     batchnorm: str = "broadcast",
 ) -> Parallel:
-    """Wrap a training step in DistributedDataParallel.
+    """Wrap a training step in DistributedDataParallel. The only rank of a job needs no wrapper.
 
     Args:
         step: of a model that is on its device.
@@ -165,12 +205,15 @@ def ddp(
     for name, value, allowed in (("comm_hook", comm_hook, HOOKS), ("batchnorm", batchnorm, ("broadcast", "average"))):
         if value not in allowed:
             raise ConfigError(f"parallel.{name}={value}: give one of {', '.join(allowed)}")
+    if sync_batchnorm and next(step.parameters()).device.type == "cpu":
+        raise ConfigError(
+            "parallel.sync_batchnorm=true needs GPUs, but this rank computes on the CPU: leave it out, or "
+            "give parallel.batchnorm=average"
+        )
+    uses_all = not static_graph and not find_unused_parameters
+    if world_size() == 1:
+        return OneRank(step, uses_all)
     if sync_batchnorm:
-        if next(step.parameters()).device.type == "cpu":
-            raise ConfigError(
-                "parallel.sync_batchnorm=true needs GPUs, but this rank computes on the CPU: leave it out, or "
-                "give parallel.batchnorm=average"
-            )
         nn.SyncBatchNorm.convert_sync_batchnorm(step)
     wrapped = DistributedDataParallel(
         step,
@@ -181,11 +224,10 @@ def ddp(
     )
     if batchnorm == "average":
         wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
-    if not static_graph and not find_unused_parameters:
+    if uses_all:
         prebuild_buckets(wrapped)
-    parallel = DDP(step, wrapped, batchnorm)
-    if dist.get_world_size() > 1:
-        _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)
+    parallel = DDP(step, wrapped, batchnorm, uses_all)
+    _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)
     return parallel
 
 
@@ -289,7 +331,7 @@ def none(step: TrainStep) -> Parallel:
 
 
 def _refuse_several_ranks(name: str) -> None:
-    if (ranks := dist.get_world_size()) > 1:
+    if (ranks := world_size()) > 1:
         raise ConfigError(
             f"parallel={name} is for one rank, but this job has {ranks}: give dispatch.ranks=1 (and a data.batch_size "
             f"{ranks} times as large for the same global batch), or parallel=ddp"

@@ -105,6 +105,22 @@ def test_gradients_may_travel_in_other_ways(client2, gang, plain, options, toler
     assert (distance(ranks[0]["settled"], plain[0]["settled"]) > 0) is compresses
 
 
+def leave_a_layer_out() -> None:
+    """On each rank: take a step that does not use all layers."""
+    from torch import nn
+
+    layers = nn.ModuleDict({"used": nn.Linear(8, 8), "idle": nn.Linear(8, 8)})
+    layers.forward = layers["used"].forward
+    model = wrapped(layers)
+    with model.sync_gradients(True):
+        model(torch.ones(2, 8)).loss.sum().backward()
+
+
+def test_a_step_that_leaves_a_layer_out_names_it(client2, gang):
+    with pytest.raises(RankFailed, match=r"does not depend on idle\.weight, idle\.bias"):
+        gang(client2, backend="gloo").run(leave_a_layer_out)
+
+
 def descend_with_many_buckets() -> float:
     """On each rank: train a network whose gradients take eight buckets; the loss at the end."""
     import torch.distributed as dist

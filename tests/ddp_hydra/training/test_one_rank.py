@@ -1,0 +1,130 @@
+"""The only rank of a job: no wrapper, the bits of DDP, and parameters without a gradient are noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import builders, parallel
+from ddp_hydra.training.dry_run import first_step
+from ddp_hydra.training.train_step import TrainStep
+from tests.ddp_hydra.training.loop_runs import Numbers, config, weights
+
+
+class Branches(nn.Module):
+    """Has two layers, and uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x)
+
+
+def in_ddp(step: TrainStep, **options) -> parallel.Parallel:
+    return parallel.DDP(step, DistributedDataParallel(step, gradient_as_bucket_view=True), "broadcast", True)
+
+
+DDP = {"parallel": {"_target_": f"{__name__}.in_ddp"}}
+
+
+def test_it_has_no_wrapper(group):
+    wrapped = builders.parallel(config(), TrainStep(None, nn.Linear(4, 3)))
+    assert isinstance(wrapped, parallel.OneRank)
+    assert wrapped.wrapped is wrapped.step
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"clip_norm": 0.1}, {"precision": "bf16"}])
+def test_it_has_the_bits_of_ddp(train, options):
+    alone, wrapped = train(**options), train(parts=DDP, **options)
+    assert torch.equal(weights(alone), weights(wrapped))
+    assert alone.metrics("val/loss") == wrapped.metrics("val/loss")
+
+
+@pytest.mark.parametrize("parts", [{}, DDP], ids=["one rank", "ddp"])
+def test_parameters_without_a_gradient_are_named(group, parts):
+    wrapped = builders.parallel(OmegaConf.merge(config(), parts), step := TrainStep(None, Branches()))
+    with (
+        pytest.raises(ConfigError, match=r"does not depend on other\.weight, other\.bias: .*find_unused_parameters"),
+        wrapped.sync_gradients(True),
+    ):
+        step.part(torch.ones(2, 4)).sum().backward()
+
+
+def test_an_error_of_the_step_itself_is_the_one_that_is_told(group):
+    wrapped = builders.parallel(config(), TrainStep(None, Branches()))
+    with pytest.raises(ZeroDivisionError), wrapped.sync_gradients(True):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_they_may_be_there_where_the_config_says_so(group, option):
+    cfg = OmegaConf.merge(config(), {"parallel": {option: True}})
+    wrapped = builders.parallel(cfg, step := TrainStep(None, Branches()))
+    with wrapped.sync_gradients(True):
+        step.part(torch.ones(2, 4)).sum().backward()
+
+
+def test_frozen_ones_need_no_gradient(group):
+    model = Branches()
+    model.other.requires_grad_(False)
+    wrapped = builders.parallel(config(), TrainStep(None, model))
+    with wrapped.sync_gradients(True):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_only_the_end_of_a_step_counts(group):
+    wrapped = builders.parallel(config(), TrainStep(None, Branches()))
+    with wrapped.sync_gradients(False):
+        pass
+
+
+def unused_from_the_start(in_features: int, out_features: int) -> nn.Module:
+    return Branches()
+
+
+def test_a_dry_run_finds_them(group):
+    cfg = OmegaConf.merge(
+        config(), {"model": {"_target_": f"{__name__}.unused_from_the_start"}, "dispatch": {"ranks": 1}, "cluster": {}}
+    )
+    with pytest.raises(ConfigError, match=r"other\.weight"):
+        first_step(cfg, Numbers(9), None)
+
+
+class OnGpu(nn.Module):
+    """A model whose parameters say that they are on a GPU."""
+
+    def parameters(self, recurse: bool = True):
+        class Told:
+            is_cuda = True
+
+            def __init__(self, real):
+                self.real = real
+
+            def is_floating_point(self):
+                return self.real
+
+        return iter([Told(True), Told(getattr(self, "real", True))])
+
+
+@pytest.mark.parametrize(
+    ("node", "real", "found"),
+    [
+        ({"_target_": "torch.optim.SGD"}, True, {"fused": True}),
+        ({"_target_": "torch.optim.AdamW", "lr": 0.1}, True, {"fused": True}),
+        ({"_target_": "torch.optim.AdamW", "fused": False}, True, {}),
+        ({"_target_": "torch.optim.AdamW", "foreach": True}, True, {}),
+        ({"_target_": "torch.optim.RMSprop"}, True, {}),
+        ({"_target_": "torch.optim.SGD"}, False, {}),
+    ],
+)
+def test_torchs_optimizers_are_fused_on_gpus(node, real, found):
+    model = OnGpu()
+    model.real = real
+    assert builders.fused(OmegaConf.create(node), model) == found
+    assert builders.fused(OmegaConf.create(node), nn.Linear(1, 1)) == {}
