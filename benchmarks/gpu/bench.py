@@ -174,13 +174,18 @@ class Bench:
             raise Broken(f"no end after {self.timeout_s:.0f} s: {last_line(output)}") from None
         return Job(folder, process.returncode, output, time.monotonic() - begin)
 
-    def python(self, module: str, *arguments: str) -> dict[str, Any]:
+    def python(self, module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Run a module of ours as a command, and return the JSON of its last line.
+
+        Args:
+            module: its name.
+            arguments: of its command line.
+            variables: more of the environment.
 
         Raises:
             Broken: it failed.
         """
-        done = self.command([sys.executable, "-m", module, *arguments], self.folder, {})
+        done = self.command([sys.executable, "-m", module, *arguments], self.folder, variables or {})
         if done.returncode:
             report.progress(done.output[-SHOWN:])
             raise Broken(f"{module} ended with code {done.returncode}: {last_line(done.output)}")

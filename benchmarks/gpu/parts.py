@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks import commands, report
-from benchmarks.gpu import failures, first, memory, numbers, parallel, speed, store
+from benchmarks.gpu import failures, feed, first, memory, numbers, parallel, speed, store
 from benchmarks.gpu.bench import Bench, Broken, Missing, last_line
 from benchmarks.report import Absent, Figure, Goal, Line
 
@@ -71,8 +71,10 @@ def outcomes(output: str) -> dict[str, int]:
 PARTS = (
     Part("demo", first.demo),
     Part("ranks", first.ranks),
+    Part("memory", speed.memory),
     Part("speed", speed.speed),
     Part("store", store.store),
+    Part("feed", feed.feed),
     Part("fp16", numbers.fp16),
     Part("resume", numbers.resume),
     Part("graphs", numbers.graphs, gpus=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -22,7 +23,9 @@ def main() -> None:
     """Train."""
     world_size = int(os.environ["WORLD_SIZE"])
     work = Work(**vars(arguments()), rank=int(os.environ["RANK"]), world_size=world_size)
-    strategy = DDPStrategy(process_group_backend=work.backend, gradient_as_bucket_view=True)
+    strategy: Any = "auto"
+    if world_size > 1:
+        strategy = DDPStrategy(process_group_backend=work.backend, gradient_as_bucket_view=True)
     precision = PRECISIONS[work.precision]
     fabric = Fabric(accelerator=work.device, devices=world_size, strategy=strategy, precision=precision)
     fabric.launch()
