@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import objective
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage.urls import root_of
 
 _AT_LEAST_1 = (
     "cluster.n_workers",
@@ -75,6 +78,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
         raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
+    _check_bucket(cfg)
     _check_results(cfg)
     objective.of(cfg)
     ports = cfg.dispatch.port_range
@@ -99,6 +103,20 @@ def _given(cfg: DictConfig, keys: Iterable[str]) -> list[tuple[str, Any]]:
     """Return the keys that have a value, with it."""
     values = [(key, OmegaConf.select(cfg, key)) for key in keys]
     return [(key, value) for key, value in values if value is not None]
+
+
+def _check_bucket(cfg: DictConfig) -> None:
+    """Refuse what can be neither the name of a bucket nor a folder, where our own data sets read it."""
+    for part in ("train", "val"):
+        node = OmegaConf.select(cfg, f"data.{part}")
+        if not OmegaConf.is_dict(node) or not str(node.get("_target_", "")).startswith("ddp_hydra."):
+            continue
+        with suppress(OmegaConfBaseException):  # a missing value is told later, with all others
+            if (bucket := node.get("bucket")) is not None:
+                try:
+                    root_of(str(bucket))
+                except ValueError as error:
+                    raise ConfigError(str(error)) from None
 
 
 def _check_results(cfg: DictConfig) -> None:

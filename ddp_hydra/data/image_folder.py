@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +18,23 @@ from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.listing import Listing, kinds_of, known_size, list_images_once
 from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.images.string_array import StringArray
+from ddp_hydra.data.paths import class_of, is_leftover
 from ddp_hydra.data.user_cache import user_cache
-from ddp_hydra.storage import Store
+from ddp_hydra.storage import LocalFolder, Store
+
+_LOG = logging.getLogger(__name__)
 
 
 class S3ImageFolder(StoredImages):
-    """Labelled images of any S3-compatible store or of a local folder; the class of an image is its folder.
+    """Labelled images of any S3-compatible store or of a local folder, one folder per class.
 
-    The images are listed once, here; an incomplete listing is an error. Files with other extensions are skipped.
+    The class of an image is the first folder below `prefix`, and the images have the order of torchvision's
+    ImageFolder. They are listed once, here; an incomplete listing is an error. Files with other extensions are skipped,
+    and so is what systems and programs leave behind (`paths.is_leftover`).
 
     Args:
-        bucket: name of the bucket, or file:///folder; None: an embedded S3 server on this machine, with
-            scikit-learn's handwritten digits (32x32 pixels) under "train" and "val".
+        bucket: name of the bucket, path of a local folder with a slash in it, or a URL of fsspec; None: an embedded S3
+            server on this machine, with scikit-learn's handwritten digits (32x32 pixels) under "train" and "val".
         prefix: the folder of the class folders, e.g. "imagenet/train"; "": the whole bucket.
         transform: as in `ImageDataset`, and so is target_transform.
         classes_from: a prefix whose folders with images are the classes; None: those under `prefix`. For a validation
@@ -42,7 +50,8 @@ class S3ImageFolder(StoredImages):
         skipped: how many objects under the prefix are not images, by extension.
 
     Raises:
-        ValueError: an argument is out of its range, or an image has a class that `classes_from` does not have.
+        ValueError: an argument is out of its range, an image has a class that `classes_from` does not have, or all
+            class folders are in one folder.
         FileNotFoundError: there is no such bucket, or there are no images under the prefix.
         PermissionError: credentials are missing or wrong.
         ConnectionError: the store is not reachable.
@@ -65,7 +74,7 @@ class S3ImageFolder(StoredImages):
     ) -> None:
         check(holdout, split)
         super().__init__(transform=transform, target_transform=target_transform, **images)
-        self.prefix, self.labelled = prefix.strip("/"), labelled
+        self.prefix, self.labelled = _clean(prefix), labelled
         self._owns_server = False
         self._embedded_on: str | None = None
         if bucket is None:
@@ -73,7 +82,10 @@ class S3ImageFolder(StoredImages):
         else:
             self._store = self.access.bucket(bucket)
         try:
-            listing = self._list(self.prefix, listing_max_age_s)
+            try:
+                listing = self._list(self.prefix, listing_max_age_s)
+            except (FileNotFoundError, PermissionError, ConnectionError) as error:
+                raise type(error)(f"{error}{_other_meaning(bucket)}") from None
             if not len(listing.keys):
                 raise FileNotFoundError(self._nothing_found(listing.others))
             self.skipped = listing.others
@@ -109,21 +121,52 @@ class S3ImageFolder(StoredImages):
             self.classes, self.class_to_idx = [], {}
             self.targets = np.full(len(self._keys), -1, np.int32)
             return
-        folders = _folders_of(self._keys)
-        found = known = set(folders)
-        origin = self.prefix if classes_from is None else classes_from.strip("/")
-        # Mostly, both have the same folders: that is quickly seen, and a second listing may take long.
-        if origin != self.prefix and found != set(self._store.folders(origin)):
-            known = set(_folders_of(self._list(origin, max_age_s).keys))
+        folders = [class_of(key, self.prefix) for key in self._keys]
+        origin = self.prefix if classes_from is None else _clean(classes_from)
+        found = set(folders)
+        known = found if origin == self.prefix else self._classes_under(origin, found, max_age_s)
+        self._check_classes(known, origin)
         self.classes = sorted(known)
-        unknown = sorted(found - known)
-        if unknown:
+        self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
+        # macOS writes ü as u and two dots, other systems as one character: both are one name.
+        number_of = {unicodedata.normalize("NFC", name): index for name, index in self.class_to_idx.items()}
+        number_of |= self.class_to_idx
+        numbers = {name: number_of.get(name, number_of.get(unicodedata.normalize("NFC", name), -1)) for name in found}
+        if unknown := sorted(name for name, number in numbers.items() if number < 0):
             raise ValueError(
                 f"{self.where()} has classes that {classes_from!r} does not have: "
                 f"{', '.join(unknown[:10])}; check data.train_prefix=... and data.val_prefix=..."
             )
-        self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
-        self.targets = np.fromiter((self.class_to_idx[folder] for folder in folders), np.int32, len(folders))
+        self.targets = np.fromiter((numbers[folder] for folder in folders), np.int32, len(folders))
+
+    def _classes_under(self, origin: str, found: set[str], max_age_s: float) -> set[str]:
+        """Return the classes of a prefix; `found` are those of this data set."""
+        # Mostly, both have the same folders: that is quickly seen, and a second listing may take long.
+        if found == {name for name in self._store.folders(origin) if not is_leftover(name)}:
+            return found
+        return {class_of(key, origin) for key in self._list(origin, max_age_s).keys}
+
+    def _check_classes(self, classes: set[str], origin: str) -> None:
+        """Refuse a prefix that is one folder too high, and name class folders without images.
+
+        Raises:
+            ValueError: all images are in folders of the one folder below the prefix.
+        """
+        if origin != self.prefix:
+            return
+        if len(classes) == 1:
+            inside = f"{self.prefix}/{(only := next(iter(classes)))}".lstrip("/")
+            below = {class_of(key, inside) for key in self._keys}
+            if "" not in below and len(below) > 1:
+                raise ValueError(
+                    f"the only folder in {self.where()} is {only}, which holds the folders "
+                    f"{', '.join(sorted(below)[:10])}: for these as classes, type data.train_prefix={inside} and the "
+                    "same kind of data.val_prefix=..."
+                )
+        if isinstance(self._store, LocalFolder):  # a bucket has no empty folders
+            folders = {name for name in self._store.folders(origin) if not is_leftover(name)}
+            if empty := sorted(folders - classes):
+                _LOG.warning("%s has folders without images, which are no classes: %s", self.where(), ", ".join(empty))
 
     def _keep(self, wanted: list[bool]) -> None:
         """Drop all images but the wanted ones; keep all classes."""
@@ -189,6 +232,19 @@ class S3ImageFolder(StoredImages):
             demo_server.release()
 
 
-def _folders_of(keys: Iterable[str]) -> list[str]:
-    """Return the name of the folder that each key is in."""
-    return [key.rsplit("/", 2)[-2] for key in keys]
+def _clean(prefix: str | None) -> str:
+    """Return a prefix without slashes around it, or twice in it."""
+    return "/".join(part for part in (prefix or "").split("/") if part not in ("", "."))
+
+
+def _other_meaning(bucket: str | None) -> str:
+    """Return what to type where a bucket was meant to be a folder, or the other way round; "" if neither may be."""
+    if bucket is None or "://" in bucket:
+        return ""
+    if "/" not in bucket:
+        return (
+            f". For the folder {bucket} of this machine, type data.bucket=./{bucket}" if Path(bucket).is_dir() else ""
+        )
+    name, _, folder = bucket.partition("/")
+    is_name = name.strip("~.") and folder
+    return f". For a folder in the bucket {name}, type data.bucket={name} data.train_prefix={folder}" if is_name else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,36 +36,43 @@ class LocalFolder:
         self.traffic = traffic or TransferCounters()
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Yield path below the folder and size in bytes of each file under `prefix`, links to folders followed.
+        """Yield path below the folder and size in bytes of each file under `prefix`, links followed.
+
+        Two links to one folder give its files twice, as in a plain walk; a link to a folder around it gives none. The
+        size of a link to nothing is 0: reading it says that it is not there.
 
         Raises:
             FileNotFoundError: there is no such folder.
             PermissionError: a folder may not be read.
         """
-        pending = [self.path(prefix)]
+        pending: list[tuple[Path, frozenset[str]]] = [(self.path(prefix), frozenset())]
         inside = len(str(self.folder).rstrip("/")) + 1
-        seen = set()
         while pending:
-            folder = pending.pop()
-            if (real := os.path.realpath(folder)) in seen:
+            folder, above = pending.pop()
+            if (real := os.path.realpath(folder)) in above:
                 continue
-            seen.add(real)
             try:
                 entries = os.scandir(folder)
             except FileNotFoundError:
                 if self.folder.is_dir():
                     continue  # it was removed in the meantime
                 raise FileNotFoundError(f"there is no folder {self.folder}: check data.bucket=...") from None
+            around = above | {real}
             with entries:
                 for entry in entries:
-                    if entry.is_dir():
-                        pending.append(Path(entry.path))
-                    elif entry.is_file():
-                        try:
-                            size = entry.stat().st_size
-                        except FileNotFoundError:  # as above
-                            continue
-                        yield entry.path[inside:].replace(os.sep, "/"), size
+                    try:
+                        found = entry.stat()
+                    except OSError as error:
+                        if not entry.is_symlink():
+                            if isinstance(error, FileNotFoundError):  # as above
+                                continue
+                            raise
+                        yield entry.path[inside:].replace(os.sep, "/"), 0
+                        continue
+                    if stat.S_ISDIR(found.st_mode):
+                        pending.append((Path(entry.path), around))
+                    elif stat.S_ISREG(found.st_mode):
+                        yield entry.path[inside:].replace(os.sep, "/"), found.st_size
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under `prefix`; raises as `objects`."""

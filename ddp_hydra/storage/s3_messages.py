@@ -41,8 +41,8 @@ def check_name(name: str, setting: str | None) -> None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
         raise ValueError(
-            f"{name!r} is not the name of a bucket (3 to 63 letters, digits, dots and dashes; no "
-            f"s3://, no slash): check {setting}=..."
+            f"{name!r} is not the name of a bucket (3 to 63 letters, digits, dots and dashes) or the path of a folder: "
+            f"check {setting}=..."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from ddp_hydra.storage.fsspec_store import FsspecStore, without_password
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
+from ddp_hydra.storage.s3_messages import check_name
 from ddp_hydra.storage.s3fs_bucket import S3fsBucket
 
 CLIENTS = ("obstore", "s3fs")
@@ -73,7 +75,7 @@ class Access:
         """
         parts = urlsplit(url)
         if "://" in url and parts.scheme not in ("file", "http", "https"):
-            self._check(parts.scheme)
+            _check_scheme(parts.scheme, self.setting)
             root = f"{parts.scheme}://{parts.netloc}"
             return self._store(root), url.removeprefix(root).strip("/")
         if parts.scheme in ("http", "https"):
@@ -93,26 +95,12 @@ class Access:
         return self._store(f"file://{_local_path(url)}"), ""
 
     def bucket(self, name: str) -> Store:
-        """Return a whole store by the name of its bucket, file:///folder, or a URL of fsspec.
+        """Return a whole store; raises as `root_of`.
 
-        Raises:
-            ValueError: it is none of them.
-            ModuleNotFoundError: as `open`.
+        Args:
+            name: as in `root_of`.
         """
-        if name.startswith("file://"):
-            return self._store(f"file://{_local_path(name)}")
-        scheme = name.partition("://")[0]
-        if "://" not in name or scheme in ("s3", "http", "https"):
-            return self._store(f"s3://{name}")
-        self._check(scheme)
-        return self._store(name.rstrip("/"))
-
-    def _check(self, scheme: str) -> None:
-        if scheme not in _BUCKETS and not is_known(scheme):
-            raise ValueError(
-                f"{scheme}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path, a path, or a URL "
-                f"that fsspec knows, as sftp:// and abfs://: {self.setting}=..."
-            )
+        return self._store(root_of(name, self.setting))
 
     def _store(self, root: str) -> Store:
         if root not in self._stores:
@@ -151,6 +139,46 @@ class Access:
             store.close()
 
 
+def root_of(name: str, setting: str = "data.bucket") -> str:
+    """Return the URL of a whole store. Only the words are looked at.
+
+    Args:
+        name: of a bucket, with s3://, gs:// or az:// in front or without; a local folder, whose path has a slash or
+            begins with a dot or "~"; file:///folder; or a URL of fsspec.
+        setting: the config key that holds it, for messages.
+
+    Raises:
+        ValueError: it is none of them.
+        ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
+    """
+    scheme, is_url, rest = name.partition("://")
+    if name.startswith("file:") or (
+        not is_url and ("/" in name or name.startswith(("~", "./")) or name in (".", ".."))
+    ):
+        return f"file://{_local_path(name)}"
+    if is_url and scheme not in (*_BUCKETS, "http", "https"):
+        _check_scheme(scheme, setting)
+        return name.rstrip("/")
+    is_bucket = is_url and scheme in _BUCKETS
+    scheme = scheme if is_bucket else "s3"
+    bucket, _, prefix = rest.rstrip("/").partition("/") if is_bucket else (name, "", "")
+    if prefix:
+        raise ValueError(
+            f"{name!r} is a folder in a bucket: type {setting}={scheme}://{bucket}, and give folders with "
+            "data.train_prefix and data.val_prefix"
+        )
+    check_name(bucket, setting)
+    return f"{scheme}://{bucket}"
+
+
+def _check_scheme(scheme: str, setting: str) -> None:
+    if scheme not in _BUCKETS and not is_known(scheme):
+        raise ValueError(
+            f"{scheme}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path, a path, or a URL "
+            f"that fsspec knows, as sftp:// and abfs://: {setting}=..."
+        )
+
+
 def is_remote(url: str) -> bool:
     """Return whether a URL is one of a store that is elsewhere, and not a path."""
     return "://" in url and not url.startswith("file://")
@@ -165,4 +193,12 @@ def shown(url: str) -> str:
 
 
 def _local_path(url: str) -> Path:
-    return Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).expanduser().absolute()
+    if not url.startswith("file:"):
+        return Path(url).expanduser().absolute()
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        path = f"{parts.netloc}{parts.path}"
+        raise ValueError(
+            f"{url!r} is no URL of a file, which has a whole path, file:///folder: for a relative one type {path}"
+        )
+    return Path(os.path.normpath(unquote(parts.path)))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.string_array import StringArray
+from ddp_hydra.data.paths import is_leftover
 from ddp_hydra.storage import Store
 from ddp_hydra.storage.files import replacing
 
@@ -25,9 +26,9 @@ class Listing:
     """The images under a prefix.
 
     Args:
-        keys: the keys of the images, sorted.
+        keys: the keys of the images in the order of torchvision's ImageFolder: by class, by folder, by file.
         sizes: uint32 (images,), bytes; larger files count as 4 GiB, see `known_size`.
-        others: how many other objects there are, by extension.
+        others: how many other objects there are, by extension; "hidden": what `is_leftover` tells.
     """
 
     keys: StringArray
@@ -52,15 +53,22 @@ def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
     others: Counter[str] = Counter()
     inside = len(prefix) + 1 if prefix else 0
     for key, size in store.objects(prefix):
+        if is_leftover(key[inside:]):
+            others["hidden"] += size > 0  # an empty one may be the marker of a folder
         # There may be a million keys, and a path object would take ten times as long.
-        if key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and (not in_folders or key.find("/", inside) > 0):
+        elif key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and (not in_folders or key.find("/", inside) > 0):
             found.append((key, size))
         elif size or PurePosixPath(key).suffix:  # empty objects without an extension mark folders
             extension = PurePosixPath(key).suffix.lower()
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
-    found.sort()
+    found.sort(key=lambda image: _order(image[0], inside))
     sizes = np.fromiter((min(size, _LARGEST) for _, size in found), np.uint32, len(found))
-    return Listing(StringArray(key for key, _ in found), sizes, others)
+    return Listing(StringArray(key for key, _ in found), sizes, +others)
+
+
+def _order(key: str, inside: int) -> tuple[str, str, str]:
+    folder, _, name = key.rpartition("/")
+    return folder[inside:].partition("/")[0], folder, name
 
 
 def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, in_folders: bool = True) -> Listing:
@@ -75,7 +83,7 @@ def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, 
     """
     if not max_age_s:
         return list_images(store, prefix, in_folders)
-    identity = f"{getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
+    identity = f"2 {getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
     path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none, or damaged
         if time.time() - path.stat().st_mtime < max_age_s:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from ddp_hydra.data.paths import class_of
 from ddp_hydra.data.shards.download import download, in_parallel, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
@@ -68,10 +69,11 @@ def write_shards(
         target = cleaning.enter_context(_Target.open(out, access))
         store, prefix = access.open(absolute(source))
         images = _images(store, prefix, source, report)
-        classes = sorted({_class(key) for key, _ in images})
+        classes = sorted({class_of(key, prefix) for key, _ in images})
+        report(f"{len(classes):,} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
         number_of = {label: number for number, label in enumerate(classes)}
         random.Random(seed).shuffle(images)  # noqa: S311
-        samples = cleaning.enter_context(contextlib.closing(_samples(store, images, number_of)))
+        samples = cleaning.enter_context(contextlib.closing(_samples(store, prefix, images, number_of)))
         shards: list[dict[str, Any]] = []
         while (shard := _write_shard(target, f"{name}-{len(shards):06d}.tar", samples, shard_mb * MIB)) is not None:
             shards.append(shard)
@@ -149,12 +151,8 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
     return [(key, known_size(size)) for key, size in zip(found.keys, found.sizes.tolist(), strict=True)]
 
 
-def _class(key: str) -> str:
-    return key.rsplit("/", 2)[-2]
-
-
 def _samples(
-    store: Store, images: list[tuple[str, int | None]], number_of: dict[str, int]
+    store: Store, prefix: str, images: list[tuple[str, int | None]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
     """Yield the members of each sample: names and contents."""
     with contextlib.closing(in_parallel(lambda image: store.get(*image), images, _READERS, 2 * _READERS)) as contents:
@@ -162,7 +160,7 @@ def _samples(
             stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
             # The number makes the key unique, the name is for people; a key ends at its first dot.
             sample = f"{number:08d}-{stem.replace('.', '_')}"
-            label = str(number_of[_class(key)]).encode()
+            label = str(number_of[class_of(key, prefix)]).encode()
             yield [(f"{sample}{extension.lower()}", content), (f"{sample}.cls", label)]
 
 

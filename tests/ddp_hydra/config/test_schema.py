@@ -66,6 +66,21 @@ def test_the_default_is_a_job():
     assert not GlobalHydra().is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("bucket", "told"),
+    [
+        ("s3://photos/train", r"folder in a bucket: type data\.bucket=s3://photos, and .*data\.train_prefix"),
+        ("file://../flat", r"'file://\.\./flat' .*for a relative one type \.\./flat"),
+        ("http://host/photos", r"not the name of a bucket"),
+        ("my bucket", r"'my bucket' is not the name of a bucket"),
+        ("ftpx://a", r"ftpx:// is not known"),
+    ],
+)
+def test_what_can_be_no_bucket_is_refused_before_a_cluster_starts(bucket, told):
+    with pytest.raises(ConfigError, match=told):
+        validate.check(composed("data=s3_photos", f"data.bucket='{bucket}'"))
+
+
 NEEDED = {
     "cluster=ssh": ["cluster.hosts=[a,b]"],
     "data=s3_photos": ["data.bucket=photos"],

@@ -68,9 +68,11 @@ def test_what_is_no_image_in_a_class_folder_is_counted_and_skipped(folder, pets)
     assert folder(pets, "pets").skipped == {".txt": 1, "": 1, "images outside a class folder": 1}
 
 
-def test_the_class_is_the_nearest_folder_where_they_are_nested(folder, s3, png):
-    bucket = s3.fill({"a/b/cat/1.png": png(), "c/dog/1.png": png()})
-    assert folder(bucket).classes == ["cat", "dog"]
+def test_the_class_is_the_first_folder_below_the_prefix(folder, s3, png):
+    bucket = s3.fill({"t/a/indoor/1.png": png(), "t/c/indoor/1.png": png(), "t/a/.ipynb_checkpoints/1.png": png()})
+    data = folder(bucket, "t")
+    assert (data.classes, data.samples) == (["a", "c"], [("t/a/indoor/1.png", 0), ("t/c/indoor/1.png", 1)])
+    assert data.skipped == {"hidden": 1}
 
 
 def test_a_prefix_may_have_slashes_around_it(folder, pets):
@@ -125,6 +127,7 @@ def test_a_folder_without_images_is_no_class_of_val_either(folder, s3, png):
     bucket = s3.fill(
         {
             "train/.ipynb_checkpoints/": b"",
+            "train/__MACOSX/._1.png": png(),
             "train/apes/readme.txt": b"none yet",
             "train/cats/1.png": png(),
             "train/dogs/young/1.png": png(),
@@ -132,7 +135,7 @@ def test_a_folder_without_images_is_no_class_of_val_either(folder, s3, png):
         }
     )
     val = folder(bucket, "val", classes_from="train")
-    assert val.classes == folder(bucket, "train").classes == ["cats", "young"]
+    assert val.classes == folder(bucket, "train").classes == ["cats", "dogs"]
     assert val.samples == [("val/cats/1.png", 0)]
 
 
@@ -391,8 +394,11 @@ def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, pet
 @pytest.mark.parametrize(
     ("arguments", "typed"),
     [
-        ({"bucket": "s3://pets"}, r"'s3://pets'.*data\.bucket="),
-        ({"bucket": "pets/train"}, r"data\.bucket="),
+        (
+            {"bucket": "s3://pets/train"},
+            r"is a folder in a bucket: type data\.bucket=s3://pets, and.*data\.train_prefix",
+        ),
+        ({"bucket": "_pets"}, r"'_pets' is not the name of a bucket.*data\.bucket="),
         (
             {"bucket": "pets", "endpoint_url": "localhost:9000"},
             r"'localhost:9000'.*data\.endpoint_url=http://",
@@ -415,7 +421,8 @@ def test_a_listing_that_is_young_enough_is_taken_from_disk(folder, s3, png, monk
     again = folder(bucket, "t", listing_max_age_s=3600)
     assert (again.samples, again.skipped, again.n_bytes(1)) == (first.samples, first.skipped, len(png()))
     assert len(folder(bucket, "t")) == 3
-    assert len(folder(bucket, "", listing_max_age_s=3600)) == 3  # another prefix is another listing
+    s3.add(bucket, {"u/b/3.png": png()})
+    assert len(folder(bucket, "", listing_max_age_s=3600)) == 4  # another prefix is another listing
     for file in (tmp_path / "ddp_hydra" / "listings").iterdir():
         os.utime(file, (0, 0))
     assert len(folder(bucket, "t", listing_max_age_s=3600)) == 3

@@ -59,7 +59,8 @@ def test_a_folder_becomes_shards_that_hold_every_image_once(pictures, tmp_path, 
     told = capsys.readouterr().out.splitlines()
     assert told[-1] == f"30 samples in {len(names)} shards"
     assert told[0] == "skipped: 3 .txt"
-    assert len(told) == len(names) + 2
+    assert told[1] == "3 classes: cat, dog, Übel"
+    assert len(told) == len(names) + 3
 
 
 def test_the_same_seed_gives_the_same_bytes(pictures, tmp_path):
