@@ -20,6 +20,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from tests.support.s3_server import session_s3 as session_s3
+
 for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypothesis-profile=
     settings.register_profile(
         profile, deadline=None, database=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]

@@ -65,21 +65,22 @@ class Seaweed:
 
     Args:
         bucket: the bucket's name.
+        credentials: access key and secret key; by default new ones for each store, so that others on this machine
+            can't read it.
 
     Attributes:
         endpoint_url: e.g. "http://127.0.0.1:40123".
-        credentials: access key and secret key, new for each store: others on this machine can't read it without them.
 
     Raises:
         FileNotFoundError: SeaweedFS is not installed.
     """
 
-    def __init__(self, bucket: str) -> None:
+    def __init__(self, bucket: str, credentials: tuple[str, str] | None = None) -> None:
         weed = find_weed()
         if weed is None:
             raise FileNotFoundError("the program weed of SeaweedFS is not installed")
         self._weed, self._bucket = weed, bucket
-        self.credentials = (secrets.token_hex(10), secrets.token_hex(20))
+        self.credentials = credentials or (secrets.token_hex(10), secrets.token_hex(20))
         self._start()
 
     def __enter__(self) -> Seaweed:

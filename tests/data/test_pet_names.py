@@ -232,7 +232,7 @@ def test_names_in_a_bucket_are_read_once_and_then_from_the_cache(s3, tmp_path):
     assert PetNames(**source, endpoint_url=s3.endpoint_url).names == ["rex", "fido"]
     with pytest.raises(FileNotFoundError, match=r"no object s3://bucket-0/other\.json.*data\.source="):
         PetNames(f"s3://{bucket}/other.json", cache_dir=str(tmp_path), endpoint_url=s3.endpoint_url)
-    s3.close()
+    s3.delete(bucket, "lists/names.json")
     assert PetNames(**source, endpoint_url=s3.endpoint_url).names == ["rex", "fido"]
 
 

@@ -9,11 +9,12 @@ import subprocess
 
 import pytest
 
+from tests.support.s3_server import KEYS
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
 TINY = ("data=tiny", "model=tiny", "trainer.max_steps=1")
 INLINE = (*TINY, "cluster=inline")
-KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret"}
 
 
 def refused(cli, *arguments: str, said: str, **variables: str) -> str:
@@ -208,8 +209,7 @@ def test_one_text_among_many_images_is_allowed_and_named_in_the_log(cli, images)
     assert "train/a/3.png" in (cli.folder / "run" / "logs" / "rank-0.log").read_text()
 
 
-def test_wrong_credentials_are_named_and_not_shown(cli, images, monkeypatch):
-    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+def test_wrong_credentials_are_named_and_not_shown(cli, images):
     bucket, settings = images
     told = refused(
         cli,
@@ -218,7 +218,7 @@ def test_wrong_credentials_are_named_and_not_shown(cli, images, monkeypatch):
         f"data.bucket={bucket}",
         "hydra.run.dir=run",
         said=r"refused the credentials of the environment.*data\.anon=true",
-        **KEYS,
+        **{**KEYS, "AWS_ACCESS_KEY_ID": "another-key"},
     )
     secret = KEYS["AWS_SECRET_ACCESS_KEY"]
     assert secret not in told

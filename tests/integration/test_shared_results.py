@@ -22,7 +22,7 @@ from ddp_hydra.storage.manifest import read_manifest_text
 from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
 from tests.integration.support.chaos import Dask
 from tests.integration.support.training import CLOCKS
-from tests.support.s3_server import S3Server, s3_server
+from tests.support.s3_server import KEYS, S3Server, s3_server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -30,7 +30,6 @@ TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=
 SHORT = (*TINY, "trainer.epochs=2")
 SLOW = (*TINY, "trainer.epochs=100000", "data.delay_s=0.002", "trainer.checkpoint_every_steps=5")
 SECURITY = "+cluster.security._target_=distributed.Security.temporary"
-KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_REGION": "us-east-1"}
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +126,8 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 def names(server: S3Server, url: str) -> set[str]:
     """The objects of a run."""
-    from moto.core import DEFAULT_ACCOUNT_ID
-    from moto.s3.models import s3_backends
-
     prefix = url.removeprefix("s3://bucket-0/") + "/"
-    keys = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets["bucket-0"].keys
-    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+    return {key.removeprefix(prefix) for key in server.sizes("bucket-0") if key.startswith(prefix)}
 
 
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:

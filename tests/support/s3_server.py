@@ -4,27 +4,86 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from ddp_hydra.data.seaweed import Seaweed
 
-@dataclass
+KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_REGION": "us-east-1"}
+"""The environment with credentials that the server takes."""
+
+
 class S3Server:
-    """A moto server on loopback.
+    """A SeaweedFS store on loopback, whose buckets tests fill.
 
-    `fill` makes a bucket and returns its name, `add` puts more there, `publish` opens it to all.
+    Attributes:
+        client: botocore's client of it, for a look behind the scenes.
     """
 
-    endpoint_url: str
-    fill: Callable[[Mapping[str, bytes]], str]
-    add: Callable[[str, Mapping[str, bytes]], None]
-    publish: Callable[[str], None]
-    close: Callable[[], None]
+    def __init__(self) -> None:
+        from botocore.config import Config
+        from botocore.session import get_session
+
+        access, secret, region = KEYS.values()
+        self._store = Seaweed("ready", credentials=(access, secret))
+        self.endpoint_url = self._store.endpoint_url
+        self._store.wait_until_ready(60)
+        self._numbers = itertools.count()
+        config = Config(s3={"addressing_style": "path"}, proxies={})
+        self.client: Any = get_session().create_client(
+            "s3", region, endpoint_url=self.endpoint_url, aws_access_key_id=access, aws_secret_access_key=secret,
+            config=config,
+        )  # fmt: skip
+
+    def fill(self, objects: Mapping[str, bytes]) -> str:
+        """Make a bucket, and return its name: bucket-0 is the first of a test."""
+        name = f"bucket-{next(self._numbers)}"
+        self.client.create_bucket(Bucket=name)
+        self.add(name, objects)
+        return name
+
+    def add(self, bucket: str, objects: Mapping[str, bytes]) -> None:
+        """Put more there."""
+        for key, content in objects.items():
+            self.client.put_object(Bucket=bucket, Key=key, Body=content)
+
+    def sizes(self, bucket: str) -> dict[str, int]:
+        """What is in a bucket: size by key."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        return {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
+
+    def objects(self, bucket: str) -> dict[str, bytes]:
+        """All that is in a bucket, by key."""
+        return {key: self.client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in self.sizes(bucket)}
+
+    def delete(self, bucket: str, key: str) -> None:
+        """Delete an object."""
+        self.client.delete_object(Bucket=bucket, Key=key)
+
+    def publish(self, bucket: str) -> None:
+        """Open a bucket to all."""
+        self.client.put_bucket_acl(Bucket=bucket, ACL="public-read")
+
+    def drop(self, bucket: str) -> None:
+        """Remove a bucket with all that is in it."""
+        for key in self.sizes(bucket):
+            self.delete(bucket, key)
+        self.client.delete_bucket(Bucket=bucket)
+
+    def clear(self) -> None:
+        """Remove all buckets."""
+        for bucket in self.client.list_buckets()["Buckets"]:
+            self.drop(bucket["Name"])
+        self._numbers = itertools.count()
+
+    def stop(self) -> None:
+        """End it."""
+        self.client.close()
+        self._store.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -40,64 +99,30 @@ def plain_environment(monkeypatch, tmp_path):
 @pytest.fixture
 def credentials(monkeypatch):
     """Credentials in the environment that the test's server takes."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
 
 
-@pytest.fixture
-def s3() -> Iterator[S3Server]:
-    """An S3 server in this process, with credentials unchecked."""
+@pytest.fixture(scope="session")
+def session_s3() -> Iterator[S3Server]:
+    """The server of all tests that do not stop it."""
     with s3_server() as server:
         yield server
 
 
+@pytest.fixture
+def s3(session_s3) -> Iterator[S3Server]:
+    """An S3 server without buckets."""
+    yield session_s3
+    session_s3.clear()
+
+
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """For tests that share one."""
-    from moto.core import DEFAULT_ACCOUNT_ID
-    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
-    from moto.s3.models import get_canned_acl, s3_backends
-    from werkzeug.serving import make_server
-
-    class QuietHandler(MotoRequestHandler):
-        def log(self, *args):
-            pass
-
-    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
-    backend.reset()
-    app = create_backend_app("s3")
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=QuietHandler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-
-    def fill(objects: Mapping[str, bytes]) -> str:
-        name = f"bucket-{len(backend.buckets)}"
-        backend.create_bucket(name, "us-east-1")
-        add(name, objects)
-        return name
-
-    def add(bucket: str, objects: Mapping[str, bytes]) -> None:
-        for key, content in objects.items():
-            backend.put_object(bucket, key, content)
-
-    def publish(bucket: str) -> None:
-        for key in list(backend.buckets[bucket].keys):
-            backend.put_object_acl(bucket, key, get_canned_acl("public-read"))
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-        with contextlib.suppress(OSError):  # a connection keeps it
-            kept_port.bind(server.server_address)  # else a server of another test might get it, and answer
-
-    kept_port = socket.socket()
-    kept_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    yield S3Server(f"http://127.0.0.1:{server.server_port}", fill, add, publish, close)
-    if thread.is_alive():
-        close()
-    kept_port.close()
-    backend.reset()
+    """A server of one's own, e.g. to stop it."""
+    server = S3Server()
+    yield server
+    server.stop()
 
 
 @pytest.fixture

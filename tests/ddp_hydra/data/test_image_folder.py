@@ -19,6 +19,7 @@ from ddp_hydra.data.holdout import is_of
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.storage.fsspec_store import FsspecStore
+from tests.support.s3_server import s3_server
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 ROOT = Path(__file__).parents[3]
@@ -181,10 +182,11 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(folder, s3):
     assert not torch.equal(first, images(16, list(range(20)), seed=1))
 
 
-def test_an_image_is_fetched_once_while_the_cache_has_room(folder, s3, pets):
-    data = folder(pets, "pets", cache_mb=1)
-    before = data.__getitems__([0, 1, 2])
-    s3.close()
+def test_an_image_is_fetched_once_while_the_cache_has_room(folder, png):
+    with s3_server() as server:
+        bucket = server.fill({f"a/{number}.png": png(red=number) for number in range(3)})
+        data = folder(bucket, endpoint_url=server.endpoint_url, cache_mb=1)
+        before = data.__getitems__([0, 1, 2])
     assert all(torch.equal(a[0], b[0]) for a, b in zip(before, data.__getitems__([0, 1, 2]), strict=True))
 
 
@@ -275,12 +277,9 @@ def test_too_many_bad_images_fail_and_a_few_are_named(folder, s3, png):
 
 
 def test_an_image_that_is_gone_since_the_listing_is_a_bad_one(folder, s3, png):
-    from moto.core import DEFAULT_ACCOUNT_ID
-    from moto.s3.models import s3_backends
-
     bucket = s3.fill({"a/0.png": png(red=1), "a/1.png": png(red=2)})
     data = folder(bucket, max_bad_fraction=0.5)
-    s3_backends[DEFAULT_ACCOUNT_ID]["aws"].delete_object(bucket, "a/0.png")
+    s3.delete(bucket, "a/0.png")
     assert data[0][0][0, 0, 0].item() == 2
     assert "no object" in data.bad["a/0.png"]
 
@@ -321,11 +320,10 @@ def test_a_prefix_without_images_says_what_it_holds_instead(folder, s3):
         folder(bucket, "t")
 
 
-def test_an_unreachable_endpoint_is_told_within_seconds(folder, s3):
-    s3.close()
+def test_an_unreachable_endpoint_is_told_within_seconds(folder):
     start = time.monotonic()
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1.*not reachable \(.*refused.*data\.endpoint_url="):
-        folder("any-bucket")
+        folder("any-bucket", endpoint_url="http://127.0.0.1:9")
     assert time.monotonic() - start < 10
 
 
@@ -335,13 +333,13 @@ def test_an_unknown_host_is_told_as_unreachable(folder):
 
 
 def test_wrong_credentials_are_told_and_not_shown(folder, pets, monkeypatch):
-    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another-key")
     with pytest.raises(
         PermissionError, match=r"refused the credentials of the environment.*InvalidAccessKeyId"
     ) as error:
         folder(pets, "pets")
     assert "data.anon=true" in str(error.value)
-    assert "testing-key" not in str(error.value)
+    assert "another-key" not in str(error.value)
     assert "testing-secret" not in str(error.value)
 
 
@@ -367,7 +365,7 @@ def test_a_shared_credentials_file_is_used(folder, pets, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     file = tmp_path / "credentials"
-    file.write_text("[work]\naws_access_key_id = from-file\naws_secret_access_key = secret\n")
+    file.write_text("[work]\naws_access_key_id = testing-key\naws_secret_access_key = testing-secret\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_PROFILE", "work")
     assert len(folder(pets, "pets")) == 3

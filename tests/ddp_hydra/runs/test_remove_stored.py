@@ -12,15 +12,14 @@ from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import OWNER, FencedStore
 from ddp_hydra.runs import disk
 from ddp_hydra.storage import results_root
-from tests.support.s3_server import s3  # noqa: F401 (a fixture)
+from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.medium
 
 
 @pytest.fixture
 def bucket(s3, monkeypatch) -> str:  # noqa: F811
-    environment = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
-    for name, value in {**environment, "AWS_ENDPOINT_URL": s3.endpoint_url}.items():
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint_url}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3.fill({})}"
 

@@ -28,6 +28,7 @@ from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
+from tests.support.s3_server import S3Server, s3  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.integration
 
@@ -41,46 +42,36 @@ class Front:
     Attributes:
         answer: told the method and key, says "503", "close", "reset" or "hang" instead of passing on, or None.
         seen: what was asked, as (method, key, status or what was done to it).
-        backend: of moto, for a look behind the scenes.
+        server: the one behind it, for a look behind the scenes.
     """
 
     url: str
-    backend: object
+    server: S3Server
     answer: Answer = lambda method, key: None
     seen: list[tuple[str, str, str]] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
 
     def objects(self) -> dict[str, bytes]:
         """All that is in the bucket, by key."""
-        keys = self.backend.buckets["runs"].keys
-        return {key: keys[key].value for key in keys}
+        return self.server.objects("runs")
 
     def manifest(self) -> dict[str, dict]:
-        return read_manifest_text(self.objects()["a/checkpoints/manifest.json"])
-
-    def drop_bucket(self) -> None:
-        self.backend.buckets["runs"].keys.clear()
-        self.backend.delete_bucket("runs")
+        got = self.server.client.get_object(Bucket="runs", Key="a/checkpoints/manifest.json")
+        return read_manifest_text(got["Body"].read())
 
     def check(self) -> None:
         """The manifest names complete objects only."""
-        objects = self.objects()
-        for name, entry in self.manifest().items():
+        manifest = None
+        while manifest != (manifest := self.manifest()):  # else it was changed while the bucket was listed
+            sizes = self.server.sizes("runs")
+        for name, entry in manifest.items():
             if name.startswith("step-"):
-                assert len(objects[f"a/checkpoints/{name}"]) == entry["size"]
+                assert sizes[f"a/checkpoints/{name}"] == entry["size"]
 
 
 @pytest.fixture
-def front(monkeypatch, tmp_path) -> Iterator[Front]:
+def front(monkeypatch, tmp_path, s3) -> Iterator[Front]:  # noqa: F811
     """An S3 server with an empty bucket 'runs', and the environment that leads there."""
-    from moto.core import DEFAULT_ACCOUNT_ID
-    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
-    from moto.s3.models import s3_backends
-    from werkzeug.serving import make_server
-
-    class QuietHandler(MotoRequestHandler):
-        def log(self, *args):
-            pass
 
     class FrontHandler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -102,7 +93,7 @@ def front(monkeypatch, tmp_path) -> Iterator[Front]:
                     self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.close_connection = True
             else:
-                server = http.client.HTTPConnection("127.0.0.1", behind.server_port)
+                server = http.client.HTTPConnection(urlsplit(s3.endpoint_url).netloc)
                 server.request(self.command, self.path, body, dict(self.headers))
                 got = server.getresponse()
                 self.reply(got.status, got.getheaders(), got.read())
@@ -133,12 +124,9 @@ def front(monkeypatch, tmp_path) -> Iterator[Front]:
         def handle_error(self, *args):
             pass
 
-    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
-    backend.reset()
-    backend.create_bucket("runs", "us-east-1")
-    behind = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=QuietHandler)
+    s3.client.create_bucket(Bucket="runs")
     before = FrontServer(("127.0.0.1", 0), FrontHandler)
-    front = Front(f"http://127.0.0.1:{before.server_port}", backend)
+    front = Front(f"http://127.0.0.1:{before.server_port}", s3)
     for name in list(os.environ):
         if name.startswith("AWS_") or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
             monkeypatch.delenv(name)
@@ -146,16 +134,13 @@ def front(monkeypatch, tmp_path) -> Iterator[Front]:
     monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
-    servers = [(server, threading.Thread(target=server.serve_forever, args=(0.01,))) for server in (behind, before)]
-    for _, thread in servers:
-        thread.start()
+    thread = threading.Thread(target=before.serve_forever, args=(0.01,))
+    thread.start()
     yield front
     front.released.set()
-    for server, thread in servers:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-    backend.reset()
+    before.shutdown()
+    before.server_close()
+    thread.join()
 
 
 class Run:
@@ -282,7 +267,7 @@ def test_a_bucket_that_is_gone_damages_no_run_and_the_end_says_what_is_missing(
     run = Run(tmp_path / "run", checkpoint_record, retry_s=0.3)
     run.write(1)
     run.settle()
-    front.drop_bucket()
+    front.server.drop("runs")
     run.write(2)
     run.mirror.close()
     assert run.mirror.failures == 1
@@ -297,8 +282,8 @@ def test_a_bucket_that_is_made_anew_gets_all(front, tmp_path, checkpoint_record)
     run = Run(tmp_path / "run", checkpoint_record)
     run.write(1)
     run.settle()
-    front.drop_bucket()
-    front.backend.create_bucket("runs", "us-east-1")
+    front.server.drop("runs")
+    front.server.client.create_bucket(Bucket="runs")
     run.write(2)
     run.mirror.close()
     front.check()
@@ -469,12 +454,11 @@ def test_checkpoints_of_a_store_that_does_not_answer_stay(front, tmp_path, check
 
 
 def spoil(front: Front, step: int, content: bytes | None) -> None:
-    bucket = front.backend.buckets["runs"]
-    key = next(key for key in bucket.keys if f"step-{step:06d}" in key)
+    key = next(key for key in front.objects() if f"step-{step:06d}" in key)
     if content is None:
-        del bucket.keys[key]
+        front.server.delete("runs", key)
     else:
-        front.backend.put_object("runs", key, content)
+        front.server.add("runs", {key: content})
 
 
 @pytest.mark.parametrize(
@@ -515,11 +499,11 @@ def test_fetching_what_is_not_there_is_a_sentence(front, tmp_path):
         fetch_checkpoint("s3://runs/a", tmp_path)
     with pytest.raises(ConfigError, match="there is no bucket 'nowhere' at http"):
         fetch_checkpoint("s3://nowhere/a", tmp_path)
-    front.backend.put_object("runs", "a/checkpoints/manifest.json", b"[]")
+    front.server.add("runs", {"a/checkpoints/manifest.json": b"[]"})
     with pytest.raises(CheckpointError, match="is not the manifest of checkpoints"):
         fetch_checkpoint("s3://runs/a", tmp_path)
     evil = b'{"files": {"step-1/../../x.pt": {"size": 1, "sha256": ""}, "step-1.pt": {}}}'
-    front.backend.put_object("runs", "a/checkpoints/manifest.json", evil)
+    front.server.add("runs", {"a/checkpoints/manifest.json": evil})
     with pytest.raises(CheckpointError, match="has no size"):
         fetch_checkpoint("s3://runs/a", tmp_path)
 
@@ -545,7 +529,7 @@ def test_a_url_that_is_none_of_a_bucket_is_refused_and_not_repeated(tmp_path, ur
 def test_a_bucket_that_can_never_work_is_refused_before_training(front, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="there is no bucket 'nowhere'"):
         default_writers(tmp_path, mirror="s3://nowhere/a")
-    front.backend.put_object("runs", "a/checkpoints/manifest.json", b"a list of ships")
+    front.server.add("runs", {"a/checkpoints/manifest.json": b"a list of ships"})
     with pytest.raises(ConfigError, match=r"is not the manifest of checkpoints.*results.mirror="):
         default_writers(tmp_path, mirror="s3://runs/a")
     monkeypatch.setitem(sys.modules, "obstore", None)

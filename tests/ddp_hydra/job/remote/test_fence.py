@@ -10,7 +10,7 @@ from ddp_hydra.errors import TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.storage import LocalFolder, results_root
 from ddp_hydra.storage.base import ObjectChangedError
-from tests.support.s3_server import s3  # noqa: F401 (a fixture)
+from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(params=["disk", "bucket"])
@@ -18,8 +18,7 @@ def there(request, tmp_path, monkeypatch) -> results_root.ResultsFolder:
     if request.param == "disk":
         return results_root.open_folder(str(tmp_path / "runs"))
     server = request.getfixturevalue("s3")
-    environment = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "us-east-1"}
-    for name, value in {**environment, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
         monkeypatch.setenv(name, value)
     return results_root.open_folder(f"s3://{server.fill({})}/runs")
 
