@@ -50,7 +50,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
             up       the rank task has started; from rank 0, rendezvous: the address where the ranks meet
             beat     the rank's progress: step, phase, first, age_s (since it moved), stopped; about once a second
-            start    lines (list[str]), total_steps, epochs, steps_per_epoch, world_size
+            start    lines (list[str]), total_steps, epochs, world_size
             metrics  metrics ({name: float}), epoch, samples
             text     name, text
             image    name, png (base64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ddp_hydra.console.text import counted
 from ddp_hydra.data.processes import InProcesses
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training.monitoring.data_stats import skipped_by
-from ddp_hydra.training.schedule_progress import steps_in_epoch
+from ddp_hydra.training.schedule_progress import planned_steps, steps_in_epoch
 from ddp_hydra.training.state import Position
 
 
@@ -53,8 +54,21 @@ def describe(
         lines.append(
             f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
         )
-    of_epochs = {"epochs": -(-total_steps // epoch_steps), "steps_per_epoch": epoch_steps} if epoch_steps else {}
+    of_epochs = {"epochs": epochs_of(sampler, total_steps, position)} if epoch_steps else {}
     return {"lines": lines, "total_steps": total_steps, **of_epochs, "world_size": world_size}
+
+
+def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:
+    """Return the epochs of a run, the last of which may be cut short. Those before `position` may have had other steps.
+
+    Args:
+        sampler: knows how many steps it has in an epoch.
+        total_steps: of the run.
+        position: where this attempt begins.
+    """
+    later = total_steps - position.step - planned_steps(sampler, position.offset)
+    epochs = position.epoch + (position.offset > 0 or total_steps > position.step)
+    return epochs + max(0, math.ceil(later / planned_steps(sampler)))
 
 
 def samples_in(train_set: Any, val_set: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ddp_hydra.console.text import duration, plain
@@ -23,7 +22,6 @@ class ProgressState:
         self.epoch: float | None = None
         self.total_steps: int | None = None
         self.epochs: float | None = None
-        self._steps_per_epoch: int | None = None
         self.metrics: dict[str, float] = {}
         self._first: tuple[float, int] = (clock(), 0)
 
@@ -33,7 +31,6 @@ class ProgressState:
         self.metrics.clear()
         self.total_steps = record.data.get("total_steps")
         self.epochs = record.data.get("epochs")
-        self._steps_per_epoch = record.data.get("steps_per_epoch")
         self._first = (self._clock(), record.step or 0)
 
     def update(self, record: Record) -> None:
@@ -43,12 +40,7 @@ class ProgressState:
         self.step = record.step if record.step is not None else self.step or 0
 
     def epoch_of(self, record: Record) -> float | None:
-        """Return the epoch that a record belongs to, counted from 1.
-
-        The step decides, if there is one: after the last step of epoch 3 it is still epoch 3.
-        """
-        if self._steps_per_epoch and record.step is not None:
-            return max(1, math.ceil(record.step / self._steps_per_epoch))
+        """Return the epoch that a record belongs to, counted from 1; without one, that of the record before."""
         return record.data.get("epoch", self.epoch)
 
     def forget_validation(self) -> None:

@@ -21,7 +21,6 @@ class _Start(Struct):
     lines: list[str] | None = None
     total_steps: Count | None = None
     epochs: NonNegative | None = None
-    steps_per_epoch: Count | None = None
     world_size: Count | None = None
 
 

@@ -14,9 +14,9 @@ MakeRecord = Callable[..., Record]
 
 @pytest.fixture
 def metrics_record() -> MakeRecord:
-    def make(step: int, attempt: int = 0, rank: int = 0, **metrics: float) -> Record:
+    def make(step: int, attempt: int = 0, rank: int = 0, epoch: int = 1, **metrics: float) -> Record:
         named = {name.replace("__", "/"): value for name, value in metrics.items()}
-        data = {"metrics": named, "epoch": 1, "samples": step * 8}
+        data = {"metrics": named, "epoch": epoch, "samples": step * 8}
         return Record("metrics", data, rank, step, 1000.5 + step, attempt)
 
     return make

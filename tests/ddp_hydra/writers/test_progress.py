@@ -40,7 +40,6 @@ def start():
             "lines": ["model resnet18", "2 ranks, batch 2 x 64 = 128"],
             "total_steps": 50,
             "epochs": 5,
-            "steps_per_epoch": 10,
         },
     )
 
@@ -58,9 +57,10 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
     plain_writer.write(start)
     for step in range(1, 31):
         clock.now += 3
-        plain_writer.write(metrics_record(step, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4))
+        epoch = (step + 9) // 10
+        plain_writer.write(metrics_record(step, epoch=epoch, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4))
         if step % 10 == 0:
-            plain_writer.write(metrics_record(step, val__loss=0.1, val__accuracy=0.972))
+            plain_writer.write(metrics_record(step, epoch=epoch, val__loss=0.1, val__accuracy=0.972))
     plain_writer.close()
     text = output.getvalue()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
@@ -81,7 +81,7 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
 def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, start, metrics_record):
     plain_writer.write(start)
     for step in (5, 10, 15, 20):
-        plain_writer.write(metrics_record(step, train__loss=step))
+        plain_writer.write(metrics_record(step, epoch=(step + 9) // 10, train__loss=step))
         if step == 10:
             plain_writer.write(metrics_record(step, val__loss=0.1))
     plain_writer.close()
@@ -93,10 +93,10 @@ def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, star
 def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock, start, metrics_record):
     writer = ProgressWriter(Console(file=output, width=120, force_terminal=False), restarts=restarts, clock=clock)
     writer.write(start)
-    writer.write(metrics_record(13, train__loss=1.0))
+    writer.write(metrics_record(13, epoch=2, train__loss=1.0))
     writer.write(Record("start", dict(start.data, lines=[]), step=10, attempt=1))
     clock.now += 20
-    writer.write(metrics_record(12, attempt=1, train__loss=1.0))
+    writer.write(metrics_record(12, attempt=1, epoch=2, train__loss=1.0))
     told = [*said, "epoch 2/5  step 12/50  train/loss 1  ETA 6:20 min"]
     assert output.getvalue().splitlines()[2:] == told
 

@@ -16,7 +16,7 @@ def read(folder):
 def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics_record):
     now = [0.0]
     writer = StatusWriter(tmp_path, lambda: now[0])
-    writer.write(Record("start", {"total_steps": 100, "epochs": 4, "steps_per_epoch": 25, "world_size": 2}, step=0))
+    writer.write(Record("start", {"total_steps": 100, "epochs": 4, "world_size": 2}, step=0))
     assert (read(tmp_path)["world_size"], read(tmp_path)["step"]) == (2, None)
     now[0] = 10.0
     writer.write(metrics_record(20, train__loss=0.5))

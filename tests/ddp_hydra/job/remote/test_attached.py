@@ -27,16 +27,16 @@ class Run:
         data = {
             "lines": ["model  \x1b[31mTiny"],
             "total_steps": 10,
-            "steps_per_epoch": 5,
             "epochs": 2,
         }
         self.status.write(Record("start", data, step=step, attempt=attempt))
         self.beat()
 
     def step(self, step, attempt=0, **metrics):
-        self.status.write(Record("metrics", {"metrics": metrics, "epoch": 1}, step=step, attempt=attempt))
+        epoch = (step + 4) // 5
+        self.status.write(Record("metrics", {"metrics": metrics, "epoch": epoch}, step=step, attempt=attempt))
         self.time_s += 1
-        line = {"time": self.time_s, "attempt": attempt, "step": step, "epoch": 1, "samples": step * 8, **metrics}
+        line = {"time": self.time_s, "attempt": attempt, "step": step, "epoch": epoch, "samples": step * 8, **metrics}
         self.lines += json.dumps(line).encode() + b"\n"
         self.store.put("metrics.jsonl", self.lines)
         self.beat()
