@@ -32,25 +32,44 @@ def check(cfg: DictConfig) -> None:
     """
     raw = OmegaConf.to_container(cfg)
     assert isinstance(raw, dict)
-    read = set(_interpolated(raw))
+    read = set(_interpolated(raw, ()))
     for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for key in node:
-            if str(key) not in known and str(key) not in read:
+            if str(key) not in known and not _is_read(f"{prefix}{key}", read):
                 raise ConfigError(unknown(f"{prefix}{key}", known))
     for key, value in (raw.get("metrics") or {}).items():
         if not isinstance(value, dict) or "_target_" not in value:
             raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
 
 
-def _interpolated(node: Any) -> Iterator[str]:
-    """Yield the words inside all interpolations: the keys that other values refer to are among them."""
+def _interpolated(node: Any, place: tuple[str, ...]) -> Iterator[str]:
+    """Yield the words inside all interpolations: the full names of the keys that other values refer to are among them.
+
+    Args:
+        node: of a config, its interpolations unresolved.
+        place: the keys that lead to it.
+    """
     if isinstance(node, str):
-        if "${" in node:
-            yield from re.findall(r"\w+", node)
+        for word in re.findall(r"[\w.\[\]-]+", node) if "${" in node else ():
+            name = word.replace("[", ".").replace("]", "")
+            dots = len(name) - len(name.lstrip(".")) if word.startswith(".") else 0
+            yield ".".join([*place[: len(place) - dots], name[dots:]]) if dots else name
     elif isinstance(node, dict | list):
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from _interpolated(value)
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _interpolated(value, (*place, str(key)))
+
+
+def _is_read(key: str, words: Iterable[str]) -> bool:
+    """Return whether an interpolation refers to a key: to itself, to a node around it, or to a part of it.
+
+    Args:
+        key: its full name, "trainer.seed".
+        words: from `_interpolated`; one that ends with a dot goes on with the value of another interpolation.
+    """
+    return any(
+        key == word or f"{key}.".startswith(f"{word.rstrip('.')}.") or word.startswith(f"{key}.") for word in words
+    )
 
 
 def unknown(key: str, known: Iterable[str], more: str = "") -> str:
@@ -122,11 +141,11 @@ def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    read = set(_interpolated(OmegaConf.to_container(cfg)))
+    read = set(_interpolated(OmegaConf.to_container(cfg), ()))
     for key in new:
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
-        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or name in read:
+        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, read):
             continue
         if not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]

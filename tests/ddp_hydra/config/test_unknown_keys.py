@@ -22,6 +22,8 @@ from tests.ddp_hydra.config.test_schema import CONF, composed
         ("+trainer.clipnorm=3", r"trainer\.clipnorm: there is no such key: did you mean trainer\.clip_norm\?"),
         ("+dispatch.rank=3", r"dispatch\.rank: .*dispatch\.ranks\?"),
         ("+sede=3", r"sede: there is no such key: did you mean seed\?; the groups and keys are cluster, data"),
+        ("+trainer.seed=3", r"trainer\.seed: there is no such key; the keys of trainer are"),  # ${seed} is another key
+        ("+objective.epochs=3", r"objective\.epochs: there is no such key"),
         ("+metrics.f1=3", r"metrics\.f1=3: a metric is a node with a _target_"),
     ],
 )
@@ -32,12 +34,32 @@ def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
+    "reader",
+    [
+        "model.num_classes=${trainer.mine}",
+        "model.num_classes=${trainer}",
+        "model.num_classes=${trainer.mine.part}",
+        "model.num_classes='${trainer.${objective.metric}}'",
+        "model.num_classes='${oc.select:trainer.mine,3}'",
+    ],
+)
+def test_a_new_key_that_another_value_refers_to_is_taken(reader):
+    unknown_keys.check(composed("+trainer.mine=3", "objective.metric=mine", reader))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["+data.bachsize=3"], ["data.bachsize: nothing reads it: did you mean data.batch_size?"]),
         (["+mix.alpha=3"], ["mix.alpha: nothing reads it"]),
         (["+data.interleave=3", "sampler=chunked", "sampler.interleave=${data.interleave}"], []),
         (["+width=3", "data.threads=${width}"], []),
+        (["+data.seed=3"], ["data.seed: nothing reads it"]),
+        (["+data.seed=3", "data.threads=${.seed}"], []),
+        (["+data.seed=3", "data.train.threads=${..seed}"], []),
+        (["+data.seed=3", "data.train.threads=${.seed}"], ["data.seed: nothing reads it"]),
+        (["+data.many.a=3", "data.threads=${data[many].a}"], []),
         (["+data.train.colour=red", "+model.width=3"], []),  # their targets will say
         (["++data.prefetch=3", "data.val=null"], []),
     ],

@@ -58,7 +58,9 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
     for step in range(1, 31):
         clock.now += 3
         epoch = (step + 9) // 10
-        plain_writer.write(metrics_record(step, epoch=epoch, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4))
+        plain_writer.write(
+            metrics_record(step, epoch=epoch, train__loss=1 / step, train__accuracy=0.9, samples_per_s=1234.4)
+        )
         if step % 10 == 0:
             plain_writer.write(metrics_record(step, epoch=epoch, val__loss=0.1, val__accuracy=0.972))
     plain_writer.close()
