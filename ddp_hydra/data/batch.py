@@ -12,21 +12,34 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.wrappers import own_getitems
 
-def make_batch(dataset: Any, indices: list[int], progress: Callable[[], None] = lambda: None) -> Any:
+
+def make_batch(
+    dataset: Any, indices: Indices, seeded: bool = False, progress: Callable[[], None] = lambda: None
+) -> Any:
     """Return a batch of a map-style data set, as it makes them itself.
 
     Args:
         dataset: the data set.
         indices: of the samples.
+        seeded: seed the global generators for each sample, or for the batch where the data set reads it as a whole.
         progress: called before each sample that is read alone, and when all are read.
     """
-    if hasattr(dataset, "__getitems__"):
-        return collated(dataset, dataset.__getitems__(indices), progress)
-    samples = []
-    for index in indices:
-        progress()
-        samples.append(dataset[index])
+    if own_getitems(dataset):
+        if seeded:
+            indices.seed_batch()
+        samples = dataset.__getitems__(indices)
+    else:
+        samples = []
+        for place, index in enumerate(indices):
+            progress()
+            if seeded:
+                indices.seed_sample(place)
+            samples.append(dataset[index])
+    if seeded and hasattr(dataset, "collate"):
+        indices.seed_batch()
     return collated(dataset, samples, progress)
 
 

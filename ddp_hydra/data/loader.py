@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, tee
@@ -18,7 +19,10 @@ from typing import Any
 
 import torch
 
-from ddp_hydra.data.batch import collated, laid_out, make_batch, n_bytes, pin, to_device
+from ddp_hydra.data import draws
+from ddp_hydra.data.batch import laid_out, make_batch, n_bytes, pin, to_device
+from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.thread_safe import is_thread_safe
 
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
@@ -48,11 +52,15 @@ class Loader:
         dataset: a map-style data set; `training/build_data.py` lists its optional methods.
         device: where batches go.
         channels_last: memory layout of 4-d tensors.
-        prefetch: number of batches made while the model trains; 0 makes each when it is asked for.
+        prefetch: number of batches made in threads while the model trains, if the data set is thread-safe; 0 makes each
+            when it is asked for.
         memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
         progress: called after each sample and each batch, from any thread.
+        seed: of what the data set draws from the global generators.
 
     Attributes:
+        in_threads: threads make the batches of this data set. Any other data set is read by one thread, which trains,
+            and the global generators are seeded for each of its samples.
         waited_s: seconds that the loop has waited for batches.
     """
 
@@ -64,6 +72,7 @@ class Loader:
         prefetch: int = 3,
         memory_mb: float = 256,
         progress: Callable[[], None] = lambda: None,
+        seed: int = 0,
     ) -> None:
         self.dataset = dataset
         self.device = device
@@ -71,17 +80,20 @@ class Loader:
         self.prefetch = prefetch
         self.memory_mb = memory_mb
         self.progress = progress
+        self.seed = seed
+        self.in_threads = is_thread_safe(dataset)
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
         self._made_in_s = math.inf
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Yield the batch of each list of indices, in order, on the device."""
+        wanted: Iterable[Indices] = (draws.placed(indices, self.seed) for indices in batches)
         if hasattr(self.dataset, "expect"):
-            batches = list(batches)
-            self.dataset.expect(list(chain.from_iterable(batches)))
-        on_demand = (self.wait(partial(self.make, indices)) for indices in batches)
-        for batch in self.ahead(batches) if self.prefetch else on_demand:
+            wanted = list(wanted)
+            self.dataset.expect(list(chain.from_iterable(wanted)))
+        on_demand = (self.wait(partial(self.make, indices)) for indices in wanted)
+        for batch in self.ahead(wanted) if self.prefetch and self.in_threads else on_demand:
             yield self.placed(batch)
 
     def placed(self, batch: Any) -> Any:
@@ -119,7 +131,7 @@ class Loader:
             )
         next(loaded, None)  # at its end it closes the threads
 
-    def ahead(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+    def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
         """Make `prefetch` batches in the background, while making one takes longer than `QUICK_S`."""
         with ThreadPoolExecutor(self.prefetch, thread_name_prefix="loader") as pool:
             pending: deque[Future[Any]] = deque()
@@ -153,16 +165,17 @@ class Loader:
         affordable = self.memory_mb * 2**20 // max(1, n_bytes(batch))
         return int(min(self.prefetch, max(1, affordable)))
 
-    def make(self, indices: list[int]) -> Any:
+    def make(self, indices: Indices) -> Any:
         """Read one batch of samples."""
         begin = time.perf_counter()
-        batch = self.pinned(make_batch(self.dataset, indices, self.progress))
+        with self.draws_kept():
+            batch = self.pinned(make_batch(self.dataset, indices, not self.in_threads, self.progress))
         self._made_in_s = time.perf_counter() - begin
         return batch
 
-    def made(self, samples: Any) -> Any:
-        """Make a batch of samples."""
-        return self.pinned(collated(self.dataset, samples, self.progress))
+    def draws_kept(self) -> Any:
+        """Return a context in which a data set may draw without disturbing what the model draws."""
+        return nullcontext() if self.in_threads else draws.Kept()
 
     def pinned(self, batch: Any) -> Any:
         """Return a batch from where a GPU copies it beside the computation, if it goes to one."""
@@ -173,4 +186,6 @@ def split(batch: list[int], parts: int) -> list[list[int]]:
     """Cut a batch into parts of nearly equal size; none is empty."""
     parts = min(parts, len(batch))
     ends = [len(batch) * number // parts for number in range(parts + 1)]
+    if isinstance(batch, Indices):
+        return [batch.part(begin, end) for begin, end in pairwise(ends)]
     return [batch[begin:end] for begin, end in pairwise(ends)]

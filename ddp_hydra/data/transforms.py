@@ -53,6 +53,7 @@ class CropParams:
 class _Transform(ABC):
     """Crops an image and resizes it; subclasses choose the crop."""
 
+    thread_safe = True
     size: int
     smooth: bool
     fill: Tensor
@@ -126,6 +127,8 @@ class EvalTransform(_Transform):
         ValueError: `size` or `center_crop` is out of its range.
     """
 
+    thread_safe = True
+
     def __init__(self, size: int, center_crop: float = 1.0, smooth: bool = True) -> None:
         self.smooth = smooth
         self.size = _positive("image_size", size)
@@ -163,6 +166,8 @@ class TrainTransform(_Transform):
     Raises:
         ValueError: a value is out of its range.
     """
+
+    thread_safe = True
 
     def __init__(
         self,

@@ -13,11 +13,10 @@ A data set has these methods and attributes:
     labelled = False                  optional: its targets mean nothing, so that it can only be predicted
     set_epoch(epoch)                  optional: for augmentation
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
-    read_elsewhere(indices)           optional: gets those of them that another process of the rank reads (read_apart)
     shard_lengths, targets            optional: some samplers use them
     built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
-    read_apart = True                 optional: where the model is on a GPU, processes beside the rank make its batches
-    share(processes)                  optional: called in each of them, which has that part of the threads and memory
+    thread_safe = True                optional: several threads may read it at once, and it draws from no global generator
+    share(workers)                    optional: called in each of data.workers, which has that part of threads and memory
     bad                               optional: {name: reason} of samples that were replaced
     bad_counts                        optional: {name: number} of samples, if a name stands for several
     skipped                           optional: {extension: number} of files that it left out
@@ -51,15 +50,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import heartbeat
-from ddp_hydra.data import streams
+from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
-from ddp_hydra.data.processes import InProcesses, Processes, made_by
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, world_size
 from ddp_hydra.training.instantiate import make, parameters
 
@@ -67,34 +65,44 @@ ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 """Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
 
-def dataset(node: DictConfig | None) -> Any:
-    """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective."""
+def dataset(node: DictConfig | None, seed: int) -> Any:
+    """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective.
+
+    The global generators are seeded before, so that it is split in the same way each time that it is built.
+
+    Args:
+        node: of the config.
+        seed: of the run.
+    """
     if node is None:
         return None
+
+    def build() -> Any:
+        with draws.Kept():
+            draws.seed_all(seed)
+            return make(node)
+
     if world_size() > 1 and built_once(node):
-        return from_rank_0(lambda: make(node))
-    return make(node)
-
-
-def processes(cfg: DictConfig, device: torch.device) -> Processes:
-    """Return how many processes make the batches of each data set of this rank.
-
-    Raises:
-        ConfigError: data.processes is not a number of processes.
-    """
-    return Processes(cfg.data.get("processes"), device.type == "cuda", f"{cfg.seed}/{dist.get_rank()}")
+        return wrappers.opened(from_rank_0(build))
+    return wrappers.opened(build())
 
 
 @contextmanager
-def opened(node: DictConfig | None, processes: Processes = Processes(0)) -> Iterator[Any]:  # noqa: B008  frozen
-    """Build a data set, see `dataset`, and close it at the end.
+def opened(cfg: DictConfig, split: str) -> Iterator[Any]:
+    """Build a data set of a run, and close it at the end; None if there is none. A collective.
 
     Args:
-        node: of the config; None: there is none.
-        processes: that make its batches.
+        cfg: the resolved config.
+        split: "train" or "val".
+
+    Raises:
+        DataError: the ranks have different data.
     """
-    built = made_by(processes, dataset(node))
+    node = cfg.data.get(split)
+    built = dataset(node, cfg.seed)
     try:
+        if built is not None and world_size() > 1 and not built_once(node) and not streams.is_stream(built):
+            same_data.check(built, f"data.{split}", cfg.seed)
         yield built
     finally:
         if hasattr(built, "close"):
@@ -146,7 +154,7 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
         n_samples = len(data)
     if n_samples is None:
         _refuse_without_length(cfg, data)
-    part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress)
+    part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     if steps := cfg.trainer.overfit_batches:
         part = streams.RepeatedPart(part.dataset, rank, world_size, how=part.how, part=part, steps=steps)
     return streams.StreamSampler(part, batch_size, n_samples)
@@ -173,19 +181,14 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     """Build the loader of a data set."""
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     if streams.is_stream(data):
-        options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress}
+        options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress, "seed": cfg.seed}
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
-    loader = Loader(data, device, channels_last, **bounds, progress=heartbeat.progress)
-    if isinstance(data, InProcesses):
-        data.progress = heartbeat.progress
-        if loader.prefetch:
-            loader.prefetch = max(loader.prefetch, data.count)  # each has a batch to make
-    return loader
+    return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress, seed=cfg.seed)
 
 
 def name_of(data: Any) -> str:
-    """Return the name of a data set's class, whoever makes its batches."""
-    return type(data.dataset if isinstance(data, InProcesses) else data).__name__
+    """Return the name of a data set's class."""
+    return type(wrappers.inside(data)).__name__
 
 
 @dataclass

@@ -12,7 +12,9 @@ from ddp_hydra import results
 from ddp_hydra.config import objective
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
-from ddp_hydra.training import build_data, builders, header, setup
+from ddp_hydra.data.draws import numbered
+from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.training import build_data, builders, header, run, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.instantiate import make
@@ -29,7 +31,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
         config: the resolved config as plain dicts.
     """
     cfg = OmegaConf.create(dict(config))
-    with opened(cfg.data.train) as train_set, opened(cfg.data.get("val")) as val_set:
+    with opened(cfg, "train") as train_set, opened(cfg, "val") as val_set:
         results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
 
 
@@ -41,12 +43,16 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     sampler = build_data.sampler(cfg, train_set, 0, world_size)
     epoch_steps = steps_in_epoch(sampler)
     builders.set_float32(cfg)
+    run.seed_step(cfg.seed, 0, 0)  # as the training does
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
     task, meter = builders.task(cfg, train_set, device), Meter(device)
     model.train()
     loader = build_data.loader(cfg, train_set, device, channels_last)
     loader.prefetch = 0
-    batches = list(next(loader.steps(sampler.batches(0), cfg.trainer.gradient_accumulation_steps)))
+    order = sampler.batches(0)
+    if not isinstance(sampler, StreamSampler):
+        order = numbered(order, 0, 0, sampler.global_batch, 0)
+    batches = list(next(loader.steps(order, cfg.trainer.gradient_accumulation_steps)))
     autocast = builders.autocast(cfg, device)
     for update in updates_of(task):
         step = TrainStep(task, model, update)

@@ -77,7 +77,7 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
     cfg = trained.cfg
-    with build_data.opened(cfg.data.get(split) or cfg.data.train) as data:
+    with build_data.opened(cfg, split if cfg.data.get(split) else "train") as data:
         loader = build_data.loader(cfg, data, trained.device, channels_last=False)
         if streams.is_stream(data):
             with closing(loader.each_once(SIZES[0], 0, 1)) as batches:  # type: ignore[type-var]

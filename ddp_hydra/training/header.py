@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_hydra.console.text import counted
-from ddp_hydra.data.processes import InProcesses
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training.monitoring.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps, steps_in_epoch
@@ -45,8 +44,6 @@ def describe(
     ]
     if isinstance(sampler, StreamSampler):
         lines.append(f"stream    {sampler.part.how}")
-    if isinstance(train_set, InProcesses):
-        lines.append(f"reading   {counted(train_set.count, 'process')} beside each rank")
     skipped = [skipped_by(data) for data in (train_set, val_set)]
     lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
     if position.step:

@@ -25,7 +25,6 @@ from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.load_run import Trained
-from ddp_hydra.training.run import seed_numpy_and_python
 
 PARTS = 64
 """Parts that a small data set is cut into, if it has so many batches."""
@@ -71,10 +70,9 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
             f"this run has no data.{split}: choose another data set with data=<group>, or give split=train for the "
             "training data"
         )
-    seed_numpy_and_python(cfg.seed)  # as in training: all ranks split a data set alike
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
-    with build_data.opened(cfg.data[split], build_data.processes(cfg, trained.device)) as data:
+    with build_data.opened(cfg, split) as data:
         yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data)
 
 
@@ -182,7 +180,7 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    reader = streams.whole(run.data, ranks, cfg.data.get("shard_by"), heartbeat.progress)
+    reader = streams.whole(run.data, ranks, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     results.emit("start", {"samples": None, "rows": length})
 
     def wanted(first: int) -> bool:

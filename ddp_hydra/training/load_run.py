@@ -46,7 +46,7 @@ class Trained:
     @cached_property
     def train_set(self) -> Any:
         """The data set that it was trained on."""
-        return build_data.dataset(self.cfg.data.train)
+        return build_data.dataset(self.cfg.data.train, self.cfg.seed)
 
 
 def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) -> Trained:

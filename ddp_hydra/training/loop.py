@@ -14,13 +14,13 @@ from ddp_hydra import heartbeat
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import builders, setup
-from ddp_hydra.training.build_data import opened, processes
+from ddp_hydra.training import setup
+from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.metrics import Count, count
 from ddp_hydra.training.monitoring import memory
 from ddp_hydra.training.monitoring.data_stats import bad_of_all_ranks, count_bad
-from ddp_hydra.training.run import Run, seed_numpy_and_python
+from ddp_hydra.training.run import Run
 from ddp_hydra.training.update import Update
 
 OF_THE_CLIENT = ("cluster", "dispatch", "results")
@@ -44,10 +44,8 @@ def train(
     cfg = OmegaConf.create({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
-    seed_numpy_and_python(cfg.seed)  # all ranks split a data set alike
     paths = {name: Path(path) for name, path in (files or {}).items()}
-    apart = processes(cfg, builders.device(cfg))
-    with opened(cfg.data.train, apart) as train_set, opened(cfg.data.get("val"), apart) as val_set:
+    with opened(cfg, "train") as train_set, opened(cfg, "val") as val_set:
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.data import draws
 from ddp_hydra.data.loader import Loader, MicroBatch
+from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.cadence import Cadence, LogClock
@@ -133,11 +133,19 @@ class Run:
     def steps(self) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step that is left in the epoch; none where only its validation is due."""
         heartbeat.at("load", self.step)
-        batches = () if self.state.validation_due else self.sampler.batches(self.position.epoch, self.position.offset)
+        batches = () if self.state.validation_due else self.batches()
         for micro_batches in self.loader.steps(batches, self.cfg.trainer.gradient_accumulation_steps):
             yield micro_batches
             if not self.epoch_is_over:
                 heartbeat.at("load", self.step)
+
+    def batches(self) -> Any:
+        """Return the indices of each step that is left in the epoch, with the places of the samples."""
+        epoch, offset = self.position.epoch, self.position.offset
+        batches = self.sampler.batches(epoch, offset)
+        if isinstance(self.sampler, StreamSampler):
+            return batches
+        return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
 
     def begin_step(self) -> None:
         """Seed the step."""
@@ -263,13 +271,7 @@ class Run:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed all random generators for a step by its position in the run, so that a resumed run draws the same."""
     mixed = (seed * 1_000_003 + step) * 65_537 + rank
+    draws.seed_all(mixed)
     torch.default_generator.manual_seed(mixed % 2**63)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed % 2**63)
-    seed_numpy_and_python(mixed)
-
-
-def seed_numpy_and_python(seed: int) -> None:
-    """Seed the global generators of numpy and Python: ranks are forks of one process, and would all draw the same."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -176,8 +176,13 @@ class BatchLoader:
     def _decode(self, request: _Request, data: Any, n_bytes: int) -> None:
         begin = time.perf_counter()
         try:
-            image = self._images.make_image(request.index, data, random.Random(request.rng))  # noqa: S311
-            request.batch.put(request.place, image, self._images.sample_target(request.index))
+            rng = random.Random(request.rng)  # noqa: S311
+            if self._images.transforms_in_threads:
+                image = self._images.make_image(request.index, data, rng)
+                request.batch.put(request.place, image, self._images.sample_target(request.index))
+            else:
+                image = self._images.decoded(request.index, data)
+                request.batch.put(request.place, (image, rng), self._images.target(request.index))
         except Exception as error:
             self._replace(request, error)
         finally:

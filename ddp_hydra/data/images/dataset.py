@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ddp_hydra.data.cores import cores_per_rank
+from ddp_hydra.data.draws import Indices, Kept, placed
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
 from ddp_hydra.data.images.batch_loader import BatchLoader, PreallocatedBatch
 from ddp_hydra.data.images.cache import Cache
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.normalise import normalise
 from ddp_hydra.data.images.pil_transform import adapted
+from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.storage import TransferCounters
 from ddp_hydra.storage.base import Counters, StaleCredentialsError
 
@@ -62,7 +64,7 @@ class ImageDataset(Dataset, ABC):
     """
 
     built_once = True
-    read_apart = True
+    thread_safe = True
     labelled = True
     targets: np.ndarray
     classes: list[str]
@@ -194,6 +196,7 @@ class ImageDataset(Dataset, ABC):
             PermissionError: the store has stopped accepting the credentials.
             ConnectionError: the store is not reachable any more.
         """
+        wanted = indices
         indices = [range(len(self))[index] for index in indices]
         self.count(samples=len(indices))
         self._bad_samples()
@@ -201,7 +204,31 @@ class ImageDataset(Dataset, ABC):
         size = getattr(self.transform, "size", None) if hasattr(self.transform, "of_jpeg") else None
         batch = self._get_loader().make(indices, self._epoch, size)
         samples = batch.wait()
+        if not self.transforms_in_threads:
+            return self._transformed_here(wanted, samples)
         return samples if batch.images is None else PreallocatedBatch(samples, batch.images)
+
+    @property
+    def transforms_in_threads(self) -> bool:
+        """Whether the threads that decode images may transform them: the transforms are thread-safe."""
+        return all(one is None or is_thread_safe(one) for one in (self.transform, self.target_transform))
+
+    def _transformed_here(self, indices: Sequence[int], samples: list[Any]) -> list[tuple[Any, Any]]:
+        """Transform the samples one after the other in this thread, with global generators that are seeded for each.
+
+        Args:
+            indices: of the batch; those of a run say the place of each sample, others stand for it themselves.
+            samples: (image and its generator, class number) of each.
+        """
+        if not isinstance(indices, Indices):
+            indices = placed(Indices(indices, self._epoch), self.seed)
+        done = []
+        with Kept():
+            for place, ((image, rng), target) in enumerate(samples):
+                indices.seed_sample(place)
+                target = target if self.target_transform is None else self.target_transform(target)
+                done.append((self._transformed(image, rng), target))
+        return done
 
     def collate(self, samples: list[tuple[Any, Any]]) -> Any:
         """Make a batch of the samples that `__getitems__` returned, without a copy if possible."""
@@ -273,14 +300,26 @@ class ImageDataset(Dataset, ABC):
         header = read_jpeg_header(data)
         of_jpeg = getattr(self.transform, "of_jpeg", None)
         if header is None or of_jpeg is None or header.height * header.width * 3 <= _SMALL_IMAGE:
-            image = decode(data)
-            if image.numel() <= _SMALL_IMAGE:
-                self._cache.put(index, image, image.numel())
-            else:
-                self._cache.put(index, data, len(data))
-            return self._transformed(image, rng)
+            return self._transformed(self.decoded(index, data), rng)
         image = of_jpeg(data, header, rng)
         self._cache.put(index, data, len(data))
+        return image
+
+    def decoded(self, index: int, data: Any) -> Tensor:
+        """Decode an image; keep it or its file in memory while that has space.
+
+        Args:
+            index: of the sample.
+            data: its file, or its image from memory.
+        """
+        self._works = True
+        if isinstance(data, Tensor):
+            return data
+        image = decode(data)
+        if image.numel() <= _SMALL_IMAGE:
+            self._cache.put(index, image, image.numel())
+        else:
+            self._cache.put(index, data, len(data))
         return image
 
     def _transformed(self, image: Tensor, rng: random.Random) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
+from ddp_hydra.data.draws import Indices
 from ddp_hydra.errors import ConfigError
 
 
@@ -78,12 +79,18 @@ class Sampler(ABC):
         """Yield this rank's batches of an epoch, from `position` on, see `steps`."""
         order = self.order(epoch)
         for _ in range(self.steps(position)):
-            positions = np.arange(position, position + self.global_batch) % self.n_samples
-            yield order[self.share(epoch, positions)].tolist()
+            positions = np.arange(position, position + self.global_batch)
+            own = self.share(epoch, positions)
+            yield Indices(order[own % self.n_samples].tolist(), epoch, own.tolist())
             position += self.global_batch
 
     def share(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Return this rank's part of the positions of a global batch, (batch_size,)."""
+        """Return this rank's part of the positions of a global batch, (batch_size,).
+
+        Args:
+            epoch: the epoch.
+            positions: (global_batch,); behind the end of the epoch, n_samples and more, its first samples come again.
+        """
         return positions[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
 
     def set_epoch(self, epoch: int) -> None:

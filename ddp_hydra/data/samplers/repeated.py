@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
+
+from ddp_hydra.data.draws import Indices
 
 
 class Repeated:
@@ -30,4 +32,9 @@ class Repeated:
         """Yield this rank's batches of an epoch, from `position` on."""
         first = list(islice(self.sampler.batches(0), self.first))
         begin = (len(self) - self.steps(position)) % len(first)
-        return islice(cycle(first), begin, begin + self.steps(position))
+        again = islice(cycle(enumerate(first)), begin, begin + self.steps(position))
+        for start, (number, batch) in zip(count(position, self.global_batch), again, strict=False):
+            if isinstance(batch, Indices):  # what a data set draws is as new as in another epoch
+                ahead = start - number * self.global_batch
+                batch = Indices(batch, epoch, [place + ahead for place in batch.positions])
+            yield batch

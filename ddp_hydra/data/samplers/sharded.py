@@ -58,7 +58,7 @@ class Interleaved(Sampler):
     def share(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Return this rank's share of the positions of a global batch, (batch_size,), mostly from its own streams."""
         stream_of = self._sequence(epoch)[1]
-        return super().share(epoch, positions[np.argsort(stream_of[positions], kind="stable")])
+        return super().share(epoch, positions[np.argsort(stream_of[positions % self.n_samples], kind="stable")])
 
 
 @dataclass(kw_only=True)

@@ -1,15 +1,17 @@
-"""Makes the batches of an iterable data set ahead of the loop, in a thread of the same process."""
+"""Makes the batches of an iterable data set: ahead of the loop in a thread, if the data set is thread-safe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 
+from ddp_hydra.data import draws
+from ddp_hydra.data.batch import collated
 from ddp_hydra.data.loader import Loader, MicroBatch, split
 from ddp_hydra.data.streams import split as streams
 from ddp_hydra.data.streams.ahead import Ahead
@@ -57,7 +59,8 @@ class StreamLoader(Loader):
             return
         sampler, position = batches.sampler, batches.position
         sampler.wait = self.wait
-        sampler.begin(batches)
+        with self.draws_kept():
+            sampler.begin(batches)
         sampler.ahead = self._ahead(self._made(sampler, micro_batches), sampler.part, micro_batches)
         with closing(sampler):
             while sampler.steps(position):
@@ -69,13 +72,15 @@ class StreamLoader(Loader):
 
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
         """Yield batches with the numbers of their samples; see `Loader.each_once`."""
-        part = streams.split(self.dataset, rank, world_size, self.way, self.progress)
-        part.open(0)
+        part = streams.split(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
 
         def batches() -> Iterator[Made]:
+            part.open(0)
             samples = part.once()
             while taken := list(islice(samples, batch_size)):
-                yield Made([self.made([sample for _, sample in taken])], [[number for number, _ in taken]])
+                numbers = [number for number, _ in taken]
+                batch = self.made([sample for _, sample in taken], draws.EVALUATION, numbers[0])
+                yield Made([batch], [numbers])
 
         yield from self._each(batches(), part)
 
@@ -87,21 +92,38 @@ class StreamLoader(Loader):
             batch_size: samples of a batch.
             wanted: number of a batch's first sample -> whether to make the batch.
         """
-        part.open(0)
 
         def batches() -> Iterator[Made]:
+            part.open(0)
             start = 0
             while taken := list(islice(part.samples, batch_size)):
                 if wanted(start):
-                    yield Made([self.made(taken)], [list(range(start, start + len(taken)))])
+                    batch = self.made(taken, draws.EVALUATION, start)
+                    yield Made([batch], [list(range(start, start + len(taken)))])
                 start += len(taken)
 
         yield from self._each(batches(), part)
 
+    def made(self, samples: list[Any], epoch: int, position: int) -> Any:
+        """Make a batch of samples.
+
+        Args:
+            samples: of the batch.
+            epoch: see `Indices`.
+            position: of the first of them.
+        """
+        if not self.in_threads and hasattr(self.dataset, "collate"):
+            draws.placed(draws.Indices([], epoch, [position]), self.seed).seed_batch()
+        return self.pinned(collated(self.dataset, samples, self.progress))
+
     def _made(self, sampler: StreamSampler, micro_batches: int) -> Iterator[Made]:
+        position = sampler.reached + sampler.part.rank * sampler.batch_size
         for samples, state in sampler.samples():
             parts = split(samples, micro_batches)
-            yield Made([self.made(part) for part in parts], parts, state)
+            starts = accumulate(map(len, parts), initial=position)
+            batches = [self.made(part, sampler.epoch, start) for part, start in zip(parts, starts, strict=False)]
+            yield Made(batches, parts, state)
+            position += sampler.global_batch
 
     def _each(self, batches: Iterator[Made], part: Part) -> Iterator[tuple[Any, list[int]]]:
         with closing(self._ahead(batches, part, 1)) as ahead:
@@ -113,7 +135,17 @@ class StreamLoader(Loader):
         def depth(made: Made) -> int:
             return max(1, self.affordable(made.batches) // micro_batches)
 
-        return Ahead(steps, depth if self.prefetch else None, part.stop)
+        is_ahead = self.prefetch and self.in_threads
+        return Ahead(steps if is_ahead else self._kept(steps), depth if is_ahead else None, part.stop)
+
+    def _kept(self, steps: Iterator[Made]) -> Iterator[Made]:
+        """Yield steps that are made without disturbing what the model draws."""
+        while True:
+            with self.draws_kept():
+                made = next(steps, None)
+            if made is None:
+                return
+            yield made
 
     def _micro_batches(self, made: Made) -> Iterator[MicroBatch]:
         total = sum(map(len, made.numbers))

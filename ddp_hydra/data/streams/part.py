@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ddp_hydra.data import draws
+
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 """Values that a checkpoint can hold."""
 
@@ -28,6 +30,8 @@ class Part:
         by_state: use the `state_dict` of the data set to resume; otherwise read again what was read before.
         how: how it is split and resumed, for a person to read.
         progress: called after each sample that is read.
+        seed: seed the global generators by it and by the number of each sample; None: do not.
+        training: the epochs draw differently; otherwise each pass draws the same.
 
     Attributes:
         n_read: samples that were read since `open`, also those that were left out.
@@ -41,6 +45,8 @@ class Part:
     by_state: bool = False
     how: str = ""
     progress: Callable[[], None] = lambda: None
+    seed: int | None = None
+    training: bool = True
     stopped: bool = field(default=False, init=False)
     n_read: int = field(default=0, init=False)
 
@@ -64,9 +70,13 @@ class Part:
                 data.set_epoch(epoch)
         if state is not None:
             self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
-        self.samples = self._watched(iter(self.dataset))
+        key = epoch if self.training else draws.EVALUATION
+        if self.seed is not None:
+            draws.seed_by(self.seed, key)  # alike on all ranks, as they may share an order that is drawn here
+        read_before = position * self.shares // self.world_size
+        self.samples = self._watched(iter(self.dataset), key, read_before if state is not None else 0)
         if state is None:
-            self._leave_out(position * self.shares // self.world_size)
+            self._leave_out(read_before)
 
     def take(self, n: int) -> list[Any] | None:
         """Return this rank's samples of the next global batch; None if there is no full one.
@@ -99,13 +109,16 @@ class Part:
         """End reading after the sample under way; called from another thread."""
         self.stopped = True
 
-    def _watched(self, samples: Iterator[Any]) -> Iterator[Any]:
+    def _watched(self, samples: Iterator[Any], key: int, number: int) -> Iterator[Any]:
         for sample in samples:
             if self.stopped:
                 return
             self.progress()
             self.n_read += 1
             yield sample
+            number += 1
+            if self.seed is not None:  # for the next sample; the first one may still draw the order
+                draws.seed_by(self.seed, key, number if self.dealt else number * self.world_size + self.rank)
 
     def _leave_out(self, n: int) -> bool:
         """Read so many samples and drop them; return whether there were as many."""

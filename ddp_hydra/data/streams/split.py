@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ddp_hydra.data.streams.part import Part, plain
+from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.errors import ConfigError
 
 WAYS = ("samples", "itself")
@@ -24,7 +25,13 @@ def is_stream(dataset: Any) -> bool:
 
 
 def split(
-    dataset: Any, rank: int, world_size: int, way: str | None = None, progress: Callable[[], None] = lambda: None
+    dataset: Any,
+    rank: int,
+    world_size: int,
+    way: str | None = None,
+    progress: Callable[[], None] = lambda: None,
+    seed: int | None = None,
+    training: bool = True,
 ) -> Part:
     """Return a rank's part of an iterable data set.
 
@@ -38,6 +45,7 @@ def split(
         way: "samples": each rank reads all samples and takes its share; "itself": the data set gives each rank samples
             of its own; None: as the data set can.
         progress: called after each sample that is read.
+        seed: see `Part`, and so is training.
 
     Raises:
         ConfigError: `way` is none of these, or the data set refuses to be split.
@@ -53,10 +61,14 @@ def split(
         how = "one rank reads all samples"
     by_state = _keeps_its_place(found)
     resumed = "by its state_dict" if by_state else "by counting: it reads again what was read before"
-    return Part(found, rank, world_size, dealt, is_global, by_state, f"{how}; resumes {resumed}", progress)
+    how = f"{how}; resumes {resumed}"
+    seed = None if is_thread_safe(dataset) else seed
+    return Part(found, rank, world_size, dealt, is_global, by_state, how, progress, seed, training)
 
 
-def whole(dataset: Any, world_size: int, way: str | None = None, progress: Callable[[], None] = lambda: None) -> Part:
+def whole(
+    dataset: Any, world_size: int, way: str | None = None, progress: Callable[[], None] = lambda: None, seed: int = 0
+) -> Part:
     """Return an iterable data set as one part with all samples, which each rank reads.
 
     Args:
@@ -64,6 +76,7 @@ def whole(dataset: Any, world_size: int, way: str | None = None, progress: Calla
         world_size: number of ranks.
         way: see `split`.
         progress: called after each sample that is read.
+        seed: see `Part`.
 
     Raises:
         ConfigError: the data set looks itself at which rank reads it.
@@ -74,7 +87,8 @@ def whole(dataset: Any, world_size: int, way: str | None = None, progress: Calla
             "rank (dispatch.ranks=1 or cluster=inline), or a data set that gives each rank all samples "
             "(nodesplitter=None of a webdataset pipeline)"
         )
-    return Part(dataset, how="all samples", progress=progress)
+    seeded = None if is_thread_safe(dataset) else seed
+    return Part(dataset, how="all samples", progress=progress, seed=seeded, training=False)
 
 
 def _by_kind(dataset: Any, rank: int, world_size: int) -> tuple[Iterable[Any], bool, bool, str]:

@@ -1,0 +1,32 @@
+"""Tells which data sets several threads may read at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_METHODS = frozenset(
+    "__call__ __getitem__ __getitems__ __iter__ collate draw expect fetch forward make_image of_jpeg of_rank "
+    "sample_target target".split()
+)
+_PARTS = ("transform", "target_transform", "collate", "collate_fn")
+
+
+def is_thread_safe(data: Any) -> bool:
+    """Return whether several threads may read a data set at once, and it draws from no global generator.
+
+    The class says so, by `thread_safe = True`; the transforms that it holds must say so, too. A subclass that defines
+    a method that makes samples says it anew.
+
+    Args:
+        data: a data set or a transform.
+    """
+    if not getattr(data, "thread_safe", False):
+        return False
+    own = getattr(data, "__dict__", {})
+    if "thread_safe" not in own:
+        for cls in type(data).__mro__:
+            if "thread_safe" in vars(cls):
+                break
+            if not _METHODS.isdisjoint(vars(cls)):
+                return False
+    return all(part is None or is_thread_safe(part) for name in _PARTS if (part := own.get(name)) is not None)

@@ -1,0 +1,284 @@
+"""Looks into torch's `Subset`, which `random_split` makes, and `ConcatDataset`: what the data set inside offers counts.
+
+A wrapper of torch has neither the classes nor the normalisation of the data set inside, and hands whole batches on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+
+from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.errors import ConfigError
+
+
+def opened(data: Any) -> Any:
+    """Return a data set that offers what lies in a wrapper of torch, nested ones, too; any other data set as it is.
+
+    Raises:
+        ConfigError: the parts of a `ConcatDataset` prepare their batches in different ways.
+    """
+    methods = [getattr(type(data), name, None) for name in ("__getitem__", "__getitems__")]
+    if isinstance(data, Subset) and methods == [Subset.__getitem__, Subset.__getitems__]:
+        return OpenedSubset(data, opened(data.dataset))
+    if isinstance(data, ConcatDataset) and methods == [ConcatDataset.__getitem__, None]:
+        return OpenedConcat(data, [opened(part) for part in data.datasets])
+    return data
+
+
+def inside(data: Any) -> Any:
+    """Return the data set as it was built, for its name."""
+    return data.wrapper if isinstance(data, Opened) else data
+
+
+def own_getitems(data: Any) -> bool:
+    """Return whether a data set reads a whole batch in its own way."""
+    if isinstance(data, Opened):
+        return all(own_getitems(part) for part in data.parts)
+    read = getattr(data, "__getitems__", None)
+    return read is not None and getattr(read, "__func__", None) is not StackDataset.__getitems__
+
+
+class Opened(Dataset):
+    """A wrapper of torch that is looked into.
+
+    What the wrapper was given by the user goes before what is inside.
+
+    Args:
+        wrapper: of torch.
+        parts: the data sets inside.
+    """
+
+    def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
+        self.wrapper, self.parts = wrapper, list(parts)
+        self.thread_safe = "collate" not in vars(wrapper) and all(is_thread_safe(part) for part in parts)
+
+    def __len__(self) -> int:
+        return len(self.wrapper)
+
+    def __getitem__(self, index: int) -> Any:
+        part, within = self.find(index)
+        return self.parts[part][within]
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Return the number of the part that has a sample, and its index there."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wrapper", "parts"):  # while it is unpickled
+            raise AttributeError(name)
+        if hasattr(self.wrapper, name) and name != "__getitems__":
+            return getattr(self.wrapper, name)
+        if name in _COMBINED and all(hasattr(part, name) for part in self.parts):
+            return _COMBINED[name](self)
+        if name in _SUMMED and any(hasattr(part, name) for part in self.parts):
+            return _SUMMED[name](self)
+        if name in _SAME:
+            return self.same(name)
+        raise AttributeError(f"{type(self.wrapper).__name__} and what is inside have no {name}")
+
+    def same(self, name: str) -> Any:
+        """Return an attribute that all parts have alike.
+
+        Raises:
+            AttributeError: they have not.
+        """
+        first, *others = [getattr(part, name) for part in self.parts]
+        if any(not _equal(first, other) for other in others):
+            raise AttributeError(f"the parts of {type(self.wrapper).__name__} differ in {name}")
+        return first
+
+    # What several threads or the training loop ask for
+
+    def samples(self, indices: Sequence[int]) -> list[Any]:
+        """Return a whole batch, as the parts read theirs."""
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        found = [self.find(index) for index in indices]
+        for place, (part, _) in enumerate(found):
+            places[part].append(place)
+        if len(places) == 1:
+            (part,) = places
+            return self.parts[part].__getitems__(_of(indices, [within for _, within in found]))
+        samples: list[Any] = [None] * len(found)
+        for part, own in places.items():
+            wanted = _of(indices, [found[place][1] for place in own], own)
+            for place, sample in zip(own, self.parts[part].__getitems__(wanted), strict=True):
+                samples[place] = sample
+        return samples
+
+    def of_sample(self, name: str) -> Callable[[int], Any]:
+        """Return a method of one sample that asks the part that has it."""
+
+        def ask(index: int) -> Any:
+            part, within = self.find(index)
+            return getattr(self.parts[part], name)(within)
+
+        return ask
+
+    def tell(self, name: str) -> Callable[..., None]:
+        """Return a method that calls that of each part that has it."""
+
+        def tell(*args: Any) -> None:
+            for part in self.parts:
+                if hasattr(part, name):
+                    getattr(part, name)(*args)
+
+        return tell
+
+    def expect(self) -> Callable[[Iterable[int]], None]:
+        """Return the method that says which samples will be read."""
+
+        def expect(indices: Iterable[int]) -> None:
+            own: list[list[int]] = [[] for _ in self.parts]
+            for index in indices:
+                part, within = self.find(index)
+                own[part].append(within)
+            for part, wanted in zip(self.parts, own, strict=True):
+                if hasattr(part, "expect"):
+                    part.expect(wanted)
+
+        return expect
+
+    def total(self) -> dict[str, float]:
+        """Return the sum of what reading has cost in each part."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for part in self.parts:
+            for name, value in (part.stats() if hasattr(part, "stats") else {}).items():
+                totals[name] += value
+        return dict(totals)
+
+    def merged(self, name: str) -> dict[str, Any]:
+        """Return what the parts hold by name, together."""
+        return {key: value for part in self.parts for key, value in (getattr(part, name, None) or {}).items()}
+
+    def targets_of_samples(self) -> np.ndarray:
+        """Return the class number of each sample."""
+        raise NotImplementedError
+
+    def lengths_of_shards(self) -> list[int]:
+        """Return the lengths of the runs of samples that lie in one shard."""
+        raise NotImplementedError
+
+
+class OpenedSubset(Opened):
+    """A `Subset` of torch that is looked into.
+
+    Args:
+        wrapper: the subset.
+        data: the data set inside.
+    """
+
+    def __init__(self, wrapper: Any, data: Any) -> None:
+        super().__init__(wrapper, [data])
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Return 0, and the index in the data set inside."""
+        return 0, int(self.wrapper.indices[index])
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or name in ("wrapper", "parts"):
+                raise
+            return getattr(self.parts[0], name)
+
+    def targets_of_samples(self) -> np.ndarray:
+        """Return the class number of each sample."""
+        return np.asarray(self.parts[0].targets)[np.asarray(self.wrapper.indices, np.int64)]
+
+    def lengths_of_shards(self) -> list[int]:
+        """Return the lengths of the runs of samples that lie in one shard."""
+        ends = np.cumsum(self.parts[0].shard_lengths)
+        shards = np.searchsorted(ends, np.asarray(self.wrapper.indices, np.int64) % max(1, ends[-1]), side="right")
+        cuts = np.flatnonzero(np.diff(shards)) + 1
+        return np.diff([0, *cuts, len(shards)]).tolist() if len(shards) else []
+
+
+class OpenedConcat(Opened):
+    """A `ConcatDataset` of torch that is looked into.
+
+    Args:
+        wrapper: the concatenation.
+        parts: the data sets inside.
+    """
+
+    def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
+        super().__init__(wrapper, parts)
+        for name in ("prepare", "collate"):
+            if not hasattr(wrapper, name) and not self._is_common(name):
+                names = ", ".join(dict.fromkeys(type(inside(part)).__name__ for part in self.parts))
+                raise ConfigError(
+                    f"the parts of this ConcatDataset ({names}) make their batches by a {name}() of their own, and a "
+                    f"batch has samples of several: give all parts the same settings, or set {name} on the "
+                    "ConcatDataset"
+                )
+
+    def _is_common(self, name: str) -> bool:
+        """Return whether all parts prepare or collate a batch alike, as far as can be told."""
+        having = [hasattr(part, name) for part in self.parts]
+        return not any(having) or (all(having) and len({_recipe(part, name) for part in self.parts}) == 1)
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Return the number of the part that has a sample, and its index there."""
+        ends = self.wrapper.cumulative_sizes
+        index = range(len(self))[index]
+        part = bisect_right(ends, index)
+        return part, index - (ends[part - 1] if part else 0)
+
+    def targets_of_samples(self) -> np.ndarray:
+        """Return the class number of each sample."""
+        return np.concatenate([np.asarray(part.targets) for part in self.parts])
+
+    def lengths_of_shards(self) -> list[int]:
+        """Return the lengths of the shards of all parts."""
+        return [length for part in self.parts for length in part.shard_lengths]
+
+
+_COMBINED: dict[str, Callable[[Any], Any]] = {
+    "__getitems__": lambda data: data.samples,
+    "sample_id": lambda data: data.of_sample("sample_id"),
+    "error_of": lambda data: data.of_sample("error_of"),
+    "targets": lambda data: data.targets_of_samples(),
+    "shard_lengths": lambda data: data.lengths_of_shards(),
+    "collate": lambda data: data.parts[0].collate,
+    "prepare": lambda data: data.parts[0].prepare,
+}
+"""What all parts have to offer."""
+_SUMMED: dict[str, Callable[[Any], Any]] = {
+    "set_epoch": lambda data: data.tell("set_epoch"),
+    "share": lambda data: data.tell("share"),
+    "close": lambda data: data.tell("close"),
+    "expect": lambda data: data.expect(),
+    "stats": lambda data: data.total,
+    "bad": lambda data: data.merged("bad"),
+    "bad_counts": lambda data: data.merged("bad_counts"),
+    "skipped": lambda data: data.merged("skipped"),
+}
+"""What counts even if only some parts offer it."""
+_SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns")
+"""What must be alike in all parts."""
+
+
+def _recipe(part: Any, name: str) -> tuple[Any, ...]:
+    """Return what tells the way in which a part makes its batches from another way."""
+    method = getattr(part, name)
+    numbers = tuple((key, value) for key in ("mean", "std") if isinstance(value := getattr(part, key, None), tuple))
+    return getattr(method, "__func__", method), *numbers
+
+
+def _of(indices: Sequence[int], wanted: list[int], places: list[int] | None = None) -> Any:
+    """Return indices in a part; those of a run keep the positions of their samples."""
+    if not isinstance(indices, Indices):
+        return wanted
+    return indices.of(wanted, None if places is None else [indices.positions[place] for place in places])
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (list(a) == list(b) if isinstance(a, (list, tuple, np.ndarray)) else bool(a == b))
