@@ -22,6 +22,8 @@ class InMemory:
         num_classes: how many the targets have.
     """
 
+    thread_safe = True
+
     def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
         self.x, self.y, self.num_classes = x, y, num_classes
 
@@ -87,6 +89,8 @@ class Crops(InMemory):
         side: height and width of an image.
     """
 
+    thread_safe = True
+
     def __init__(self, n_samples: int, side: int = 224) -> None:
         self.n_samples = n_samples
         kept = min(n_samples, 512)
@@ -112,6 +116,8 @@ class Crops(InMemory):
 class Windows(InMemory):
     """Random windows of eight characters, and the character after each, as of the pet names."""
 
+    thread_safe = True
+
     def __init__(self, n_samples: int) -> None:
         text = torch.randint(31, (n_samples, 9), dtype=torch.uint8)
         super().__init__(text[:, :-1].contiguous(), text[:, 1:].contiguous(), 31)
@@ -124,6 +130,8 @@ class Windows(InMemory):
 
 class Fields(InMemory):
     """Random samples of 20 fields and a class, in a dict."""
+
+    thread_safe = True
 
     def __init__(self, n_samples: int) -> None:
         super().__init__(torch.randn(n_samples, 20, 16), torch.randint(10, (n_samples,)), 10)
@@ -154,6 +162,8 @@ class FieldsModel(nn.Module):
 
 class Pictures(InMemory):
     """Random grey images of 16x16 pixels, for a GAN."""
+
+    thread_safe = True
 
     def __init__(self, n_samples: int) -> None:
         super().__init__(torch.rand(n_samples, 1, 16, 16), torch.zeros(n_samples), 1)

@@ -20,6 +20,8 @@ class Diabetes(Dataset):
         ImportError: scikit-learn is missing.
     """
 
+    thread_safe = True
+
     def __init__(self, split: str = "train") -> None:
         if split not in ("train", "val"):
             raise ValueError(f"split is {split!r}, and must be train or val")

@@ -23,6 +23,7 @@ class Digits(Dataset):
         ImportError: scikit-learn is missing.
     """
 
+    thread_safe = True
     num_classes = 10
 
     def __init__(self, split: str = "train") -> None:
@@ -55,6 +56,7 @@ class DigitMasks(Digits):
         threshold: a pixel that is brighter is part of the digit, 0..1.
     """
 
+    thread_safe = True
     num_classes = 11
 
     def __init__(self, split: str = "train", size: int = 16, threshold: float = 0.3) -> None:
@@ -74,6 +76,7 @@ class DigitTokens(Digits):
         split: as of `Digits`.
     """
 
+    thread_safe = True
     num_tokens = 17
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]

@@ -58,6 +58,7 @@ class PetNames(Dataset):
         ConnectionError: no network, or the host is not reachable.
     """
 
+    thread_safe = True
     built_once = True
     num_classes = len(ALPHABET)
 

@@ -21,7 +21,9 @@ _MASK = 2**64 - 1
 
 def seed_all(seed: int) -> None:
     """Seed the three generators, as a script does: `torch.manual_seed`, `np.random.seed`, `random.seed`."""
-    torch.default_generator.manual_seed(seed % 2**64)  # torch.manual_seed looks for devices, which takes 200 times as long
+    torch.default_generator.manual_seed(
+        seed % 2**64
+    )  # torch.manual_seed looks for devices, which takes 200 times as long
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

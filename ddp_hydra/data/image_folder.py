@@ -58,6 +58,8 @@ class S3ImageFolder(StoredImages):
         ModuleNotFoundError: the embedded server needs a package that is not installed.
     """
 
+    thread_safe = True
+
     def __init__(
         self,
         bucket: str | None = None,

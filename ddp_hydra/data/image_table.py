@@ -40,6 +40,7 @@ class ImageTable(StoredImages):
         ModuleNotFoundError: Parquet needs pyarrow.
     """
 
+    thread_safe = True
     setting = "data.table"
 
     def __init__(

@@ -43,6 +43,8 @@ class ParquetRows:
         ModuleNotFoundError: pyarrow is not installed.
     """
 
+    thread_safe = True
+
     def __init__(
         self,
         files: str | Sequence[str] | None,

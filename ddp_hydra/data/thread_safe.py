@@ -5,8 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 _METHODS = frozenset(
-    "__call__ __getitem__ __getitems__ __iter__ collate draw expect fetch forward make_image of_jpeg of_rank "
-    "sample_target target".split()
+    [
+        "__call__",
+        "__getitem__",
+        "__getitems__",
+        "__iter__",
+        "collate",
+        "draw",
+        "expect",
+        "fetch",
+        "forward",
+        "make_image",
+        "of_jpeg",
+        "of_rank",
+        "sample_target",
+        "target",
+    ]
 )
 _PARTS = ("transform", "target_transform", "collate", "collate_fn")
 
@@ -29,4 +43,4 @@ def is_thread_safe(data: Any) -> bool:
                 break
             if not _METHODS.isdisjoint(vars(cls)):
                 return False
-    return all(part is None or is_thread_safe(part) for name in _PARTS if (part := own.get(name)) is not None)
+    return all(is_thread_safe(part) for name in _PARTS if (part := own.get(name)) is not None)

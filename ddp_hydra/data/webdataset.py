@@ -31,6 +31,8 @@ class TarSamples(IterableDataset):
         ConfigError: there are no shards.
     """
 
+    thread_safe = True
+
     def __init__(
         self,
         urls: str | Sequence[str] | None,

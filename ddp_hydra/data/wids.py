@@ -52,6 +52,7 @@ class WidsShards(Dataset):
         ConnectionError: its host is not reachable.
     """
 
+    thread_safe = True
     built_once = True
 
     def __init__(

@@ -37,6 +37,7 @@ class WidsImages(StoredImages):
         ConnectionError: its host is not reachable.
     """
 
+    thread_safe = True
     setting = "data.index"
 
     def __init__(

@@ -63,10 +63,10 @@ class Opened(Dataset):
         return len(self.wrapper)
 
     def __getitem__(self, index: int) -> Any:
-        part, within = self.find(index)
+        part, within = self._find(index)
         return self.parts[part][within]
 
-    def find(self, index: int) -> tuple[int, int]:
+    def _find(self, index: int) -> tuple[int, int]:
         """Return the number of the part that has a sample, and its index there."""
         raise NotImplementedError
 
@@ -80,10 +80,10 @@ class Opened(Dataset):
         if name in _SUMMED and any(hasattr(part, name) for part in self.parts):
             return _SUMMED[name](self)
         if name in _SAME:
-            return self.same(name)
+            return self._same(name)
         raise AttributeError(f"{type(self.wrapper).__name__} and what is inside have no {name}")
 
-    def same(self, name: str) -> Any:
+    def _same(self, name: str) -> Any:
         """Return an attribute that all parts have alike.
 
         Raises:
@@ -96,10 +96,10 @@ class Opened(Dataset):
 
     # What several threads or the training loop ask for
 
-    def samples(self, indices: Sequence[int]) -> list[Any]:
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
         """Return a whole batch, as the parts read theirs."""
         places: defaultdict[int, list[int]] = defaultdict(list)
-        found = [self.find(index) for index in indices]
+        found = [self._find(index) for index in indices]
         for place, (part, _) in enumerate(found):
             places[part].append(place)
         if len(places) == 1:
@@ -112,16 +112,16 @@ class Opened(Dataset):
                 samples[place] = sample
         return samples
 
-    def of_sample(self, name: str) -> Callable[[int], Any]:
+    def _of_sample(self, name: str) -> Callable[[int], Any]:
         """Return a method of one sample that asks the part that has it."""
 
         def ask(index: int) -> Any:
-            part, within = self.find(index)
+            part, within = self._find(index)
             return getattr(self.parts[part], name)(within)
 
         return ask
 
-    def tell(self, name: str) -> Callable[..., None]:
+    def _tell(self, name: str) -> Callable[..., None]:
         """Return a method that calls that of each part that has it."""
 
         def tell(*args: Any) -> None:
@@ -131,13 +131,13 @@ class Opened(Dataset):
 
         return tell
 
-    def expect(self) -> Callable[[Iterable[int]], None]:
+    def _expect(self) -> Callable[[Iterable[int]], None]:
         """Return the method that says which samples will be read."""
 
         def expect(indices: Iterable[int]) -> None:
             own: list[list[int]] = [[] for _ in self.parts]
             for index in indices:
-                part, within = self.find(index)
+                part, within = self._find(index)
                 own[part].append(within)
             for part, wanted in zip(self.parts, own, strict=True):
                 if hasattr(part, "expect"):
@@ -145,7 +145,7 @@ class Opened(Dataset):
 
         return expect
 
-    def total(self) -> dict[str, float]:
+    def _total(self) -> dict[str, float]:
         """Return the sum of what reading has cost in each part."""
         totals: defaultdict[str, float] = defaultdict(float)
         for part in self.parts:
@@ -153,15 +153,15 @@ class Opened(Dataset):
                 totals[name] += value
         return dict(totals)
 
-    def merged(self, name: str) -> dict[str, Any]:
+    def _merged(self, name: str) -> dict[str, Any]:
         """Return what the parts hold by name, together."""
         return {key: value for part in self.parts for key, value in (getattr(part, name, None) or {}).items()}
 
-    def targets_of_samples(self) -> np.ndarray:
+    def _targets_of_samples(self) -> np.ndarray:
         """Return the class number of each sample."""
         raise NotImplementedError
 
-    def lengths_of_shards(self) -> list[int]:
+    def _lengths_of_shards(self) -> list[int]:
         """Return the lengths of the runs of samples that lie in one shard."""
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class OpenedSubset(Opened):
     def __init__(self, wrapper: Any, data: Any) -> None:
         super().__init__(wrapper, [data])
 
-    def find(self, index: int) -> tuple[int, int]:
+    def _find(self, index: int) -> tuple[int, int]:
         """Return 0, and the index in the data set inside."""
         return 0, int(self.wrapper.indices[index])
 
@@ -189,11 +189,11 @@ class OpenedSubset(Opened):
                 raise
             return getattr(self.parts[0], name)
 
-    def targets_of_samples(self) -> np.ndarray:
+    def _targets_of_samples(self) -> np.ndarray:
         """Return the class number of each sample."""
         return np.asarray(self.parts[0].targets)[np.asarray(self.wrapper.indices, np.int64)]
 
-    def lengths_of_shards(self) -> list[int]:
+    def _lengths_of_shards(self) -> list[int]:
         """Return the lengths of the runs of samples that lie in one shard."""
         ends = np.cumsum(self.parts[0].shard_lengths)
         shards = np.searchsorted(ends, np.asarray(self.wrapper.indices, np.int64) % max(1, ends[-1]), side="right")
@@ -225,41 +225,41 @@ class OpenedConcat(Opened):
         having = [hasattr(part, name) for part in self.parts]
         return not any(having) or (all(having) and len({_recipe(part, name) for part in self.parts}) == 1)
 
-    def find(self, index: int) -> tuple[int, int]:
+    def _find(self, index: int) -> tuple[int, int]:
         """Return the number of the part that has a sample, and its index there."""
         ends = self.wrapper.cumulative_sizes
         index = range(len(self))[index]
         part = bisect_right(ends, index)
         return part, index - (ends[part - 1] if part else 0)
 
-    def targets_of_samples(self) -> np.ndarray:
+    def _targets_of_samples(self) -> np.ndarray:
         """Return the class number of each sample."""
         return np.concatenate([np.asarray(part.targets) for part in self.parts])
 
-    def lengths_of_shards(self) -> list[int]:
+    def _lengths_of_shards(self) -> list[int]:
         """Return the lengths of the shards of all parts."""
         return [length for part in self.parts for length in part.shard_lengths]
 
 
 _COMBINED: dict[str, Callable[[Any], Any]] = {
-    "__getitems__": lambda data: data.samples,
-    "sample_id": lambda data: data.of_sample("sample_id"),
-    "error_of": lambda data: data.of_sample("error_of"),
-    "targets": lambda data: data.targets_of_samples(),
-    "shard_lengths": lambda data: data.lengths_of_shards(),
+    "__getitems__": lambda data: data._samples,
+    "sample_id": lambda data: data._of_sample("sample_id"),
+    "error_of": lambda data: data._of_sample("error_of"),
+    "targets": lambda data: data._targets_of_samples(),
+    "shard_lengths": lambda data: data._lengths_of_shards(),
     "collate": lambda data: data.parts[0].collate,
     "prepare": lambda data: data.parts[0].prepare,
 }
 """What all parts have to offer."""
 _SUMMED: dict[str, Callable[[Any], Any]] = {
-    "set_epoch": lambda data: data.tell("set_epoch"),
-    "share": lambda data: data.tell("share"),
-    "close": lambda data: data.tell("close"),
-    "expect": lambda data: data.expect(),
-    "stats": lambda data: data.total,
-    "bad": lambda data: data.merged("bad"),
-    "bad_counts": lambda data: data.merged("bad_counts"),
-    "skipped": lambda data: data.merged("skipped"),
+    "set_epoch": lambda data: data._tell("set_epoch"),
+    "share": lambda data: data._tell("share"),
+    "close": lambda data: data._tell("close"),
+    "expect": lambda data: data._expect(),
+    "stats": lambda data: data._total,
+    "bad": lambda data: data._merged("bad"),
+    "bad_counts": lambda data: data._merged("bad_counts"),
+    "skipped": lambda data: data._merged("skipped"),
 }
 """What counts even if only some parts offer it."""
 _SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns")

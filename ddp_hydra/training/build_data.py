@@ -15,8 +15,8 @@ A data set has these methods and attributes:
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
     shard_lengths, targets            optional: some samplers use them
     built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
-    thread_safe = True                optional: several threads may read it at once, and it draws from no global generator
-    share(workers)                    optional: called in each of data.workers, which has that part of threads and memory
+    thread_safe = True                optional: threads may read it at once, and it draws from no global generator
+    share(workers)                    optional: called in each of data.workers: it has a part of threads and memory
     bad                               optional: {name: reason} of samples that were replaced
     bad_counts                        optional: {name: number} of samples, if a name stands for several
     skipped                           optional: {extension: number} of files that it left out

@@ -1,4 +1,4 @@
-"""Compares the data sets of all ranks: ranks that were split differently would train on each other's validation data."""
+"""Compares the data sets of all ranks: where each has split them anew, one trains on what another validates on."""
 
 from __future__ import annotations
 

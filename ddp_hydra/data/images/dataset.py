@@ -7,6 +7,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,8 @@ class ImageDataset(Dataset, ABC):
         self.count(samples=len(indices))
         self._bad_samples()
         # Only these transforms say the size of their images in advance.
-        size = getattr(self.transform, "size", None) if hasattr(self.transform, "of_jpeg") else None
+        says_size = self.transforms_in_threads and hasattr(self.transform, "of_jpeg")
+        size = getattr(self.transform, "size", None) if says_size else None
         batch = self._get_loader().make(indices, self._epoch, size)
         samples = batch.wait()
         if not self.transforms_in_threads:
@@ -213,21 +215,26 @@ class ImageDataset(Dataset, ABC):
         """Whether the threads that decode images may transform them: the transforms are thread-safe."""
         return all(one is None or is_thread_safe(one) for one in (self.transform, self.target_transform))
 
-    def _transformed_here(self, indices: Sequence[int], samples: list[Any]) -> list[tuple[Any, Any]]:
+    def _transformed_here(self, wanted: Sequence[int], samples: list[Any]) -> list[tuple[Any, Any]]:
         """Transform the samples one after the other in this thread, with global generators that are seeded for each.
 
         Args:
-            indices: of the batch; those of a run say the place of each sample, others stand for it themselves.
+            wanted: indices of the batch; those of a run say the place of each sample, others stand for it themselves.
             samples: (image and its generator, class number) of each.
         """
-        if not isinstance(indices, Indices):
-            indices = placed(Indices(indices, self._epoch), self.seed)
+        of_run = isinstance(wanted, Indices)
+        indices = wanted if of_run else placed(Indices(wanted, self._epoch), self.seed)
         done = []
-        with Kept():
+        with nullcontext() if of_run else Kept():
             for place, ((image, rng), target) in enumerate(samples):
                 indices.seed_sample(place)
-                target = target if self.target_transform is None else self.target_transform(target)
-                done.append((self._transformed(image, rng), target))
+                try:
+                    target = target if self.target_transform is None else self.target_transform(target)
+                    done.append((self._transformed(image, rng), target))
+                except Exception as error:
+                    index = self.good_from(range(len(self))[indices[place]])
+                    self.note_bad(index, error, 1)
+                    done += self.__getitems__(indices.of([index], [indices.positions[place]]))
         return done
 
     def collate(self, samples: list[tuple[Any, Any]]) -> Any:

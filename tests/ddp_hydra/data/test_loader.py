@@ -26,6 +26,8 @@ def all_slow(monkeypatch) -> None:
 class Squares:
     """Sample i is (i, i * i); it may take its time, or fail."""
 
+    thread_safe = True
+
     def __init__(self, delays: Iterable[float] = (), bad: int | None = None) -> None:
         self.delays = dict(enumerate(delays))
         self.bad = bad
@@ -91,6 +93,8 @@ def test_quick_batches_are_made_by_the_loop_and_slow_ones_again_in_threads(monke
     made_by = {}
 
     class Noting(Squares):
+        thread_safe = True
+
         def __getitem__(self, index):
             made_by[index] = threading.current_thread().name.partition("_")[0]
             return super().__getitem__(index)

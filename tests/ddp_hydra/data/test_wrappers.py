@@ -1,0 +1,164 @@
+"""torch's Subset, random_split and ConcatDataset keep what the data set inside offers."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, random_split
+
+from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.data.wrappers import opened, own_getitems
+from ddp_hydra.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    rng = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (tmp_path / "all" / name).mkdir(parents=True)
+        for number in range(4):
+            pixels = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "all" / name / f"{number}.png")
+    (tmp_path / "all" / "cats" / "1.png").write_bytes(b"nothing")
+    return tmp_path
+
+
+def folder(photos: Path, transform=None, **options) -> S3ImageFolder:
+    return S3ImageFolder(f"file://{photos}", "all", transform or EvalTransform(16), max_bad_fraction=0.5, **options)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_subset_offers_what_is_inside(photos, nested):
+    inside = folder(photos, TrainTransform(16))
+    data = Subset(inside, [7, 1, 4])
+    data = opened(Subset(data, [0, 1, 2]) if nested else data)
+    data.set_epoch(3)
+    (x, y), *_ = Loader(data, CPU).load([[0, 1, 2]])
+    (right, targets), *_ = Loader(inside, CPU).load([[7, 1, 4]])
+    assert x.dtype == torch.float32
+    assert torch.equal(x, right)
+    assert y.tolist() == targets.tolist() == [1, 0, 1]
+    assert data.classes == ["cats", "dogs"]
+    assert data.targets.tolist() == [1, 0, 1]
+    assert [data.sample_id(index) for index in range(3)] == [inside.sample_id(index) for index in (7, 1, 4)]
+    assert list(data.bad) == ["all/cats/1.png"]
+    assert data.error_of(1)
+    assert not data.error_of(0)
+    assert data.stats()["samples"] == 6
+    assert data.max_bad_fraction == 0.5
+    assert is_thread_safe(data)
+    assert len(pickle.loads(pickle.dumps(data))) == 3
+    data.close()
+
+
+def test_a_concatenation_offers_what_its_parts_have_alike(photos):
+    parts = [folder(photos), Subset(folder(photos), [6, 2])]
+    data = opened(ConcatDataset(parts))
+    (x, y), *_ = Loader(data, CPU).load([[9, 0, 8, 7]])
+    assert x.dtype == torch.float32
+    assert y.tolist() == [0, 0, 1, 1]
+    assert data.targets.tolist() == [0] * 4 + [1] * 4 + [1, 0]
+    assert data.classes == ["cats", "dogs"]
+    assert data.sample_id(9) == "all/cats/2.png"
+    data.close()
+    with pytest.raises(ConfigError, match=r"the parts of this ConcatDataset \(S3ImageFolder\) make their batches by"):
+        opened(ConcatDataset([folder(photos), folder(photos, mean=[0, 0, 0])]))
+
+
+class Rows(Dataset):
+    def __init__(self, n=6):
+        self.shard_lengths = [n // 2, n - n // 2]
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_shards_of_a_subset_are_the_runs_in_one_shard():
+    assert opened(Subset(Rows(), [0, 1, 4, 5, 2])).shard_lengths == [2, 2, 1]
+    assert opened(ConcatDataset([Rows(2), Rows(4)])).shard_lengths == [1, 1, 2, 2]
+
+
+def test_what_the_user_sets_on_a_wrapper_goes_before():
+    first, _ = random_split(Rows(), [4, 2])
+    first.num_classes = 7
+    first.collate = lambda samples: ("mine", len(samples))
+    data = opened(first)
+    assert data.num_classes == 7
+    assert list(Loader(data, CPU).load([[0, 1]])) == [("mine", 2)]
+    assert not hasattr(data, "prepare")
+    assert not is_thread_safe(data)
+
+
+def test_a_batch_is_the_data_sets_own_where_it_makes_one():
+    class Whole(Rows):
+        def __getitems__(self, indices):
+            return [-index for index in indices]
+
+    assert own_getitems(opened(Subset(Whole(), [3, 5])))
+    assert not own_getitems(opened(Subset(Rows(), [3])))
+    assert not own_getitems(StackDataset(Rows(), Rows()))
+    assert not own_getitems(opened(Subset(StackDataset(Rows(), Rows()), [1])))
+    assert [x.tolist() for x in Loader(opened(Subset(Whole(), [3, 5])), CPU).load([[1, 0]])] == [[-5, -3]]
+
+
+def test_a_wrapper_that_a_user_has_changed_is_left_as_it_is():
+    class Mine(Subset):
+        def __getitem__(self, index):
+            return -super().__getitem__(index)
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    data = Mine(Rows(), [3, 5])
+    assert opened(data) is data
+
+
+def test_thread_safe_is_what_says_so_itself(photos):
+    class Other(S3ImageFolder):
+        def target(self, index):
+            return 0
+
+    assert is_thread_safe(folder(photos))
+    assert not is_thread_safe(folder(photos, lambda image: image))
+    assert not is_thread_safe(folder(photos, target_transform=float))
+    assert not is_thread_safe(Other(f"file://{photos}", "all", EvalTransform(16)))
+    assert not is_thread_safe(Rows())
+
+
+def test_one_thread_at_a_time_reads_a_data_set_and_transforms_its_images(photos):
+    threads = set()
+
+    class Noting(Rows):
+        def __getitem__(self, index):
+            threads.add(threading.current_thread())
+            return index
+
+        def collate(self, samples):
+            threads.add(threading.current_thread())
+            return samples
+
+    list(Loader(Noting(), CPU).load([[0, 1], [2, 3]]))
+
+    def note(image):
+        threads.add(threading.current_thread())
+        return np.array(image.resize((4, 4))).transpose(2, 0, 1)
+
+    data = folder(photos, note)
+    list(Loader(data, CPU).load([[0, 1], [4, 5]]))
+    data.close()
+    assert threads == {threading.main_thread()}
