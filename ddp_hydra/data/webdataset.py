@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -10,13 +12,24 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
+from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, TooManyBadSamplesError
+from ddp_hydra.data.paths import is_leftover
+from ddp_hydra.data.shards.tar_index import Header, damage_of, missing_field, not_a_class, split_name
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage import shown
+
+_ASSUMED = 1000
+"""Length of a pass of a rank, where nobody knows it, for judging bad samples before its end."""
+_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
+"""Extensions whose content webdataset makes whole numbers of."""
 
 
 class TarSamples(IterableDataset):
     """Gives the samples of tar shards, shard by shard, as webdataset reads them.
 
     The ranks share the shards, in another way each epoch. If there are fewer shards than ranks, they share the samples.
+    A sample that lacks a field, or has one that can't be decoded, is left out. A shard that is missing, damaged or no
+    tar file ends the reading: nobody knows how many samples it has.
 
     Args:
         urls: paths or URLs of the shards, with {000..127} for many; "pipe:aws s3 cp … -" reads from a command.
@@ -26,9 +39,14 @@ class TarSamples(IterableDataset):
         shuffle: shuffle the shards in each epoch.
         shuffle_buffer: mix the samples of a rank in a buffer of so many; 0: keep their order.
         seed: of the order.
+        max_bad_fraction: the largest share of bad samples that is allowed in a pass; before its end, in `n_samples`.
+        n_samples: how many samples all ranks read in an epoch; None: nobody knows, 1,000 for each rank are assumed.
+
+    Attributes:
+        bad: {shard and key: what is wrong} of the samples that were left out in this process.
 
     Raises:
-        ConfigError: there are no shards.
+        ConfigError: there are no shards, or an argument is out of its range.
     """
 
     thread_safe = True
@@ -42,6 +60,8 @@ class TarSamples(IterableDataset):
         shuffle: bool = True,
         shuffle_buffer: int = 0,
         seed: int = 0,
+        max_bad_fraction: float = 0.01,
+        n_samples: int | None = None,
     ) -> None:
         try:
             from webdataset.shardlists import expand_urls
@@ -52,6 +72,10 @@ class TarSamples(IterableDataset):
         self.urls = [url for pattern in ([urls] if isinstance(urls, str) else urls) for url in expand_urls(pattern)]
         self.fields, self.decode, self.transform = list(fields), decode, transform
         self.shuffle, self.shuffle_buffer, self.seed = shuffle, shuffle_buffer, seed
+        if not 0 <= max_bad_fraction <= 1:
+            raise ConfigError(f"data.max_bad_fraction={max_bad_fraction:g}: give a share from 0 to 1")
+        self.max_bad_fraction, self.n_samples, self.bad = max_bad_fraction, n_samples, dict[str, str]()
+        self._counts = {"samples": 0, "bytes": 0}
         self.epoch, self.rank, self.world_size = 0, 0, 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -66,29 +90,146 @@ class TarSamples(IterableDataset):
         part.rank, part.world_size = rank, world_size
         return part
 
+    def stats(self) -> dict[str, float]:
+        """Return what was read in this process so far: samples, bytes, bad_samples."""
+        return {**self._counts, "bad_samples": len(self.bad)}
+
     def __iter__(self) -> Iterator[Any]:
         import webdataset
-        from webdataset import tariterators
 
         urls = list(self.urls)
         if self.shuffle:
             np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch]).shuffle(urls)
-        files = tariterators.tar_file_expander(opened(urls[self.rank :: self.world_size]))
-        stages = [lambda: tariterators.group_by_keys(files)]
+        found: Any = samples_of(urls[self.rank :: self.world_size])
         if self.shuffle_buffer:
             chance = random.Random(f"{self.seed} {self.epoch} {self.rank}")  # noqa: S311
-            stages.append(webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance))
-        stages.append(webdataset.decode(*([self.decode] if self.decode else [])))
-        stages.append(webdataset.to_tuple(*self.fields))
-        if self.transform is not None:
-            stages.append(webdataset.map(self.transform))
-        yield from webdataset.DataPipeline(*stages)
+            found = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance)(found)
+        decoder = webdataset.autodecode.Decoder(_handlers(self.decode))
+        expected = -(-self.n_samples // self.world_size) if self.n_samples else _ASSUMED
+        seen = bad = in_a_row = 0
+        for sample in found:
+            seen += 1
+            self._counts["samples"] += 1
+            self._counts["bytes"] += sum(len(content) for content in sample.values() if isinstance(content, bytes))
+            try:
+                fields = self._decoded(sample, decoder)
+            except ValueError as error:
+                bad, in_a_row = bad + 1, in_a_row + 1
+                self.bad[f"{shown(sample['__url__'])}/{sample['__key__']}"] = str(error)
+                self._judge(bad, max(seen, expected), in_a_row)
+                continue
+            in_a_row = 0
+            yield fields if self.transform is None else self.transform(fields)
+        self._judge(bad, seen, 0)
+
+    def _decoded(self, sample: dict[str, Any], decoder: Any) -> tuple[Any, ...]:
+        """Return the fields of a sample, decoded.
+
+        Raises:
+            ValueError: it lacks one, or one can't be decoded.
+        """
+        from webdataset.autodecode import DecodingError
+
+        chosen = []
+        for choice in self.fields:
+            name = next((name for name in choice.split(";") if name in sample), None)
+            if name is None:
+                raise ValueError(missing_field(choice, [name for name in sample if not name.startswith("__")]))
+            chosen.append(name)
+        try:
+            decoded = decoder({name: sample[name] for name in chosen})
+        except DecodingError as error:
+            cause = error.__cause__
+            if isinstance(cause, ImportError | MemoryError):
+                raise cause from None
+            if error.k.rpartition(".")[2] in _NUMBERS:
+                raise ValueError(not_a_class(error.k, sample[error.k])) from None
+            is_image = type(cause).__name__ == "UnidentifiedImageError"  # its text is the address of an object
+            reason = "it is no image" if is_image else str(cause) or type(cause).__name__
+            raise ValueError(f"its field {error.k} can't be decoded: {reason}") from None
+        return tuple(decoded[name] for name in chosen)
+
+    def _judge(self, bad: int, n_samples: int, in_a_row: int) -> None:
+        """Refuse too many bad samples.
+
+        Raises:
+            TooManyBadSamplesError: there are more than allowed.
+        """
+        if bad > self.max_bad_fraction * n_samples or in_a_row >= MOST_IN_A_ROW:
+            names = sorted(self.bad)
+            some = "; ".join(f"{name} ({self.bad[name]})" for name in names[:3]) + ("; ..." if len(names) > 3 else "")
+            are = "is" if bad == 1 else "are"
+            raise TooManyBadSamplesError(
+                f"{bad} of {n_samples:,} samples {are} bad, and data.max_bad_fraction={self.max_bad_fraction:g} allows "
+                f"{int(self.max_bad_fraction * n_samples)}: {some}. Remove them, or type a larger "
+                "data.max_bad_fraction=..."
+            )
 
 
-def opened(urls: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield each shard as an open file, and close it after: webdataset's own pipelines leave files open."""
+def _handlers(decode: str | None) -> list[Any]:
+    """Return what decodes images, as webdataset.decode takes it."""
+    from webdataset.autodecode import ImageHandler
+
+    return [] if decode is None else [ImageHandler(decode)]
+
+
+def samples_of(urls: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the samples of shards: the bytes of each field under its extension, `__key__` and `__url__`.
+
+    Neighbours in a tar file are one sample if their names are the same up to the first dot of the file name, as
+    `tar_index.TarMembers` says.
+
+    Raises:
+        TooManyBadSamplesError: a shard is missing, damaged, or no tar file.
+        ConnectionError: its host is not reachable.
+    """
+    for url in urls:
+        sample: dict[str, Any] = {}
+        for name, content in members_of(url):
+            key, extension = split_name(name)
+            if not sample or sample["__key__"] != key:
+                if sample:
+                    yield sample
+                sample = {"__key__": key, "__url__": url}
+            if extension[1:] in sample:
+                raise _LostShard(url, f"{name} is in it twice: give each sample a name of its own")
+            sample[extension[1:]] = content
+        if sample:
+            yield sample
+
+
+def members_of(url: str) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the files in a shard that belong to samples; raises as `samples_of`."""
     from webdataset.gopen import gopen
 
-    for url in urls:
-        with gopen(url) as stream:
-            yield {"url": url, "stream": stream}
+    # webdataset's own reader leaves files open, and takes a damaged header for the end.
+    try:
+        with gopen(url) as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=Header) as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them
+                if is_leftover(member.name) or not split_name(member.name)[1]:
+                    continue
+                if member.islnk() or member.issym():
+                    raise _LostShard(
+                        url, f"{member.name} is a link: write it anew with tar --dereference --hard-dereference"
+                    )
+                if (file := tar.extractfile(member)) is not None:
+                    yield member.name, file.read()
+            if (damage := damage_of(tar)) is not None:
+                raise _LostShard(url, f"it is damaged, or only the start of a tar file ({damage})")
+    except FileNotFoundError:
+        raise _LostShard(url, "there is no such file: check data.urls=... and data.val_urls=...") from None
+    except tarfile.ReadError as error:
+        reason = (
+            "it is empty"
+            if "empty" in str(error)
+            else "it is damaged, or no tar file, plain or packed by gzip, bzip2 or xz"
+        )
+        raise _LostShard(url, reason) from None
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise _LostShard(url, f"it is damaged ({error})") from None
+
+
+class _LostShard(TooManyBadSamplesError):
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"the shard {shown(url)} can't be read: {reason}")

@@ -220,13 +220,22 @@ class WidsShards(Dataset):
 
 
 def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memoryview | None:
-    """Return the first field whose last extension is one of `extensions`, or None.
+    """Return the field whose extension is one of `extensions`, or else the one whose last extension is; None: none.
 
     Args:
         fields: of a sample.
         extensions: in lower case, e.g. ".jpg".
+
+    Raises:
+        ValueError: none is one of them, and the last extension of several is: .left.png and .right.png.
     """
     for extension, content in fields.items():
-        if f".{extension.lower().rpartition('.')[2]}" in extensions:
+        if extension in extensions:
             return content
-    return None
+    found = [extension for extension in fields if f".{extension.rpartition('.')[2]}" in extensions]
+    if len(found) > 1:
+        raise ValueError(
+            f"it has the images {', '.join(found)}, and none with one dot in its extension, which begins at the first "
+            "dot of a file's name"
+        )
+    return fields[found[0]] if found else None

@@ -11,6 +11,7 @@ import numpy as np
 from ddp_hydra.data.images.bad_samples import LostSamples
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.stored import StoredImages
+from ddp_hydra.data.shards.tar_index import missing_field, not_a_class
 from ddp_hydra.data.wids import WidsShards, field_of
 from ddp_hydra.storage import shown
 from ddp_hydra.storage.base import StaleCredentialsError
@@ -55,7 +56,7 @@ class WidsImages(StoredImages):
     ) -> None:
         super().__init__(**images)
         self.index = index
-        self.label, self.labelled = label, label is not None
+        self.label, self.labelled = label and f".{label.lower().lstrip('.')}", label is not None
         self.shards = WidsShards(
             index,
             base=base,
@@ -97,9 +98,10 @@ class WidsImages(StoredImages):
 
     def fetch(self, index: int) -> Any:
         """Return the image file of a sample, without a copy; raise as `ImageDataset.fetch` does."""
-        image = field_of(self._fields(index), IMAGE_EXTENSIONS)
+        fields = self._fields(index)
+        image = field_of(fields, IMAGE_EXTENSIONS)
         if image is None:
-            raise ValueError(f"it has no image, only the fields {', '.join(self._fields(index)) or 'none'}")
+            raise ValueError(missing_field("with an image", fields))
         return image
 
     def target(self, index: int) -> int:
@@ -110,12 +112,14 @@ class WidsImages(StoredImages):
         """
         if self.label is None:
             return -1
-        text = self._fields(index).get(self.label)
+        fields = self._fields(index)
+        text = fields.get(self.label)
         if text is None:
-            raise ValueError(
-                f"it has no field {self.label}, only {', '.join(self._fields(index))}: check data.label=..."
-            )
-        number = int(bytes(text))
+            raise ValueError(f"{missing_field(self.label, fields)}: check data.label=...")
+        try:
+            number = int(bytes(text))
+        except ValueError:
+            raise ValueError(not_a_class(self.label, text)) from None
         if not 0 <= number < len(self.classes):
             raise ValueError(f"its class is {number}, and there are {len(self.classes)}: check data.classes=...")
         return number

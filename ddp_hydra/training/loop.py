@@ -51,7 +51,7 @@ def train(
             fit(run)
             summary = summarise(run)
         for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
-            print(f"bad sample, replaced by its neighbour: {name}: {reason}")  # noqa: T201
+            print(f"bad sample, left out: {name}: {reason}")  # noqa: T201
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
 
 

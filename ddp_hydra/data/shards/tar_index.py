@@ -16,15 +16,19 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from ddp_hydra.data.paths import is_leftover
 from ddp_hydra.storage.files import replacing
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
-_FORMAT = 2
+_FORMAT = 3
 _FILES = (b"0", b"\0", b"7")
 _WITHOUT_CONTENT = (b"3", b"4", b"5", b"6")
 """Devices, folders and pipes."""
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_PACKED = {
+    b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip",
+    b"7z\xbc\xaf": "7-Zip",
+}  # fmt: skip
 """The first bytes of compressed files."""
 _CHECKED_AT_ONCE = 4096
 _CHECKED_BLOCKS, _CHECKED_BYTES = 64, 4096
@@ -43,8 +47,9 @@ class TarMembers:
     """The samples of one tar file: their keys, and the places of their fields.
 
     Members that follow each other belong to one sample if their names are the same up to the first dot of the file
-    name. The rest of the name, from that dot on, names the field: ".jpg" or ".seg.png". Members without a dot belong to
-    no sample. A link is a field with the content of its target.
+    name. The rest of the name, from that dot on and in lower case, names the field: ".jpg" or ".seg.png". Members
+    without a dot belong to no sample, nor do hidden ones and others that `is_leftover` tells. A link is a field with
+    the content of its target.
 
     Args:
         keys: all keys one after the other, UTF-8.
@@ -152,14 +157,16 @@ def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
             found = _usual_members(content)
         if found is None:
             found = _any_members(file, path, size)
-    return _group(found, size)
+    return _group(path, found, size)
 
 
 def _refuse_packed(path: Path, start: bytes) -> None:
     for magic, kind in _PACKED.items():
         if start.startswith(magic):
-            remedy = "name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or use gzip"
-            raise ValueError(f"{path} is compressed with {kind}, which its name does not say: {remedy}")
+            raise ValueError(
+                f"{path} is compressed with {kind}: "
+                + ("name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or pack it with gzip")
+            )
 
 
 Member = tuple[bytes, int, int]
@@ -172,7 +179,8 @@ def _usual_members(content: mmap.mmap) -> list[Member] | None:
     Returns:
         The files; None if anything is unusual or wrong: tarfile knows more formats, and says what is wrong.
     """
-    # Worth its lines: it indexes 20,000 small members in 0.11 s of CPU time, and tarfile needs 0.75 s.
+    # Worth its lines: each rank indexes the shards of a disk in its first epoch, while it trains. 10,000 members take
+    # 0.04 s of CPU time, and 0.27 s with tarfile; with times in fractions, as webdataset writes them, 0.07 and 0.61 s.
     found: list[Member] = []
     headers: list[int] = []
     position, end = 0, len(content)
@@ -253,8 +261,20 @@ def _checksums_are_right(content: mmap.mmap, headers: list[int]) -> bool:
     return True
 
 
-class _ForwardOnly(tarfile.TarInfo):
-    """Holds a header, and refuses a negative size: older Pythons would read in a circle for ever (CVE-2025-8194)."""
+class Header(tarfile.TarInfo):
+    """A header that notes why it was the last one, and refuses a negative size.
+
+    With a negative size older Pythons would read in a circle for ever (CVE-2025-8194).
+    """
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Header:
+        """Read the next header, as `TarInfo` does."""
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.HeaderError as error:
+            tar.ended_by = error  # type: ignore[attr-defined]
+            raise
 
     def _block(self, count: int) -> int:
         if count < 0:
@@ -262,20 +282,26 @@ class _ForwardOnly(tarfile.TarInfo):
         return int(super()._block(count))  # type: ignore[misc]
 
 
+def damage_of(tar: tarfile.TarFile) -> tarfile.HeaderError | None:
+    """Return why a tar file that was read to its end, with `Header`, is damaged: tarfile takes that for the end."""
+    ended_by = getattr(tar, "ended_by", None)
+    return ended_by if type(ended_by).__name__ in ("InvalidHeaderError", "TruncatedHeaderError") else None
+
+
 def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
     """Read the headers with tarfile, and notice damage that it takes for the end of the file."""
     try:
         file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:", tarinfo=_ForwardOnly) as tar:
+        with tarfile.open(fileobj=file, mode="r:", tarinfo=Header) as tar:
             members = tar.getmembers()
+            damage = damage_of(tar)
             stopped_at = tar.offset
     except (tarfile.TarError, ValueError, EOFError, OverflowError) as error:
         raise ValueError(f"{path} is not a tar file, or a damaged one: {error}") from None
-    file.seek(stopped_at)
-    if stopped_at != size and file.read(BLOCK) != _ZEROS:
+    if damage is not None:
         raise ValueError(
             f"{path} is a damaged tar file, or only the start of one: it has {size} bytes, and neither a member "
-            f"nor the end begins at byte {stopped_at}"
+            f"nor the end begins at byte {stopped_at} ({damage})"
         )
     by_name = {posixpath.normpath(member.name): member for member in members}
     found: list[Member] = []
@@ -284,7 +310,7 @@ def _any_members(file: BinaryIO, path: Path, size: int) -> list[Member]:
         if target is not None and not target.isreg():
             continue
         name = member.name.encode("utf-8", "surrogateescape")
-        if _dot(name) < 0:
+        if _dot(name) < 0 or is_leftover(member.name):
             continue
         if target is None:
             raise ValueError(
@@ -313,7 +339,33 @@ def _dot(name: bytes) -> int:
     return name.find(b".", name.rfind(b"/") + 1)
 
 
-def _group(members: Iterable[Member], file_size: int) -> TarMembers:
+def split_name(name: str) -> tuple[str, str]:
+    """Return the key of a sample and the extension of a field, from the name of a member; "": it is no field."""
+    dot = name.find(".", name.rfind("/") + 1)
+    return (name, "") if dot < 0 else (name[:dot], name[dot:].lower())
+
+
+def missing_field(field: str, found: Iterable[str]) -> str:
+    """Return what is wrong with a sample that lacks a field.
+
+    Args:
+        field: what was asked for.
+        found: extensions of the fields that it has.
+    """
+    found = list(found)
+    why = "the files of a sample have one name and follow each other, as tar --sort=name writes them"
+    if any("." in extension.lstrip(".") for extension in found):
+        why = "an extension begins at the first dot of a file's name: 000.1.jpg is the field .1.jpg of the sample 000"
+    return f"it has no field {field}, only {', '.join(found) or 'none'} ({why})"
+
+
+def not_a_class(extension: str, content: bytes | memoryview) -> str:
+    """Return what is wrong with a field that should hold a class number."""
+    text = bytes(content[:40]).decode("utf-8", "replace")
+    return f"its field {extension} holds {text!r}, and must hold the number of its class: 0, 1, 2, ..."
+
+
+def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
     """Group members into samples."""
     keys: list[bytes] = []
     first: list[int] = []
@@ -322,15 +374,16 @@ def _group(members: Iterable[Member], file_size: int) -> TarMembers:
     last: bytes | None = None
     for name, offset, size in members:
         dot = _dot(name)
-        if dot < 0:
+        if dot < 0 or is_leftover(name.decode("utf-8", "surrogateescape")):
             continue
         key = name[:dot]
         if key != last:
             keys.append(key)
             first.append(len(fields))
             last = key
-        fields.append((extensions.setdefault(name[dot:], len(extensions)), offset, size))
+        fields.append((extensions.setdefault(name[dot:].lower(), len(extensions)), offset, size))
     table = np.array(fields, np.int64).reshape(-1, 3)
+    _refuse_doubles(path, keys, list(extensions), first, table[:, 0])
     arrays = {
         "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
         "first": np.array([*first, len(fields)], np.int64),
@@ -340,3 +393,19 @@ def _group(members: Iterable[Member], file_size: int) -> TarMembers:
     }
     names = tuple(extension.decode("utf-8", "surrogateescape") for extension in extensions)
     return TarMembers(b"".join(keys), names, arrays, file_size)
+
+
+def _refuse_doubles(
+    path: Path, keys: list[bytes], extensions: list[bytes], first: list[int], extension: np.ndarray
+) -> None:
+    """Refuse a sample that has a field twice: two samples with one name would be one.
+
+    Raises:
+        ValueError: there is one.
+    """
+    sample = np.repeat(np.arange(len(keys)), np.diff([*first, len(extension)]))
+    field, count = np.unique(sample * len(extensions) + extension, return_counts=True)
+    if len(field) < len(extension):
+        sample_number, kind = divmod(int(field[count > 1][0]), len(extensions))
+        name = (keys[sample_number] + extensions[kind]).decode("utf-8", "replace")
+        raise ValueError(f"{path} holds {name} twice: give each sample a name of its own")

@@ -72,7 +72,7 @@ class DataStats:
         """Raise an error if all ranks together found more bad samples than data.max_bad_fraction allows."""
         dataset = self.loader.dataset
         share = getattr(dataset, "max_bad_fraction", None)
-        if share is None:
+        if share is None or not hasattr(dataset, "__len__"):  # a stream judges by itself
             return
         bad = bad_of_all_ranks(dataset)
         if count_bad(bad) > share * len(dataset):

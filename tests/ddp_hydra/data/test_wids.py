@@ -105,7 +105,10 @@ def test_fields_are_parts_of_the_mapped_shard(three):
     assert fields[".cls"].obj is data.fields(106)[".cls"].obj
     assert field_of(fields, {".cls"}) == b"5"
     assert field_of(fields, {".jpg"}) is None
-    assert field_of({".seg.PNG": fields[".bin"]}, {".png"}) is fields[".bin"]
+    assert field_of({".seg.png": fields[".bin"]}, {".png"}) is fields[".bin"]
+    assert field_of({".depth.png": fields[".cls"], ".png": fields[".bin"]}, {".png"}) is fields[".bin"]
+    with pytest.raises(ValueError, match=r"images \.left\.png, \.right\.png, .*begins at the first dot"):
+        field_of({".left.png": fields[".cls"], ".right.png": fields[".bin"]}, {".png"})
 
 
 def test_a_sample_has_a_name_at_any_time(three, tmp_path):

@@ -142,7 +142,12 @@ def test_samples_without_image_or_label_are_replaced_and_named(tmp_path, png, im
     data = images(write(tmp_path, odd + good), classes=["a", "b"], max_bad_fraction=0.5)
     assert reds(data.__getitems__([0])) == [0]
     reasons = " ".join(data.bad.values())
-    for words in ("no image, only the fields .txt, .cls", "no field .cls, only .png", "its class is 9", "not an image"):
+    for words in (
+        "no field with an image, only .txt, .cls",
+        "no field .cls, only .png",
+        "its class is 9",
+        "not an image",
+    ):
         assert words in reasons
     assert len(data.bad) == 4
 

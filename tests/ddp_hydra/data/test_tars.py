@@ -1,0 +1,293 @@
+"""Tar files as tools write them and people pack them, by both readers. `tests/data/tars/make.sh` wrote the files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from webdataset import tariterators
+
+from ddp_hydra.data import TarSamples
+from ddp_hydra.data.images.bad_samples import TooManyBadSamplesError
+from ddp_hydra.data.shards.write import write_index
+from ddp_hydra.data.wids_images import WidsImages
+from tests.support.tar_server import tar_of
+
+TARS = Path(__file__).parents[2] / "data" / "tars"
+WRITERS = [
+    "gnu-v7.tar", "gnu-oldgnu.tar", "gnu-ustar.tar", "gnu-gnu.tar", "gnu-posix.tar", "gnu-gnu-long.tar", "gnu.tar.gz",
+    "gnu-posix-long.tar", "bsd-ustar.tar", "bsd-pax.tar", "bsd-gnutar.tar", "bsd-v7.tar", "bsd-pax-long.tar",
+    "python-ustar.tar", "python-gnu.tar", "python-pax.tar", "webdataset.tar",
+]  # fmt: skip
+
+
+def by_wids(path: Path, folder: Path, **arguments: Any) -> WidsImages:
+    index = folder / "index.json"
+    write_index([str(path)], str(index))
+    return WidsImages(str(index), cache_dir=folder / "cache", classes=3, **arguments)
+
+
+def by_stream(path: Path, **arguments: Any) -> TarSamples:
+    return TarSamples(str(path), decode="torchrgb8", shuffle=False, **arguments)
+
+
+def seen(samples: Any) -> list[tuple[int, int]]:
+    return [(image[0, 0, 0].item(), label) for image, label in samples]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_each_tool_writes_is_read(name, tmp_path):
+    images = by_wids(TARS / name, tmp_path)
+    assert seen(images) == seen(by_stream(TARS / name)) == [(1, 0), (2, 1)]
+    assert {key.rpartition("/")[0] for key in (images.name(0), images.name(1))} <= {
+        str(TARS / name),
+        f"{TARS / name}/train",
+    }
+    with (TARS / name).open("rb") as stream:
+        files = tariterators.tar_file_expander([{"url": name, "stream": stream}])
+        raw = [(sample["png"], sample["cls"]) for sample in tariterators.group_by_keys(files)]
+    assert [image for image, _ in TarSamples(str(TARS / name), decode=None, shuffle=False)] == [
+        image for image, _ in raw
+    ]
+    assert [bytes(images.fetch(number)) for number in range(2)] == [image for image, _ in raw]
+    images.close()
+
+
+def test_every_file_in_the_folder_is_in_a_test():
+    others = {
+        "gnu-folder.tar",
+        "gnu-sparse-gnu.tar",
+        "gnu-sparse-posix.tar",
+        "gnu.tar.xz",
+        "gnu-unsorted.tar",
+        "img2dataset",
+    }
+    assert {path.name for path in TARS.iterdir()} == {*WRITERS, *others, "make.sh"}
+
+
+def test_a_folder_with_leftovers_and_links(tmp_path):
+    images = by_wids(TARS / "gnu-folder.tar", tmp_path)
+    assert seen(images) == [(1, 0), (2, 1), (1, 0)]
+    assert [images.name(number).rpartition("/./")[2] for number in range(3)] == ["train/001", "train/002", "train/003"]
+    with pytest.raises(
+        TooManyBadSamplesError, match=r"gnu-folder\.tar can't be read: \./train/003\.cls is a link: .*--dereference"
+    ):
+        seen(by_stream(TARS / "gnu-folder.tar"))
+
+
+@pytest.mark.parametrize("name", ["gnu-sparse-gnu.tar", "gnu-sparse-posix.tar"])
+def test_a_sparse_file_is_a_sentence(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"{name} holds train/002\.bin as a sparse file: write it anew without"):
+        by_wids(TARS / name, tmp_path)
+    fields = [
+        len(sample[0]) for sample in TarSamples(str(TARS / name), ["bin"], None, shuffle=False, max_bad_fraction=1)
+    ]
+    assert fields == [2**20 + 3]
+
+
+def test_a_tar_that_is_not_sorted_says_how_to_sort_it(tmp_path):
+    words = (
+        r"4 .*samples.* bad.*gnu-unsorted\.tar/train/001 \(it has no field .*tar --sort=name.*data\.max_bad_fraction"
+    )
+    with pytest.raises(ValueError, match=words):
+        seen(by_stream(TARS / "gnu-unsorted.tar"))
+    with pytest.raises(ValueError, match=r"gnu-unsorted\.tar/train/001 \(it has no field .*tar --sort=name"):
+        seen(by_wids(TARS / "gnu-unsorted.tar", tmp_path))
+
+
+def test_a_package_of_another_kind_says_what_to_do(tmp_path):
+    assert seen(by_stream(TARS / "gnu.tar.xz")) == [(1, 0), (2, 1)]
+    with pytest.raises(ValueError, match=r"gnu\.tar\.xz is compressed with xz: unpack it, or pack it with gzip"):
+        by_wids(TARS / "gnu.tar.xz", tmp_path)
+    (tmp_path / "a.tar").write_bytes(gzip.compress((TARS / "gnu-gnu.tar").read_bytes()))
+    assert seen(by_stream(tmp_path / "a.tar")) == [(1, 0), (2, 1)]
+    with pytest.raises(ValueError, match=r"a\.tar is compressed with gzip: name it \.tar\.gz"):
+        by_wids(tmp_path / "a.tar", tmp_path)
+    for content in (b"PK\3\4" + bytes(600), b"\x28\xb5\x2f\xfd" + bytes(600), b"<html>", b"x" * 5000):
+        (tmp_path / "b.tar").write_bytes(content)
+        with pytest.raises(
+            TooManyBadSamplesError,
+            match=r"b\.tar can't be read: it is damaged, or no tar file, plain or packed by gzip",
+        ):
+            seen(by_stream(tmp_path / "b.tar"))
+
+
+def test_img2dataset_s_folder(tmp_path):
+    found = sorted(path.name for path in (TARS / "img2dataset").iterdir())
+    assert found == ["00000.parquet", "00000.tar", "00000_stats.json"]
+    tar = TARS / "img2dataset" / "00000.tar"
+    samples = list(TarSamples(str(tar), ["jpg", "txt", "json"], "torchrgb8", shuffle=False))
+    assert [(image.shape, text, data["key"]) for image, text, data in samples] == [
+        ((3, 4, 4), "a cat", "000000000"),
+        ((3, 4, 4), "a dog", "000000001"),
+    ]
+    images = by_wids(tar, tmp_path, label=None)
+    assert [target for _, target in images] == [-1, -1]
+    with pytest.raises(
+        ValueError, match=r"000000000 \(it has no field \.cls, only \.jpg, \.json, \.txt .*data\.label="
+    ):
+        seen(by_wids(tar, tmp_path / "b"))
+
+
+PNG = (TARS / "gnu-gnu.tar", "train/001.png")
+
+
+@pytest.fixture
+def tar(tmp_path):
+    """Write a tar file. The content of images is given by their name."""
+    with tarfile.open(PNG[0]) as file:
+        member = file.extractfile(PNG[1])
+        assert member is not None
+        png = member.read()
+
+    def write(members: dict[str, bytes | None] | list[tuple[str, bytes | None]]) -> Path:
+        items = members.items() if isinstance(members, dict) else members
+        path = tmp_path / "a.tar"
+        path.write_bytes(tar_of([(name, png if content is None else content) for name, content in items]))
+        return path
+
+    return write
+
+
+GOOD: dict[str, bytes | None] = {"001.png": None, "001.cls": b"0"}
+BAD = {
+    "a sample without a field": (
+        {"002.png": None},
+        r"a\.tar/002 \(it has no field \.?cls, only \.?png \(the files of a sample",
+    ),
+    "a word as class": (
+        {"002.png": None, "002.cls": b"cat"},
+        r"a\.tar/002 \(its field \.?cls holds 'cat', and must hold the number",
+    ),
+    "a class with a point": (
+        {"002.png": None, "002.cls": b"1.0"},
+        r"a\.tar/002 \(its field \.?cls holds '1\.0'",
+    ),
+    "two dots": (
+        {"000.1.png": None, "000.1.cls": b"1"},
+        r"a\.tar/000 \(it has no field .*begins at the first dot of a file's name: 000\.1\.jpg",
+    ),
+    "no image": (
+        {"002.png": b"hello", "002.cls": b"1"},
+        r"a\.tar/002 \((its field png can't be decoded: it is no image|not an image: .*hello)",
+    ),
+    "an image of nothing": (
+        {"002.txt": b"text", "002.cls": b"1"},
+        r"a\.tar/002 \(it has no field (with an image|png;jpg), only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_sample_is_named_by_both(name, tar, tmp_path):
+    members, words = BAD[name]
+    path = tar(GOOD | members)
+    fields = ["png;jpg", "cls"]
+    for opened in (by_wids(path, tmp_path), by_stream(path, fields=fields)):
+        with pytest.raises(
+            ValueError, match=rf"1 of 2 samples .*bad, and data\.max_bad_fraction=0\.01 allows 0: .*{words}"
+        ):
+            seen(opened)
+    stream = by_stream(path, fields=fields, max_bad_fraction=0.5)
+    assert seen(stream) == [(1, 0)]
+    assert (stream.stats()["bad_samples"], stream.stats()["samples"]) == (1, 2)
+    assert next(iter(stream.bad)).startswith(str(path))
+    assert seen(by_wids(path, tmp_path, max_bad_fraction=0.5)) == [(1, 0)] * 2  # replaced by its neighbour
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"._001.png": b"\0\5\26\7", **GOOD, ".DS_Store": b"x", "__MACOSX/._001.png": b"", ".git/1.png": None},
+        {"001.PNG": None, "001.CLS": b"0"},
+        {**GOOD, "README": b"text", "LICENSE": b"text", "Thumbs.db": b"x"},
+        {"a/b.c/001.png": None, "a/b.c/001.cls": b"0"},
+        {"001.cls": b" 0\r\n", "001.png": None},
+    ],
+)  # fmt: skip
+def test_leftovers_upper_case_and_blanks_are_read_alike(members, tar, tmp_path):
+    path = tar(members)
+    assert seen(by_wids(path, tmp_path)) == seen(by_stream(path)) == [(1, 0)]
+
+
+def test_two_samples_of_one_name_in_a_row_are_refused(tar, tmp_path):
+    path = tar([*GOOD.items(), *GOOD.items()])
+    for read in (lambda: by_wids(path, tmp_path), lambda: seen(by_stream(path))):
+        with pytest.raises(ValueError, match=r"a\.tar.* 001\.png.* twice: give each sample a name of its own"):
+            read()
+
+
+@pytest.mark.parametrize("size", [1, 600, 1535, 1700, 2048 + 100, 3072 + 700])
+def test_a_damaged_shard_is_never_a_shorter_one(size, tar, tmp_path):
+    path = tar(
+        {f"{number:03d}.{kind}": None if kind == "png" else b"0" for number in range(4) for kind in ("png", "cls")}
+    )
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(TooManyBadSamplesError, match=r"a\.tar can't be read: it is damaged"):
+        seen(by_stream(path))
+    whole = bytearray(tar(GOOD | {"002.png": None, "002.cls": b"1"}).read_bytes())
+    whole[2 * 1024 + 10] ^= 1  # in the header of the third member
+    path.write_bytes(whole)
+    with pytest.raises(
+        TooManyBadSamplesError, match=r"it is damaged, or only the start of a tar file \(bad checksum\)"
+    ):
+        seen(by_stream(path))
+
+
+def test_a_shard_that_is_not_there_or_empty_is_told(tmp_path):
+    with pytest.raises(
+        TooManyBadSamplesError, match=r"none\.tar can't be read: there is no such file: check data\.urls="
+    ):
+        seen(by_stream(tmp_path / "none.tar"))
+    (tmp_path / "a.tar").touch()
+    with pytest.raises(TooManyBadSamplesError, match=r"a\.tar can't be read: it is empty"):
+        seen(by_stream(tmp_path / "a.tar"))
+
+
+def test_bad_samples_are_judged_over_a_pass(tar):
+    members: dict[str, bytes | None] = {}
+    for number in range(300):
+        members |= {f"{number:03d}.png": None} | ({} if number == 5 else {f"{number:03d}.cls": b"0"})
+    path = tar(members)
+    stream = by_stream(path)
+    assert len(seen(stream)) == 299
+    assert len(seen(stream)) == 299  # the same sample again counts once
+    assert stream.stats()["bad_samples"] == 1
+    with pytest.raises(TooManyBadSamplesError, match=r"1 of 50 samples is bad.*allows 0"):
+        [next(samples) for samples in [iter(by_stream(path, n_samples=50))] for _ in range(10)]
+    part = by_stream(path, n_samples=400)
+    part.world_size = 2  # 200 for this rank
+    assert [next(samples) for samples in [iter(part)] for _ in range(10)]
+    with pytest.raises(TooManyBadSamplesError, match=r"1 of 300 samples is bad.*allows 0"):
+        seen(by_stream(path, max_bad_fraction=0.001))
+
+
+def test_many_bad_samples_in_a_row_end_it_at_once(tar):
+    path = tar({f"{number:03d}.png": None for number in range(300)})
+    with pytest.raises(TooManyBadSamplesError, match=r"100 of 1,000 samples"):
+        next(iter(by_stream(path, max_bad_fraction=0.5)))
+
+
+def test_only_what_is_asked_for_is_decoded_and_errors_of_a_transform_are_the_user_s(tar):
+    path = tar(GOOD | {"001.json": b"{", "001.pyd": b"no pickle"})
+    assert seen(by_stream(path)) == [(1, 0)]
+
+    def fails(_):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        seen(by_stream(path, transform=fails, max_bad_fraction=1))
+
+
+def test_the_label_may_be_written_in_several_ways(tar, tmp_path):
+    path = tar({"001.png": None, "001.label": b"2"})
+    assert [seen(by_wids(path, tmp_path, label=label)) for label in (".label", "label", ".LABEL")] == [[(1, 2)]] * 3
+
+
+def test_the_index_of_shards_says_no_leftovers(tmp_path):
+    write_index([str(TARS / "gnu-folder.tar")], str(tmp_path / "index.json"))
+    assert json.loads((tmp_path / "index.json").read_text())["shardlist"][0]["nsamples"] == 3
