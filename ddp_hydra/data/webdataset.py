@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from glob import glob
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +35,9 @@ class TarSamples(IterableDataset):
     tar file ends the reading: nobody knows how many samples it has.
 
     Args:
-        urls: paths or URLs of the shards, with {000..127} for many; "pipe:aws s3 cp … -" reads from a command.
-        fields: fields of a sample, in the order of the batch: [jpg;png, cls].
+        urls: paths or URLs of the shards, with {000..127} for many, or * in a path; "pipe:aws s3 cp … -" reads from a
+            command.
+        fields: fields of a sample, in the order of the batch: [jpg;png, cls]; the first of those that ; separates.
         decode: how webdataset decodes images: torchrgb, pil, …; None leaves them as bytes.
         transform: sample, a tuple of its fields -> what goes into the batch.
         shuffle: shuffle the shards in each epoch.
@@ -64,13 +68,16 @@ class TarSamples(IterableDataset):
         n_samples: int | None = None,
     ) -> None:
         try:
-            from webdataset.shardlists import expand_urls
+            from webdataset.autodecode import imagespecs
         except ImportError:
             raise ModuleNotFoundError("it needs webdataset: type `pip install 'ddp-hydra[webdataset]'`") from None
         if not urls:
             raise ConfigError("no shards are given: type data.urls=…, and data.val_urls=… or data.val=null")
-        self.urls = [url for pattern in ([urls] if isinstance(urls, str) else urls) for url in expand_urls(pattern)]
-        self.fields, self.decode, self.transform = list(fields), decode, transform
+        if decode is not None and decode not in imagespecs:
+            raise ConfigError(f"data.decode={decode}: give {', '.join(sorted(imagespecs))}, or null")
+        self.urls = [url for pattern in ([urls] if isinstance(urls, str) else urls) for url in _expanded(pattern)]
+        self.fields = [_choice(field) for field in ([fields] if isinstance(fields, str) else fields)]
+        self.decode, self.transform = decode, transform
         self.shuffle, self.shuffle_buffer, self.seed = shuffle, shuffle_buffer, seed
         if not 0 <= max_bad_fraction <= 1:
             raise ConfigError(f"data.max_bad_fraction={max_bad_fraction:g}: give a share from 0 to 1")
@@ -132,9 +139,10 @@ class TarSamples(IterableDataset):
 
         chosen = []
         for choice in self.fields:
-            name = next((name for name in choice.split(";") if name in sample), None)
+            name = next((name for name in choice if name in sample), None)
             if name is None:
-                raise ValueError(missing_field(choice, [name for name in sample if not name.startswith("__")]))
+                found = [name for name in sample if not name.startswith("__")]
+                raise ValueError(missing_field(" or ".join(choice), found))
             chosen.append(name)
         try:
             decoded = decoder({name: sample[name] for name in chosen})
@@ -164,6 +172,36 @@ class TarSamples(IterableDataset):
                 f"{int(self.max_bad_fraction * n_samples)}: {some}. Remove them, or type a larger "
                 "data.max_bad_fraction=..."
             )
+
+
+def _choice(field: str) -> list[str]:
+    """Return the extensions that a field may have, as samples name them."""
+    return [name if name.startswith("__") else name.strip().lstrip(".").lower() for name in field.split(";")]
+
+
+def _expanded(pattern: str) -> list[str]:
+    """Return the shards that a pattern stands for.
+
+    Raises:
+        ConfigError: webdataset can't read such URLs, or no file has such a name.
+    """
+    from webdataset.gopen import gopen_schemes, rewrite_url
+    from webdataset.shardlists import expand_urls
+
+    found = []
+    for url in expand_urls(pattern):
+        scheme = "pipe" if url.startswith("pipe:") else rewrite_url(url).partition("://")[0] if "://" in url else ""
+        if scheme not in ("", "file", *gopen_schemes):
+            raise ConfigError(
+                f"webdataset can't read {shown(url)}: give data.urls='pipe:aws s3 cp {scheme}://... -' or another "
+                "command that writes the shard to its output, or take data=wids"
+            )
+        is_pattern = not scheme and set("*?[") & set(url) and not Path(url).exists()
+        matches = sorted(glob(url)) if is_pattern else [url]  # noqa: PTH207 (the pattern may be absolute)
+        if not matches:
+            raise ConfigError(f"no file is named {url}: check data.urls=… and data.val_urls=…")
+        found += matches
+    return found
 
 
 def _handlers(decode: str | None) -> list[Any]:
@@ -219,15 +257,23 @@ def members_of(url: str) -> Iterator[tuple[str, bytes]]:
                 raise _LostShard(url, f"it is damaged, or only the start of a tar file ({damage})")
     except FileNotFoundError:
         raise _LostShard(url, "there is no such file: check data.urls=... and data.val_urls=...") from None
+    except IsADirectoryError:
+        raise _LostShard(url, f"it is a folder: type data.urls='{url.rstrip('/')}/*.tar'") from None
     except tarfile.ReadError as error:
-        reason = (
-            "it is empty"
-            if "empty" in str(error)
-            else "it is damaged, or no tar file, plain or packed by gzip, bzip2 or xz"
-        )
-        raise _LostShard(url, reason) from None
+        reason = str(error).splitlines()[0].rstrip(":")
+        if reason == "empty file":
+            raise _LostShard(url, "it is empty") from None
+        raise _LostShard(
+            url, f"it is damaged, or no tar file, plain or packed by gzip, bzip2 or xz ({reason})"
+        ) from None
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise _LostShard(url, f"it is damaged ({error})") from None
+    except OSError as error:
+        if code := re.search(r": exit (\d+)", str(error)):  # of the command that gopen reads from, curl for web servers
+            raise ConnectionError(
+                f"the shard {shown(url)} can't be read: its command ended with exit code {code[1]}"
+            ) from None
+        raise
 
 
 class _LostShard(TooManyBadSamplesError):

@@ -145,7 +145,11 @@ class _Reader:
         try:
             store, key = self.access.open(source)
             content = bytes(store.get(key))
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        except IsADirectoryError:
+            raise FileNotFoundError(
+                f"{shown(source)} is a folder: give the index in it, {shown(source)}/index.json; {_SET_INDEX}"
+            ) from None
+        except (FileNotFoundError, NotADirectoryError) as error:
             reason = f"there is no file {shown(source)}" if is_local(source) else str(error)
             raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
         return _parse(content, source)
@@ -199,6 +203,11 @@ class _Reader:
 
 def _parse(content: bytes | str, source: str) -> _File:
     """Return what an index holds."""
+    if re.search(r"\.(tar|tgz|tar\.\w+)$", shown(source)):
+        raise ValueError(
+            f"{shown(source)} is a tar file, and must be an index of tar files: type python -m ddp_hydra.data.shards "
+            f"index {shown(source)} --out index.json, and then data.index=index.json"
+        )
     try:
         return _converted(json.loads(content), _File, source)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

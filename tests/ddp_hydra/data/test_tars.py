@@ -15,6 +15,7 @@ from ddp_hydra.data import TarSamples
 from ddp_hydra.data.images.bad_samples import TooManyBadSamplesError
 from ddp_hydra.data.shards.write import write_index
 from ddp_hydra.data.wids_images import WidsImages
+from ddp_hydra.errors import ConfigError
 from tests.support.tar_server import tar_of
 
 TARS = Path(__file__).parents[2] / "data" / "tars"
@@ -177,7 +178,7 @@ BAD = {
     ),
     "an image of nothing": (
         {"002.txt": b"text", "002.cls": b"1"},
-        r"a\.tar/002 \(it has no field (with an image|png;jpg), only",
+        r"a\.tar/002 \(it has no field (with an image|png or jpg), only",
     ),
 }
 
@@ -291,3 +292,54 @@ def test_the_label_may_be_written_in_several_ways(tar, tmp_path):
 def test_the_index_of_shards_says_no_leftovers(tmp_path):
     write_index([str(TARS / "gnu-folder.tar")], str(tmp_path / "index.json"))
     assert json.loads((tmp_path / "index.json").read_text())["shardlist"][0]["nsamples"] == 3
+
+
+def test_shards_and_fields_may_be_written_in_several_ways(tar, tmp_path):
+    tar(GOOD).rename(tmp_path / "1.tar")
+    tar(GOOD)
+    for urls in (
+        f"{tmp_path}/*.tar",
+        f"{tmp_path}/[1a].tar",
+        f"{tmp_path}/{{a,1}}.tar",
+        [f"file://{tmp_path}/1.tar"] * 2,
+    ):
+        assert seen(TarSamples(urls, [".PNG;jpg", "CLS"], "torchrgb8")) == [(1, 0)] * 2
+    key, target = next(iter(TarSamples(f"{tmp_path}/a.tar", ["__key__", "cls"])))
+    assert (key, target) == ("001", 0)
+    assert seen(TarSamples(f"pipe:cat {tmp_path}/a.tar", decode="torchrgb8")) == [(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"urls": "/none/*.tar"}, r"no file is named /none/\*\.tar: check data\.urls="),
+        ({"urls": "s3://bucket/a.tar"}, r"can't read s3://bucket/a\.tar: give data\.urls='pipe:aws s3 cp .*data=wids"),
+        ({"urls": "a.tar", "decode": "rgbx"}, r"data\.decode=rgbx: give .*torchrgb8.*, or null"),
+        ({"urls": "a.tar", "max_bad_fraction": 2}, r"data\.max_bad_fraction=2: give a share from 0 to 1"),
+    ],
+)
+def test_mistakes_in_the_config_are_told(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        TarSamples(**arguments)
+
+
+def test_what_ends_a_stream_is_told(tar, tmp_path):
+    with pytest.raises(TooManyBadSamplesError, match=rf"it is a folder: type data\.urls='{tmp_path}/\*\.tar'"):
+        seen(by_stream(tmp_path))
+    with pytest.raises(ConnectionError, match=r"pipe:exit 3 can't be read: its command ended with exit code 3"):
+        seen(by_stream("pipe:exit 3"))
+    path = tar(GOOD)
+    with pytest.raises(TooManyBadSamplesError, match=r"it is damaged.* \(unexpected end of data\)"):
+        seen(by_stream(f"pipe:head -c 700 {path}"))
+
+
+def test_a_tar_or_a_folder_in_place_of_an_index_is_told(tar, tmp_path):
+    path = tar(GOOD)
+    with pytest.raises(
+        ValueError, match=r"a\.tar is a tar file, .*index .*a\.tar --out index\.json, and then data\.index=index"
+    ):
+        WidsImages(str(path), classes=2)
+    with pytest.raises(
+        FileNotFoundError, match=rf"{tmp_path} is a folder: .*{tmp_path}/index\.json; check data\.index="
+    ):
+        WidsImages(str(tmp_path), classes=2)
