@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import to_builtins
+
 from ddp_hydra.api.compose import Composed
 from ddp_hydra.cli import evaluate, predict
 from ddp_hydra.cluster import connect
@@ -51,7 +53,8 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """summary.json; empty before the run has ended."""
-        return read_summary(self.dir)
+        summary = read_summary(self.dir)
+        return {} if summary is None else to_builtins(summary)
 
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far: step, epoch, samples, train/loss, val/loss …"""

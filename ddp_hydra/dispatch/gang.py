@@ -154,7 +154,7 @@ class Gang(Settings):
         return {
             "world_size": self.world_size,
             "restarts": len(self.restarts.ended),
-            "attempts": [attempt.as_dict() for attempt in self.restarts.ended],
+            "attempts": [attempt.entry() for attempt in self.restarts.ended],
         }
 
     def run_attempts(self, call_of: Callable[[int, int], Call]) -> list[Any]:

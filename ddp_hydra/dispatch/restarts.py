@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from ddp_hydra.errors import Failure
+from ddp_hydra.run_state import AttemptEntry, FailureEntry
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 OWN_FAULT = ("raised", "exited", "killed")
@@ -34,12 +34,13 @@ class Ended:
     wall_s: float
     failure: Failure
 
-    def as_dict(self) -> dict[str, Any]:
+    def entry(self) -> AttemptEntry:
         """Return the entry of summary.json."""
-        return {**asdict(self), "failure": self.failure.as_dict()}
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return AttemptEntry(**own | {"failure": FailureEntry(**self.failure.as_dict())})
 
 
-def repeated(attempts: Sequence[Mapping[str, Any]]) -> str | None:
+def repeated(attempts: Sequence[AttemptEntry]) -> str | None:
     """Return why there should be no other attempt: the last two have failed alike.
 
     Args:
@@ -48,11 +49,11 @@ def repeated(attempts: Sequence[Mapping[str, Any]]) -> str | None:
     Returns:
         A sentence; None if they differ, or if there are fewer.
     """
-    last = [entry.get("failure") or {} for entry in attempts[-2:]]
-    if len(last) < 2 or any(failure.get("kind") not in OWN_FAULT for failure in last):
+    last = [entry.failure or FailureEntry() for entry in attempts[-2:]]
+    if len(last) < 2 or any(failure.kind not in OWN_FAULT for failure in last):
         return None
     # Numbers in messages, such as addresses, process ids and times, make no other failure.
-    before, now = ((it["kind"], it.get("step") or 0, _NUMBERS.sub("0", str(it.get("message")))) for it in last)
+    before, now = ((it.kind, it.step or 0, _NUMBERS.sub("0", it.message)) for it in last)
     if before != now:
         return None
     where = f"in step {now[1]}" if now[1] else "before the first step"
@@ -78,7 +79,7 @@ class Restarts:
             return ""
         if ended.failure.deterministic and len(self.ended) == 1 and not ended.steps_done:
             return "the code of the job raised this before the first step was done: it was not tried again"
-        if why_not := repeated([one.as_dict() for one in self.ended]):
+        if why_not := repeated([one.entry() for one in self.ended]):
             return why_not
         if len(self.ended) > self.most:
             return f"all {self.most} restarts of dispatch.max_restarts={self.most} are used up"

@@ -12,6 +12,7 @@ from typing import Any
 import ddp_hydra
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.results import Record, finite
+from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
@@ -54,10 +55,10 @@ def recorded(
         ConfigError: the folder holds a run that is done, or another process writes it.
     """
     with locked(run_dir, ANOTHER):
-        if read_summary(run_dir).get("status") == "done":
+        if (before := read_summary(run_dir)) is not None and before.status == "done":
             raise ConfigError(f"{run_dir} holds a run that is done, and its results would be mixed: {ANOTHER}")
         begin = time.time()
-        summary: dict[str, Any] = {"status": "failed", "tags": [], "failure": None, "started": begin}
+        summary = Summary(started=begin)
         try:
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
             with ResultsHandler(writers, retry_s, give_up) as handler:
@@ -67,13 +68,13 @@ def recorded(
                     give_up.set()
                     raise
                 finally:
-                    summary |= {"steps": handler.step, "metrics": finite(handler.metrics), **describe()}
-            summary["status"] = "done"
+                    summary.update({"steps": handler.step, "metrics": finite(handler.metrics), **describe()})
+            summary.status = "done"
         except BaseException as error:
             add_error(summary, error)
             raise
         finally:
-            summary |= {"wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
+            summary.update({"wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__})
             write_summary(run_dir, summary)
 
 

@@ -28,6 +28,7 @@ from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.results import Record, finite
+from ddp_hydra.run_state import AttemptEntry, Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.base import Writer
@@ -59,7 +60,7 @@ class RemoteContext:
     spec: JobSpec
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
-    note_attempts: Callable[[list[dict[str, Any]]], None]
+    note_attempts: Callable[[list[AttemptEntry]], None]
     checkpoints: results_root.ResultsFolder
 
 
@@ -82,7 +83,7 @@ class Job:
     cfg: DictConfig
     config: dict[str, Any]
     files: dict[str, Path]
-    summary: dict[str, Any]
+    summary: Summary
     remote: RemoteContext | None = None
     saved_config: dict[str, Any] | None = None
     loggers: Sequence[Writer] = ()
@@ -92,7 +93,7 @@ class Job:
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_attempt = next_attempt(self.run_dir)
-        self.earlier_attempts = read_summary(self.run_dir).get("attempts") or []
+        self.earlier_attempts = (read_summary(self.run_dir) or Summary()).attempts
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process
@@ -100,7 +101,7 @@ class Job:
 
     @contextmanager
     def handler(
-        self, fetch: Any, client: Any = None, attempts: Callable[[], list[dict[str, Any]]] = list
+        self, fetch: Any, client: Any = None, attempts: Callable[[], list[AttemptEntry]] = list
     ) -> Iterator[ResultsHandler]:
         """Open the writers of this job.
 
@@ -134,7 +135,7 @@ class Job:
 
     def run_here(self) -> dict[str, Any]:
         """Run the only rank in this process, and return what `train` returns."""
-        self.summary["world_size"] = 1
+        self.summary.world_size = 1
         with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
             return inline.run(
                 TRAIN,
@@ -156,8 +157,8 @@ class Job:
         gang.first_attempt = self.first_attempt = max(self.first_attempt, torchrun.restart_count())
         gang.on_give_up = self.give_up.set
         if before := self.earlier_attempts[-torchrun.restart_count() :] if torchrun.restart_count() else []:
-            self.steps_before = [int(before[-1]["steps_done"])]
-            self.first_world_size = int(before[0]["world_size"])
+            self.steps_before = [before[-1].steps_done]
+            self.first_world_size = before[0].world_size or 0
             batch = self.rank_batch(gang.own.spec.world_size)
             gang.numbers = {"data.batch_size": batch.size, "trainer.gradient_accumulation_steps": batch.micro_batches}
         with self.handler(gang.fetch, attempts=lambda: self.attempts(gang)) as handler:
@@ -177,11 +178,8 @@ class Job:
             value: dict[str, Any] = gang.run_attempts(self.call)[0]
             return value
         finally:
-            self.summary |= {
-                "world_size": gang.world_size,
-                "restarts": restarts(),
-                "attempts": self.attempts(gang),
-            }
+            self.summary.world_size, self.summary.restarts = gang.world_size, restarts()
+            self.summary.attempts = self.attempts(gang)
 
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
         """Run a gang on a Dask cluster, and return what `train` returns on rank 0.
@@ -282,16 +280,16 @@ class Job:
             return
         if self.remote:
             self.remote.note_attempts(self.attempts(gang))
-        self.summary["from_step"] = begin = record.step or 0
+        self.summary.from_step = begin = record.step or 0
         before = [attempt.steps_done for attempt in gang.restarts.ended[-1:]] or self.steps_before
         if before:
-            self.summary["steps_lost"] += max(0, before[0] - begin)
+            self.summary.steps_lost += max(0, before[0] - begin)
         if not gang.restarts.ended:
             self.first_step = begin
 
-    def attempts(self, gang: Any) -> list[dict[str, Any]]:
+    def attempts(self, gang: Any) -> list[AttemptEntry]:
         """Return the attempts that have failed, also those of an earlier process."""
-        return [*self.earlier_attempts, *(attempt.as_dict() for attempt in gang.restarts.ended)]
+        return [*self.earlier_attempts, *(attempt.entry() for attempt in gang.restarts.ended)]
 
     def describe_restart(self, steps_done: int) -> str:
         """Return where the next attempt starts, as the end of a sentence.
@@ -306,8 +304,5 @@ class Job:
 
     def summarise(self, handler: ResultsHandler) -> None:
         """Add the progress so far to the summary, for a job that fails."""
-        self.summary |= {
-            "steps": handler.step,
-            "samples": handler.samples,
-            "metrics": finite(handler.metrics),
-        }
+        self.summary.steps, self.summary.samples = handler.step, handler.samples
+        self.summary.metrics = finite(handler.metrics)

@@ -21,6 +21,7 @@ from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
+from ddp_hydra.run_state import Objective
 from ddp_hydra.writers.run_dir import locked
 
 if TYPE_CHECKING:  # it imports Dask
@@ -91,15 +92,15 @@ def train(
         stack.enter_context(hparams.session(run_dir, overrides))
         config = remote.spec.config if remote else schema.resolved(cfg)
         saved_config = remote.spec.saved_config if remote else checkpoint_config.of(cfg)
-        summary["objective"] = dict(config["objective"])
+        summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg)) is not None:
             files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None
         packed = remote.spec.project if remote else packed_project(cfg, config)
-        summary["project"] = packed.sha256
+        summary.project = packed.sha256
         keep_project(run_dir, packed)
         if cfg.trainer.profile_steps:
-            summary["profile"] = "profile/table.md"
+            summary.profile = "profile/table.md"
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
@@ -108,16 +109,16 @@ def train(
         else:
             value = read_value(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
-        before = {**saved_metrics(run_dir, cfg.resume), **summary.get("metrics", {})}
-        summary |= {**value, "metrics": {**before, **finite(value["metrics"])}}
-        summary["best"] = best_checkpoint(run_dir, config["objective"]["metric"])
+        before = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
+        summary.update({**value, "metrics": {**before, **finite(value["metrics"])}})
+        summary.best = best_checkpoint(run_dir, config["objective"]["metric"])
         is_paused = value["interrupted"] == "pause"
         if value["interrupted"] and not is_paused:
             raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={shown_dir}")
-        summary["status"] = "paused" if is_paused else "done"
+        summary.status = "paused" if is_paused else "done"
     print(closing_lines(summary, shown_dir))  # noqa: T201
     metric = config["objective"]["metric"]
-    return value["metrics"].get(metric, summary["metrics"].get(metric))
+    return value["metrics"].get(metric, summary.metrics.get(metric))
 
 
 def _dry_run(config: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.run_state import Best
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
 from ddp_hydra.writers.run_dir import locked, read_summary
@@ -48,7 +49,8 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
         ConfigError: there is another run.
     """
     checkpoints = sorted((run_dir / FOLDER).glob("*.pt"))
-    is_done = read_summary(run_dir).get("status") == "done"
+    summary = read_summary(run_dir)
+    is_done = summary is not None and summary.status == "done"
     if (checkpoints or is_done) and not is_resumed(run_dir, resume):
         raise ConfigError(
             f"{run_dir} holds another run, and its results would be mixed with this one's: give another folder with "
@@ -129,7 +131,7 @@ def _newest_checkpoint(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def best_checkpoint(run_dir: Path, metric: str) -> dict[str, float] | None:
+def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
     """Return step and value of the best checkpoint; None if there is none.
 
     Args:
@@ -141,7 +143,7 @@ def best_checkpoint(run_dir: Path, metric: str) -> dict[str, float] | None:
         metrics = best.get("metrics")
         value = metrics.get(metric) if isinstance(metrics, dict) else None
         if isinstance(best.get("step"), int) and isinstance(value, int | float):
-            return {"step": best["step"], "value": value}
+            return Best(best["step"], value)
     return None
 
 

@@ -18,6 +18,7 @@ from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.results import finite
+from ddp_hydra.run_state import Best, Summary
 from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
 
 ENOUGH_STEPS, ENOUGH_S = 20, 5.0
@@ -54,7 +55,7 @@ def read_value(value: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[dict[str, Any]]:
+def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[Summary]:
     """Write summary.json at the end of the block, also when the job fails.
 
     Args:
@@ -66,9 +67,7 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
         The summary, to be filled in.
     """
     begin, shown_dir = time.time(), shown_dir or shown_path(run_dir)
-    summary: dict[str, Any] = {
-        "status": "failed", "tags": list(cfg.tags), "restarts": 0, "steps_lost": 0, "failure": None
-    }  # fmt: skip
+    summary = Summary(tags=[str(tag) for tag in cfg.tags])
     try:
         yield summary
     except BaseException as error:
@@ -85,8 +84,8 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
     _finish(run_dir, summary, begin)
 
 
-def _finish(run_dir: Path, summary: dict[str, Any], begin: float, error: BaseException | None = None) -> None:
-    summary |= {"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__}
+def _finish(run_dir: Path, summary: Summary, begin: float, error: BaseException | None = None) -> None:
+    summary.update({"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__})
     try:
         write_summary(run_dir, summary)
     except ConfigError as unwritten:
@@ -112,45 +111,45 @@ def failed_lines(run_dir: Path, shown_dir: str, failure: Failure) -> str:
     return "\n".join(filter(None, lines))
 
 
-def closing_lines(summary: Mapping[str, Any], shown_dir: str) -> str:
+def closing_lines(summary: Summary, shown_dir: str) -> str:
     """Return the lines that are printed when a job is done or has paused.
 
     Args:
         summary: of the job.
         shown_dir: its run directory or URL.
     """
-    metrics, objective = summary["metrics"], summary["objective"]["metric"]
-    names = dict.fromkeys(("train/loss", "val/loss", objective))
-    shown = [f"{name} {metrics[name]:.4g}" for name in names if metrics.get(name) is not None]
-    speed = f"{summary['samples_per_s']:,.0f} samples/s"
-    steps, status = summary["steps"], summary.get("status", "done")
-    before = summary.get("from_step", 0)  # its last attempt, whose time is told, began there
+    assert summary.objective is not None
+    objective, steps, train_s = summary.objective.metric, summary.steps or 0, summary.train_s or 0.0
+    values = {name: summary.metrics.get(name) for name in ("train/loss", "val/loss", objective)}
+    shown = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
+    speed = f"{summary.samples_per_s or 0:,.0f} samples/s"
+    before = summary.from_step  # its last attempt, whose time is told, began there
     last = f", the last {steps - before:,}" if before else ""
-    took = f"{counted(steps, 'step')}{last} in {summary['train_s']:.1f} s"
+    took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"
     lines = [
-        f"{status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
-        describe_best(summary.get("best"), objective, steps),
-        describe_data(summary["data"], summary["train_s"], steps),
-        describe_straggler(summary["slowest"], summary["train_s"], steps),
-        f"profile: {shown_dir}/{summary['profile']}, and a trace of each rank beside it (ui.perfetto.dev)"
-        if summary.get("profile")
+        f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
+        describe_best(summary.best, objective, steps),
+        describe_data(summary.data or {}, train_s, steps),
+        describe_straggler(summary.slowest or {}, train_s, steps),
+        f"profile: {shown_dir}/{summary.profile}, and a trace of each rank beside it (ui.perfetto.dev)"
+        if summary.profile
         else None,
-        f"{why_stopped('pause', steps)}: go on with resume={shown_dir}" if status == "paused" else None,
+        f"{why_stopped('pause', steps)}: go on with resume={shown_dir}" if summary.status == "paused" else None,
     ]
     return "\n".join(filter(None, lines))
 
 
-def describe_best(best: Mapping[str, float] | None, metric: str, steps: int) -> str | None:
+def describe_best(best: Best | None, metric: str, steps: int) -> str | None:
     """Return a line about the best checkpoint; None if it is the last one, or there is none.
 
     Args:
-        best: its `step` and `value`.
+        best: of the run, if there is one.
         metric: the objective.
         steps: of the run.
     """
-    if not best or best["step"] == steps:
+    if best is None or best.step == steps:
         return None
-    return f"best: {metric} {best['value']:.4g} at step {best['step']:,}: checkpoints/best.pt"
+    return f"best: {metric} {best.value:.4g} at step {best.step:,}: checkpoints/best.pt"
 
 
 def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str | None:

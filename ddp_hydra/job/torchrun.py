@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ddp_hydra.job.local import TRAIN
 from ddp_hydra.job.summary import why_stopped
 from ddp_hydra.rank import return_values
 from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.run_dir import read_summary
 
 if TYPE_CHECKING:  # it imports Dask
@@ -60,7 +61,7 @@ def started(cfg: DictConfig, run_dir: Path) -> Iterator[TorchrunGang | None]:
         )
     torchrun.check_job(cfg, spec)
     if torchrun.restart_count():
-        refuse_restart(read_summary(run_dir), torchrun.restart_count())
+        refuse_restart(read_summary(run_dir) or Summary(), torchrun.restart_count())
     from ddp_hydra.dispatch.torchrun_gang import rank_0
 
     folder = str(run_dir.absolute())
@@ -71,7 +72,7 @@ def started(cfg: DictConfig, run_dir: Path) -> Iterator[TorchrunGang | None]:
         yield gang
 
 
-def refuse_restart(summary: Mapping[str, Any], restarts: int) -> None:
+def refuse_restart(summary: Summary, restarts: int) -> None:
     """Refuse to go on with a job that torchrun has started again for nothing; it knows only that a process has failed.
 
     Args:
@@ -82,12 +83,11 @@ def refuse_restart(summary: Mapping[str, Any], restarts: int) -> None:
         Interrupted: the job had ended on purpose.
         DdpHydraError: it has failed twice in the same way.
     """
-    if (reason := summary.get("interrupted")) in ("time_limit", "callback"):
-        raise Interrupted(f"{why_stopped(reason, summary['steps'])}: torchrun has started it again, but it is over")
-    attempts = (summary.get("attempts") or [])[-restarts:]
-    if why_not := repeated(attempts):
-        failure = attempts[-1]["failure"]
-        raise DdpHydraError(f"rank {failure['rank']} on {failure['host']}: {failure['message']}: {why_not}")
+    if (reason := summary.interrupted) in ("time_limit", "callback"):
+        raise Interrupted(f"{why_stopped(reason, summary.steps or 0)}: torchrun has started it again, but it is over")
+    attempts = summary.attempts[-restarts:]
+    if (why_not := repeated(attempts)) and (failure := attempts[-1].failure):
+        raise DdpHydraError(f"rank {failure.rank} on {failure.host}: {failure.message}: {why_not}")
 
 
 def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED
+from ddp_hydra.run_state import AttemptEntry, FailureEntry, Objective, State, Status, Summary, decode
 from ddp_hydra.runs import tags
 from ddp_hydra.runs.run_files import RunFiles, yaml_value
-from ddp_hydra.writers.run_dir import json_object
 
 MOST_TEXT = 500
 """Longer texts of a run are cut."""
@@ -78,73 +79,65 @@ class Row:
     exchange_s: float | None = None
 
 
-def row_of(files: RunFiles, summary: Mapping[str, Any], status: Mapping[str, Any]) -> Row:
+def row_of(files: RunFiles, state: RunState) -> Row:
     """Return the row of a run; its `status` is left to the caller, who knows whether it goes on.
 
     Args:
         files: of the run.
-        summary: content of its summary.json, {} if there is none.
-        status: content of its status.json, {} if there is none.
+        state: of the run.
     """
-    newest = newest_of(summary, status)
+    summary, status, newest = state.summary or Summary(status=""), state.status or Status(), state.newest
+    now = newest if isinstance(newest, Status) else Status()
     chosen = choices(files.read(".hydra/hydra.yaml"))
     config: Any = None
-    if not isinstance(summary.get("objective"), dict):
+    if summary.objective is None:
         config = yaml_value(files.read(".hydra/config.yaml"))
-    metric, maximize = _objective(summary.get("objective"), config)
+    metric, maximize = _objective(summary.objective, config)
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     config_tags = config.get("tags") if isinstance(config, dict) else None
-    metrics = numbers(newest.get("metrics"))
-    failure, waited = summary.get("failure"), summary.get("data")
+    metrics = numbers(newest.metrics)
+    failure = text(summary.failure.message) if summary.failure else ""
     return Row(
         run=files.place,
-        started=_time(summary.get("started")) or _time(status.get("started")),
-        wall_s=number(summary.get("wall_s")),
-        step=_count(newest.get("step", newest.get("steps"))),
-        total_steps=_count(newest.get("total_steps")),
-        epoch=number(newest.get("epoch")),
-        epochs=number(newest.get("epochs")),
+        started=_time(summary.started) or _time(status.started),
+        wall_s=number(summary.wall_s),
+        step=newest.step if isinstance(newest, Status) else newest.steps,
+        total_steps=now.total_steps,
+        epoch=number(now.epoch),
+        epochs=number(now.epochs),
         objective=metric,
         maximize=maximize,
         value=metrics.get(metric),
         metrics=metrics,
         model=chosen.get("model", ""),
         data=chosen.get("data", ""),
-        tags=tags.read(files, summary.get("tags") or config_tags),
+        tags=tags.read(files, summary.tags or config_tags),
         overrides=texts(typed),
-        project=text(summary.get("project") or status.get("project")),
-        message=text(failure.get("message")) if isinstance(failure, dict) else "",
-        ranks=_count(newest.get("world_size")),
-        restarts=_count(summary.get("restarts")) or 0,
-        attempts=failed_attempts(newest.get("attempts", summary.get("attempts"))),
-        train_s=number(summary.get("train_s")),
-        wait_s=number(waited.get("wait_s")) if isinstance(waited, dict) else None,
-        exchange_s=number(summary.get("exchange_s")),
+        project=text(summary.project or status.project),
+        message=text(state.problem) or failure,
+        ranks=newest.world_size,
+        restarts=summary.restarts,
+        attempts=failed_attempts(state.attempts),
+        train_s=number(summary.train_s),
+        wait_s=number((summary.data or {}).get("wait_s")),
+        exchange_s=number(summary.exchange_s),
     )
 
 
-def failed_attempts(found: object) -> list[dict[str, Any]]:
-    """Return what a row says of the attempts that failed, from the entries of summary.json."""
-    short = []
-    for one in tables(found):
-        failure = one.get("failure")
-        failure = failure if isinstance(failure, dict) else {}
-        short.append(
-            {
-                "attempt": _count(one.get("attempt")),
-                "started": _time(one.get("started")),
-                "wall_s": number(one.get("wall_s")),
-                "kind": text(failure.get("kind")),
-                "rank": _count(failure.get("rank")),
-                "step": _count(failure.get("step")),
-            }
-        )
-    return short
-
-
-def tables(found: object) -> list[dict[str, Any]]:
-    """Return the first tables in a list; [] for anything else."""
-    return [one for one in found if isinstance(one, dict)][:MOST_ATTEMPTS] if isinstance(found, list) else []
+def failed_attempts(found: Iterable[AttemptEntry]) -> list[dict[str, Any]]:
+    """Return what a row says of the attempts that failed."""
+    return [
+        {
+            "attempt": one.attempt,
+            "started": _time(one.started),
+            "wall_s": number(one.wall_s),
+            "kind": text(failure.kind),
+            "rank": failure.rank,
+            "step": failure.step,
+        }
+        for one in found
+        for failure in [one.failure or FailureEntry()]
+    ]
 
 
 def choices(content: bytes) -> dict[str, str]:
@@ -162,10 +155,10 @@ def choices(content: bytes) -> dict[str, str]:
     return found
 
 
-def _objective(given: object, config: object) -> tuple[str, bool | None]:
+def _objective(given: Objective | None, config: object) -> tuple[str, bool | None]:
     """Return the metric and whether more of it is better, from the summary, or from the config."""
-    if isinstance(given, dict):
-        return text(given.get("metric")), _maximize(given.get("direction"))
+    if given is not None:
+        return text(given.metric), _maximize(given.direction)
     if not isinstance(config, dict):
         return "", None
     own = config.get("objective")
@@ -180,7 +173,6 @@ def _derived(config: Mapping[str, Any]) -> tuple[str, bool | None]:
     from omegaconf.errors import OmegaConfBaseException
 
     from ddp_hydra.config import objective
-    from ddp_hydra.errors import ConfigError
 
     parts = {name: config[name] for name in ("objective", "task", "loss", "mix") if name in config}
     data = config.get("data")
@@ -224,21 +216,40 @@ def numbers(value: object) -> dict[str, float | None]:
     return {text(name): number(inner) for name, inner in value.items()} if isinstance(value, dict) else {}
 
 
-def _count(value: object) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)
-
-
 def _time(value: object) -> float | None:
     found = number(value)
     return found if found is not None and 0 < found < _LATEST else None
 
 
-def newest_of(summary: Mapping[str, Any], status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the one that is newer: status.json while it is there, unless it says that the run has ended."""
-    return summary if not status or (status.get("state") in ENDED and summary) else status
+class RunState(NamedTuple):
+    """summary.json and status.json of a run; None for one that is missing or can't be read: `problem` says why."""
+
+    summary: Summary | None
+    status: Status | None
+    problem: str = ""
+
+    @property
+    def newest(self) -> Summary | Status:
+        """Return the one that is newer: status.json while it is there, unless it says that the run has ended."""
+        if self.status is None or (self.status.state in ENDED and self.summary is not None):
+            return self.summary or Summary(status="")
+        return self.status
+
+    @property
+    def attempts(self) -> list[AttemptEntry]:
+        """Return the first attempts that have failed."""
+        return self.newest.attempts[:MOST_ATTEMPTS]
 
 
-def read_both(files: RunFiles) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the content of summary.json and of status.json."""
-    return json_object(files.read("summary.json")), json_object(files.read("status.json"))
+def read_state(files: RunFiles) -> RunState:
+    """Return summary.json and status.json of a run."""
+    problems: list[str] = []
+
+    def read(name: str, kind: type[State]) -> State | None:
+        try:
+            return decode(files.read(name), kind, f"{files.place}/{name}")
+        except ConfigError as error:
+            problems.append(str(error))
+            return None
+
+    return RunState(read("summary.json", Summary), read("status.json", Status), "; ".join(problems))

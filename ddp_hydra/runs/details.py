@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from msgspec import to_builtins
+
+from ddp_hydra.run_state import Summary
 from ddp_hydra.runs import disk
-from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, newest_of, number, read_both, tables, text
+from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, RunState, number, read_state, text
 from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRun, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME
@@ -22,16 +25,16 @@ def of(files: RunFiles) -> dict[str, Any]:
     Raises:
         ConfigError: a store does not answer.
     """
-    summary, now = read_both(files)
-    failure = summary.get("failure")
+    state = read_state(files)
+    summary = state.summary or Summary(status="")
     return {
         **vars(row(files)),
-        "metrics": last_metrics(files, summary, now),
-        "world_size": summary.get("world_size") or now.get("world_size"),
-        "steps_lost": summary.get("steps_lost") or 0,
-        "samples_per_s": number(summary.get("samples_per_s")),
-        "attempts": tables(newest_of(summary, now).get("attempts", summary.get("attempts"))),
-        "failure": failure if isinstance(failure, dict) else None,
+        "metrics": last_metrics(files, state),
+        "world_size": state.newest.world_size,
+        "steps_lost": summary.steps_lost,
+        "samples_per_s": number(summary.samples_per_s),
+        "attempts": to_builtins(state.attempts),
+        "failure": to_builtins(summary.failure),
         "checkpoints": checkpoints(files),
         "bytes": disk.by_kind(files.sizes()),
     }
@@ -46,10 +49,9 @@ def row(files: RunFiles) -> Row:
     return found
 
 
-def last_metrics(files: RunFiles, summary: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def last_metrics(files: RunFiles, state: RunState) -> dict[str, Any]:
     """Return the last value of each metric; of a run that was killed, those of the last lines of metrics.jsonl."""
-    known = newest_of(summary, now).get("metrics")
-    if isinstance(known, dict) and known:
+    if known := state.newest.metrics:
         return known
     found: dict[str, Any] = {}
     for line in files.read("metrics.jsonl", _LAST_BYTES).splitlines():
@@ -96,7 +98,7 @@ def between(*runs: RunFiles) -> dict[str, Any]:
         ConfigError: a store does not answer.
     """
     rows = [row(files) for files in runs]
-    metrics = [last_metrics(files, *read_both(files)) for files in runs]
+    metrics = [last_metrics(files, read_state(files)) for files in runs]
     code = [row.project or ABSENT for row in rows]
     return {
         "runs": [row.run for row in rows],

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs import status
-from ddp_hydra.runs.describe import Row, number, numbers, read_both, row_of, text, texts
+from ddp_hydra.runs.describe import Row, RunState, number, numbers, read_state, row_of, text, texts
 from ddp_hydra.runs.index import Index, Stamp
 from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, reachable
 from ddp_hydra.storage import results_root
@@ -69,9 +69,9 @@ def local_rows(root: str, index: Index | None = None) -> Iterator[Row]:
             row, content = known[1], None
         else:
             files = LocalRun(folder)
-            content = read_both(files)
-            row = row_of(files, *content)
-            row.status = str(content[0].get("status"))
+            content = read_state(files)
+            row = row_of(files, content)
+            row.status = content.summary.status if content.summary else ""
         kept[folder] = stamp, row
         yield _now(folder, entries, row, content, sweeps)
     if index:
@@ -82,14 +82,14 @@ def _now(
     folder: str,
     entries: dict[str, os.DirEntry[str]],
     row: Row,
-    content: tuple[dict[str, object], dict[str, object]] | None,
+    content: RunState | None,
     sweeps: dict[str, SweepJobs],
 ) -> Row:
     """Return a row as it is now: the files of a run do not tell whether its process lives."""
     ended = row.status
     if ended in ENDED and LOCK not in entries and "status.json" not in entries:
         return row
-    of_status = (content or read_both(LocalRun(folder)))[1] if "status.json" in entries else {}
+    of_status = (content or read_state(LocalRun(folder))).status if "status.json" in entries else None
     shown = Row(**vars(row))
     shown.status = status.of_local(folder, entries, ended, of_status)
     if shown.status == "running" and (begun := _begun(entries)) is not None:
@@ -198,9 +198,9 @@ def _below(root: ResultsFolder, name: str) -> ResultsFolder:
 
 def stored_row(files: StoredRun) -> Row:
     """Return the row of a run in a store."""
-    summary, now = read_both(files)
-    found = row_of(files, summary, now)
-    found.status = status.of_stored(summary.get("status"), now)
+    state = read_state(files)
+    found = row_of(files, state)
+    found.status = status.of_stored(state.summary.status if state.summary else "", state.status)
     return found
 
 

@@ -6,14 +6,15 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from ddp_hydra.job.remote.status import ENDED, LOST_S
+from ddp_hydra.run_state import Status
+from ddp_hydra.runs.describe import read_state
 from ddp_hydra.runs.run_files import LocalRun
 from ddp_hydra.storage.results_root import POINTER
-from ddp_hydra.writers.run_dir import LOCK, is_locked, json_object
+from ddp_hydra.writers.run_dir import LOCK, is_locked
 
 STATUSES = ("running", *ENDED, "killed", "lost", "detached", "unknown")
 """killed: its process ended without a summary. lost: it runs on another host and gives no sign of life. detached: its
@@ -24,38 +25,37 @@ SILENT_S = 600.0
 
 def of_run_dir(run_dir: Path) -> str:
     """Return the status of a run by its directory, one of `STATUSES`."""
-    files = LocalRun(run_dir)
-    summary, status = (json_object(files.read(name)) for name in ("summary.json", "status.json"))
+    state = read_state(LocalRun(run_dir))
     try:
         names = {path.name for path in run_dir.iterdir()}
     except OSError:
         names = set()
-    return of_local(str(run_dir), names, summary.get("status"), status)
+    return of_local(str(run_dir), names, state.summary.status if state.summary else "", state.status)
 
 
-def of_local(run_dir: str, names: Iterable[str], ended: object, status: Mapping[str, Any]) -> str:
+def of_local(run_dir: str, names: Iterable[str], ended: str, status: Status | None) -> str:
     """Return the status of a run in a folder.
 
     Args:
         run_dir: the run directory.
         names: of its files and folders.
         ended: the status in its summary.json, if any.
-        status: content of its status.json, {} if there is none.
+        status: its status.json, if there is one.
     """
     names = set(names)
-    if "scheduler" in status:  # a driver has written this folder, through a store
+    if status is not None and status.scheduler is not None:  # a driver has written this folder, through a store
         return of_stored(ended, status)
     held = is_locked(Path(run_dir)) if LOCK in names else False
     if held:
         return "running"
     if ended in ENDED and not (LOCK in names and _begun_since(run_dir)):
-        return str(ended)
+        return ended
     if LOCK in names:
         return _without_word(Path(run_dir), held)
     if POINTER in names:
         return "detached"
-    if status.get("state") in ENDED:
-        return str(status["state"])
+    if status is not None and status.state in ENDED:
+        return status.state
     return "unknown" if names.isdisjoint({"status.json", "metrics.jsonl", "checkpoints"}) else "killed"
 
 
@@ -85,13 +85,11 @@ def _without_word(run_dir: Path, held: bool | None) -> str:
     return "lost" if time.time() - max(signs) > SILENT_S else "running"
 
 
-def of_stored(ended: object, status: Mapping[str, Any]) -> str:
+def of_stored(ended: str, status: Status | None) -> str:
     """Return the status of a run that a driver writes into a store; arguments as for `of_local`."""
-    state = status.get("state")
-    if state in ENDED:
-        return str(state)
-    if not status:
-        return str(ended) if ended in ENDED else "unknown"
-    written = status.get("time")
-    is_silent = not isinstance(written, int | float) or time.time() - written > LOST_S
-    return "lost" if state == "lost" or is_silent else "running"
+    if status is None:
+        return ended if ended in ENDED else "unknown"
+    if status.state in ENDED:
+        return status.state
+    is_silent = status.time is None or time.time() - status.time > LOST_S
+    return "lost" if status.state == "lost" or is_silent else "running"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.run_state import Status, Summary, decode
 from ddp_hydra.sweep.rows import Objective, Row, State
-from ddp_hydra.writers.run_dir import json_object
+from ddp_hydra.writers import run_dir
 
 
 def read_status(row: Row, folder: Path, objective: Objective) -> None:
@@ -19,34 +20,35 @@ def read_status(row: Row, folder: Path, objective: Objective) -> None:
         folder: its run directory.
         objective: the metric that jobs are compared by.
     """
-    status = _read(folder / "status.json")
-    if not status:  # a job that ends removes the file
+    try:
+        status = decode((folder / "status.json").read_bytes(), Status, folder / "status.json")
+    except (OSError, ConfigError):
         return
-    row.step, row.total_steps = number(status.get("step"), int), number(status.get("total_steps"), int)
-    row.epoch, row.epochs = number(status.get("epoch")), number(status.get("epochs"))
-    row.workers = number(status.get("world_size"), int) or row.workers
-    row.eta_s = number(status.get("eta_s"))
-    _take_metrics(row, status.get("metrics"), objective)
+    if status is None:  # a job that ends removes the file
+        return
+    row.step, row.total_steps, row.epoch, row.epochs = status.step, status.total_steps, status.epoch, status.epochs
+    row.workers, row.eta_s = status.world_size or row.workers, status.eta_s
+    _take_metrics(row, status.metrics, objective)
 
 
-def read_summary(row: Row, folder: Path, objective: Objective) -> object:
+def read_summary(row: Row, folder: Path, objective: Objective) -> str | None:
     """Take over the summary of a job that has ended, and return its status; arguments as for `read_status`."""
-    summary = _read(folder / "summary.json")
-    row.step = number(summary.get("steps"), int)
-    if summary.get("status") == "done" and row.total_steps is None:  # it ended before its status was ever read
+    summary = _summary(row, folder) or Summary(status="")
+    row.step = summary.steps
+    if summary.status == "done" and row.total_steps is None:  # it ended before its status was ever read
         row.total_steps = row.step
     row.epoch = row.epochs if row.step == row.total_steps else None  # that of the last look may be of long before
-    row.workers = number(summary.get("world_size"), int) or row.workers
-    _take_metrics(row, summary.get("metrics"), objective)
-    return summary.get("status")
+    row.workers = summary.world_size or row.workers
+    _take_metrics(row, summary.metrics, objective)
+    return summary.status
 
 
 def take_end(row: Row, folder: Path, objective: Objective) -> None:
     """Take over that a job of ours is done or paused, if its process has written so after the last look at it."""
-    status = _read(folder / "summary.json").get("status")
-    if status in ("done", "paused"):
+    summary = _summary(row, folder)
+    if summary is not None and summary.status in ("done", "paused"):
         read_summary(row, folder, objective)
-        row.state, row.value = State(status), row.objective
+        row.state, row.value = State(summary.status), row.objective
 
 
 def take_value(row: Row, value: Any, objective: Objective) -> None:
@@ -77,14 +79,16 @@ def number(value: Any, kind: type = float) -> Any:
     return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _take_metrics(row: Row, metrics: Any, objective: Objective) -> None:
-    if isinstance(metrics, dict):
-        row.metrics |= {str(name): number(value) for name, value in metrics.items()}
-        if row.metrics.get(objective.metric) is not None:
-            row.objective = row.metrics[objective.metric]
+def _take_metrics(row: Row, metrics: dict[str, float | None], objective: Objective) -> None:
+    row.metrics |= metrics
+    if row.metrics.get(objective.metric) is not None:
+        row.objective = row.metrics[objective.metric]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError):
-        return json_object(path.read_bytes())
-    return {}
+def _summary(row: Row, folder: Path) -> Summary | None:
+    """Return the summary of a job; None if it can't be read: its row says why."""
+    try:
+        return run_dir.read_summary(folder)
+    except ConfigError as error:
+        row.message = str(error)
+        return None

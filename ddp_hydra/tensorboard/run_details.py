@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from msgspec.structs import asdict
+
+from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.runs import details
-from ddp_hydra.runs.describe import failed_attempts, number, numbers, read_both, text
+from ddp_hydra.runs.describe import failed_attempts, number, numbers, read_state, text
 from ddp_hydra.runs.run_files import RunFiles
 from ddp_hydra.tensorboard.run_list import shown
 from ddp_hydra.writers.run_dir import json_object
@@ -32,44 +35,43 @@ def of_run(files: RunFiles) -> dict[str, Any]:
         ConfigError: a store does not answer.
     """
     found = details.of(files)
-    summary, _ = read_both(files)
+    state = read_state(files)
+    summary = state.summary or Summary(status="")
     row = details.Row(**{name: found[name] for name in details.Row.__dataclass_fields__})
-    row.attempts = failed_attempts(found["attempts"])
+    row.attempts = failed_attempts(state.attempts)
     row.metrics = numbers(found["metrics"])
     return {
         **shown(row),
         "place": files.place,
         "code": row.project,
         "samples_per_s": found["samples_per_s"],
-        "steps_lost": number(found["steps_lost"]),
-        "attempts": [attempt_of(one) for one in found["attempts"]],
-        "failure": failure_of(found["failure"]),
+        "steps_lost": summary.steps_lost,
+        "attempts": [attempt_of(one) for one in state.attempts],
+        "failure": failure_of(summary.failure),
         "checkpoints": found["checkpoints"],
         "bytes": found["bytes"],
-        "loaded": numbers(summary.get("data")),
-        "slowest": numbers(summary.get("slowest")),
-        "peak_memory": number(summary.get("peak_memory")),
-        "profile": text(summary.get("profile")),
+        "loaded": numbers(summary.data),
+        "slowest": numbers(summary.slowest),
+        "peak_memory": summary.peak_memory,
+        "profile": text(summary.profile),
         **progress(files, row.objective),
         "logs": logs(files),
     }
 
 
-def attempt_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+def attempt_of(entry: AttemptEntry) -> dict[str, Any]:
     """Return an attempt that failed."""
     (short,) = failed_attempts([entry])
-    counts = {name: number(entry.get(name)) for name in ("world_size", "steps_done")}
-    return {**short, **counts, "failure": failure_of(entry.get("failure"))}
+    counts = {"world_size": entry.world_size, "steps_done": entry.steps_done}
+    return {**short, **counts, "failure": failure_of(entry.failure)}
 
 
-def failure_of(failure: object) -> dict[str, Any] | None:
-    """Return the fields of a failure that are shown; None if there is none."""
-    if not isinstance(failure, dict):
+def failure_of(failure: FailureEntry | None) -> dict[str, Any] | None:
+    """Return a failure with its texts cut; None if there is none."""
+    if failure is None:
         return None
-    texts = {name: text(failure.get(name)) for name in ("kind", "host", "place")}
-    counts = {name: number(failure.get(name)) for name in ("rank", "step", "attempt")}
-    long = {name: str(failure.get(name) or "")[:MOST_TRACEBACK] for name in ("message", "traceback")}
-    return {**texts, **counts, **long}
+    long = {name: getattr(failure, name)[:MOST_TRACEBACK] for name in ("message", "traceback")}
+    return {**asdict(failure), **{name: text(getattr(failure, name)) for name in ("kind", "host", "place")}, **long}
 
 
 def progress(files: RunFiles, objective: str) -> dict[str, Any]:

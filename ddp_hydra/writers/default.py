@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from ddp_hydra.run_state import AttemptEntry
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.writers.base import Fetch, Writer
 
@@ -23,7 +23,7 @@ def default_writers(
     give_up: threading.Event | None = None,
     tensorboard: bool = True,
     progress: bool = True,
-    attempts: Callable[[], list[dict[str, Any]]] = list,
+    attempts: Callable[[], list[AttemptEntry]] = list,
 ) -> list[Writer]:
     """Return the writers of a run directory.
 

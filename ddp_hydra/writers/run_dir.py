@@ -16,6 +16,7 @@ from typing import Any
 
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RunFailed
+from ddp_hydra.run_state import FailureEntry, Summary, decode, encode
 
 LOCK = ".lock"
 SUMMARY = "summary.json"
@@ -128,7 +129,8 @@ def _holder(path: Path) -> str:
 
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the next attempt, counted on from those of earlier processes in this run directory."""
-    known = [entry.get("attempt") for entry in read_summary(run_dir).get("attempts") or () if isinstance(entry, dict)]
+    summary = read_summary(run_dir) or Summary()
+    known: list[Any] = [entry.attempt for entry in summary.attempts]
     with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():
@@ -137,12 +139,17 @@ def next_attempt(run_dir: Path) -> int:
     return max((number for number in known if isinstance(number, int)), default=-1) + 1
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Return the content of summary.json; {} if there is none or it is not a JSON object."""
+def read_summary(run_dir: Path) -> Summary | None:
+    """Return the content of summary.json; None if there is none.
+
+    Raises:
+        ConfigError: it is broken, or of another format.
+    """
     try:
-        return json_object((run_dir / SUMMARY).read_bytes())
+        content = (run_dir / SUMMARY).read_bytes()
     except OSError:
-        return {}
+        return None
+    return decode(content, Summary, run_dir / SUMMARY)
 
 
 def json_object(content: bytes) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def json_object(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write summary.json atomically.
 
     Raises:
@@ -163,7 +170,7 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     draft = run_dir / f".{SUMMARY}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(summary, indent=2, allow_nan=False, default=str) + "\n")
+        draft.write_bytes(encode(summary, indent=2))
         draft.replace(run_dir / SUMMARY)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -183,16 +190,14 @@ def is_full(error: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def add_error(summary: dict[str, Any], error: BaseException) -> None:
+def add_error(summary: Summary, error: BaseException) -> None:
     """Fill in the status and the failure of a run that an error has ended."""
     if isinstance(error, KeyboardInterrupt):
-        summary["status"] = "interrupted"
+        summary.status = "interrupted"
     elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
         pass
     elif isinstance(error, RankFailed):
-        summary["failure"] = error.failure.as_dict()
+        summary.failure = FailureEntry(**error.failure.as_dict())
     elif isinstance(error, Exception):
-        origin = dict.fromkeys(("rank", "host", "attempt", "step"))
         trace = "" if isinstance(error, DdpHydraError) else traceback_of(error)
-        texts = {"message": message_of(error), "place": "", "traceback": trace}
-        summary["failure"] = {"kind": type(error).__name__, **origin, **texts}
+        summary.failure = FailureEntry(kind=type(error).__name__, message=message_of(error), traceback=trace)

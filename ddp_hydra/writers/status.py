@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from msgspec.structs import replace
+
+from ddp_hydra import run_state
 from ddp_hydra.errors import RecordError
 from ddp_hydra.results import Record, finite
+from ddp_hydra.run_state import AttemptEntry, Status
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.writers.progress_state import ProgressState
 
@@ -50,27 +52,27 @@ class JobStatus:
         self._eta_s = self._progress.eta_s()
         return True
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Status:
         """Return all fields but the time."""
         progress, start = self._progress, self.start
-        return {
-            "state": self.state,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "attempt": start.attempt if start else 0,
-            "world_size": start.data.get("world_size") or 0 if start else 0,
-            "step": progress.step,
-            "total_steps": progress.total_steps,
-            "epoch": progress.epoch,
-            "epochs": progress.epochs,
-            "eta_s": self._eta_s,
-            "metrics": finite(progress.metrics),
-        }
+        return Status(
+            state=self.state,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=start.attempt if start else 0,
+            world_size=start.data.get("world_size") or 0 if start else 0,
+            step=progress.step,
+            total_steps=progress.total_steps,
+            epoch=progress.epoch,
+            epochs=progress.epochs,
+            eta_s=self._eta_s,
+            metrics=finite(progress.metrics),
+        )
 
 
-def encode(content: Mapping[str, Any]) -> bytes:
+def encode(content: Status) -> bytes:
     """Return the bytes of status.json, with the present time."""
-    return (json.dumps({**content, "time": time.time()}, allow_nan=False) + "\n").encode()
+    return run_state.encode(replace(content, time=time.time()))
 
 
 class StatusWriter:
@@ -88,7 +90,7 @@ class StatusWriter:
         self,
         run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
-        attempts: Callable[[], list[dict[str, Any]]] = list,
+        attempts: Callable[[], list[AttemptEntry]] = list,
     ) -> None:
         self._path = run_dir / NAME
         self._attempts = attempts
@@ -111,5 +113,5 @@ class StatusWriter:
 
     def _save(self) -> None:
         with contextlib.suppress(RecordError):
-            content = {**self._status.content(), "attempts": self._attempts()}
+            content = replace(self._status.content(), attempts=self._attempts())
             write_atomic(self._path, encode(content), durable=False)

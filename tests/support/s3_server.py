@@ -30,8 +30,8 @@ class S3Server:
 
         access, secret, region = KEYS.values()
         self._store = Seaweed("ready", credentials=(access, secret))
-        self.endpoint_url = self._store.endpoint_url
         self._store.wait_until_ready(60)
+        self.endpoint_url = self._store.endpoint_url  # it may have got another port
         self._numbers = itertools.count()
         config = Config(s3={"addressing_style": "path"}, proxies={})
         self.client: Any = get_session().create_client(

@@ -11,6 +11,7 @@ from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import Status
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.run_dir import SUMMARY, json_object
@@ -39,7 +40,7 @@ class Attached:
 
         self.store, self.lost_timeout_s = store, lost_timeout_s
         self.handler = ResultsHandler([ProgressWriter(restarts=True)])
-        self.status: dict[str, Any] = {}
+        self.status = Status()
         self.updated = time.monotonic()
         self.position, self.attempt = -1, -1
         self.last = b""  # the last line that was read; it ends at the position
@@ -51,18 +52,19 @@ class Attached:
         Raises:
             ConfigError: the folder holds no run.
         """
-        self.status = read(self.store)
-        if not self.status:
+        found = read(self.store)
+        if found is None:
             raise ConfigError(
                 f"there is no run in {self.store.url}: it has no {NAME} (a run of results.handler=client is "
                 "shown where it was typed)"
             )
-        if self.status.get("state") == "starting":
+        self.status = found
+        if found.state == "starting":
             log.info("the run is starting, or waits for workers")
 
     def stop(self) -> None:
         """Ask the run to end."""
-        if self.status.get("state") not in ENDED:
+        if self.status.state not in ENDED:
             self.store.put(STOP, b"stop\n")
             log.info("the run is asked to save a checkpoint and to end")
 
@@ -83,7 +85,7 @@ class Attached:
                 if time.monotonic() - self.updated > self.silence_timeout_s():
                     raise self.driver_lost()
                 time.sleep(POLL_S)
-        state, message = self.status.get("state"), self.final_message()
+        state, message = self.status.state, self.final_message()
         if state == "interrupted":
             raise Interrupted(message)
         if state not in SUCCEEDED:
@@ -92,9 +94,9 @@ class Attached:
 
     def driver_lost(self) -> RunFailed:
         """Return the error for a driver that has been silent for too long."""
-        if self.status.get("state") == LOST:
+        if self.status.state == LOST:
             return RunFailed(f"{self.final_message()}\nno other driver has followed; resume={self.store.url} goes on")
-        process = plain(f"process {self.status.get('pid')} on {self.status.get('host')}")
+        process = plain(f"process {self.status.pid} on {self.status.host}")
         return RunFailed(
             f"the run's driver, {process}, has not updated its status for {self.silence_timeout_s():g} s: it was "
             f"killed, or its host is gone. Go on from the last checkpoint with resume={self.store.url}"
@@ -102,23 +104,23 @@ class Attached:
 
     def final_message(self) -> str:
         """Return the last message of the driver."""
-        return plain(str(self.status.get("message", "")))
+        return plain(self.status.message)
 
     def silence_timeout_s(self) -> float:
         """Return how long the driver may be silent: longer if the scheduler restarts it when it is lost."""
-        return self.lost_timeout_s * (RESTART_FACTOR if self.status.get("max_restarts") else 1)
+        return self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
 
     def read_status(self) -> None:
         """Read the status, and note whether the driver has updated it."""
         status = read(self.store)
-        if status and status.get("time") != self.status.get("time"):
+        if status is not None and status.time != self.status.time:
             self.updated = time.monotonic()
             self.status = status
 
     def show_metrics(self) -> None:
         """Show the metrics that are new; the first time, only the latest."""
         size = self.store.size(METRICS) or 0
-        if size == max(0, self.position) or not isinstance(self.status.get("start"), dict):
+        if size == max(0, self.position) or self.status.start is None:
             return
         is_first = self.position < 0
         lines = self.read_lines(size)
@@ -163,7 +165,7 @@ class Attached:
             step: where the run is, if it is not at the attempt's first step.
         """
         try:
-            start = Record.decode(json.dumps(self.status["start"]))
+            start = Record.decode(json.dumps(self.status.start))
             self.attempt = start.attempt
             self.handler.handle(Record("start", start.data, 0, step or start.step, start.time_s, start.attempt))
         except RecordError as error:
@@ -175,7 +177,7 @@ class Attached:
         values = {name: value for name, value in line.items() if name not in own and isinstance(value, int | float)}
         data = {"metrics": values, **{name: line[name] for name in ("epoch", "samples") if line.get(name) is not None}}
         attempt = line.get("attempt") or 0
-        if attempt != self.attempt and self.status["start"].get("attempt") == attempt:
+        if attempt != self.attempt and (self.status.start or {}).get("attempt") == attempt:
             self.show_start()
         try:
             self.handler.handle(Record("metrics", data, line.get("rank") or 0, line.get("step"), 0.0, attempt))

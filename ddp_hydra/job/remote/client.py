@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import asdict
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
@@ -31,6 +33,7 @@ from ddp_hydra.job.remote.status import SUCCEEDED
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler
@@ -86,13 +89,13 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
     with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
         print(f"results: {driver.url}")  # noqa: T201
         end = Follower(client, driver, messages, run_dir).follow()
-        summary |= {**end.summary, "status": end.state, "results": driver.url}
+        summary.update({**asdict(end.summary), "status": end.state, "results": driver.url})
         if end.state == "interrupted":
             raise Interrupted(end.message)
         if end.state not in SUCCEEDED:
             raise RunFailed(end.message)
     print(end.message)  # noqa: T201
-    return _number(end.summary.get("metrics", {}).get(objective.of(cfg)[0]))
+    return end.summary.metrics.get(objective.of(cfg)[0])
 
 
 @contextlib.contextmanager
@@ -217,7 +220,7 @@ class DriverReport:
 
     state: str
     message: str
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: Summary = field(default_factory=Summary)
 
 
 class Follower:
@@ -289,11 +292,8 @@ class Follower:
             elif "line" in content:
                 log.log(int(content["level"]), "%s", plain(str(content["line"])))
             else:
-                return DriverReport(str(content["state"]), plain(str(content["message"])), dict(content["summary"]))
+                summary = msgspec.convert(content["summary"], Summary)
+                return DriverReport(str(content["state"]), plain(str(content["message"])), summary)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             log.warning("a message of the driver cannot be read: %r (%s)", message[:200], error)
         return None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
@@ -33,6 +34,7 @@ from ddp_hydra.job.remote.start_driver import DriverContext, JobSpec
 from ddp_hydra.job.remote.status import LOST, DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
+from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers.base import Writer
@@ -135,7 +137,7 @@ class RemoteJobRunner:
 
         cfg = OmegaConf.create(self.spec.config)
         with contextlib.suppress(CheckpointError), summarised(self.run_dir, cfg, self.spec.url) as summary:
-            summary["attempts"] = self.status.attempts
+            summary.attempts = self.status.attempts
             raise CheckpointError(message)
         self.uploader.start()
         if missing := self.uploader.finish(cfg.results.retry_s, "failed", message):
@@ -178,7 +180,8 @@ class RemoteJobRunner:
             message = f"{message}\nresults are not all in {self.spec.url}: {missing}; they are in {kept}"
             log.error("%s", message)
         if self.channel:
-            self.channel.send(state=self.state, message=message, summary=read_summary(self.run_dir))
+            summary = to_builtins(read_summary(self.run_dir) or Summary())
+            self.channel.send(state=self.state, message=message, summary=summary)
             self.channel.delete_topics()
 
     def run_job(self, cfg: DictConfig) -> tuple[str, str]:
@@ -200,7 +203,8 @@ class RemoteJobRunner:
         try:
             run_job(cfg, self.run_dir, spec.overrides, remote)
             summary = read_summary(self.run_dir)
-            return summary["status"], closing_lines(summary, spec.url)
+            assert summary is not None
+            return summary.status, closing_lines(summary, spec.url)
         except KeyboardInterrupt as error:
             return "interrupted", str(error) or "interrupted"
         except Exception as error:

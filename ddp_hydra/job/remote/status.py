@@ -7,10 +7,12 @@ import threading
 import time
 from typing import Any
 
+from msgspec.structs import replace
+
 import ddp_hydra
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import AttemptEntry, FailureEntry, Status, decode
 from ddp_hydra.storage.base import WritableStore
-from ddp_hydra.writers.run_dir import json_object
 from ddp_hydra.writers.status import NAME, JobStatus, encode
 
 STOP = "stop"
@@ -45,8 +47,8 @@ class DriverStatus(JobStatus):
         super().__init__()
         self.message = ""
         self.files: list[str] = []
-        self.attempts: list[dict[str, Any]] = []
-        self._fixed = {
+        self.attempts: list[AttemptEntry] = []
+        self._fixed: dict[str, Any] = {
             "ddp_hydra": ddp_hydra.__version__,
             "scheduler": scheduler,
             "project": project,
@@ -54,7 +56,7 @@ class DriverStatus(JobStatus):
             "max_restarts": max_restarts,
         }
         self._lock = threading.Lock()
-        self._written: dict[str, Any] = {}
+        self._written: Status | None = None
         self._written_at = 0.0
 
     def write(self, record: Record) -> None:
@@ -62,7 +64,7 @@ class DriverStatus(JobStatus):
         with self._lock:
             self.update(record)
 
-    def note_attempts(self, attempts: list[dict[str, Any]]) -> None:
+    def note_attempts(self, attempts: list[AttemptEntry]) -> None:
         """Take over the attempts that have failed."""
         with self._lock:
             self.attempts = attempts
@@ -71,17 +73,17 @@ class DriverStatus(JobStatus):
         """Note that the job writes no more; the uploader still uploads what is there."""
         self.state = "ending"
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Status:
         """Return all fields but the time."""
         with self._lock:
-            return {
-                **super().content(),
+            return replace(
+                super().content(),
                 **self._fixed,
-                "message": self.message,
-                "files": self.files,
-                "attempts": self.attempts,
-                "start": json.loads(self.start.encode()) if self.start else None,
-            }
+                message=self.message,
+                files=self.files,
+                attempts=self.attempts,
+                start=json.loads(self.start.encode()) if self.start else None,
+            )
 
     def next_update(self) -> bytes | None:
         """Return the status to write now; None if it has not changed and no heartbeat is due."""
@@ -92,39 +94,34 @@ class DriverStatus(JobStatus):
         return encode(content)
 
 
-def failed_attempts(status: dict[str, Any]) -> list[dict[str, Any]]:
+def failed_attempts(status: Status) -> list[AttemptEntry]:
     """Return the attempts in the status of a lost driver; the last one is the attempt that was lost with it.
 
     Args:
         status: as `read` returns it.
     """
-    attempts = [attempt for attempt in status.get("attempts") or () if isinstance(attempt, dict)]
-    step, number = status.get("step") or 0, status.get("attempt") or 0
-    driver = f"its driver, process {status.get('pid')} on {status.get('host')},"
-    is_cut = status.get("state") == LOST
+    driver = f"its driver, process {status.pid} on {status.host},"
+    is_cut = status.state == LOST
     message = f"{driver} lost the scheduler" if is_cut else f"{driver} was killed, or its host is gone"
-    failure = {"kind": "lost", "rank": None, "host": status.get("host"), "attempt": number, "step": step}
-    return [
-        *attempts,
-        {
-            "attempt": number,
-            "world_size": status.get("world_size") or None,
-            "steps_done": step,
-            "started": status.get("started") or 0.0,
-            "wall_s": max(0.0, (status.get("time") or 0.0) - (status.get("started") or 0.0)),
-            "failure": {**failure, "message": message, "place": "", "traceback": ""},
-        },
-    ]
+    started, step = status.started or 0.0, status.step or 0
+    lost = AttemptEntry(
+        attempt=status.attempt,
+        world_size=status.world_size or None,
+        steps_done=step,
+        started=started,
+        wall_s=max(0.0, (status.time or 0.0) - started),
+        failure=FailureEntry(kind="lost", host=status.host, attempt=status.attempt, step=step, message=message),
+    )
+    return [*status.attempts, lost]
 
 
-def read(store: WritableStore) -> dict[str, Any]:
-    """Return the status of the run in a store; {} if there is none."""
-    return read_object(store, NAME)
+def read(store: WritableStore) -> Status | None:
+    """Return the status of the run in a store; None if there is none.
 
-
-def read_object(store: WritableStore, name: str) -> dict[str, Any]:
-    """Return a JSON object from a store; {} if there is none."""
+    Raises:
+        ConfigError: it is broken, or of another format.
+    """
     try:
-        return json_object(store.get(name))
+        return decode(store.get(NAME), Status, f"{NAME} in {getattr(store, 'url', 'the store')}")
     except FileNotFoundError:
-        return {}
+        return None

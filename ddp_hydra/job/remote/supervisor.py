@@ -89,15 +89,16 @@ def has_ended(store: WritableStore, silence_s: float) -> bool:
         store: the run's folder.
         silence_s: how long it has to be silent, in seconds.
     """
-    last_update: Any = None
+    last_update: float | None = None
     updated = time.monotonic()
     while time.monotonic() - updated < max(silence_s, 2.5 * HEARTBEAT_S):
         status = read(store)
-        if status.get("state") in ENDED:
+        state, at = (None, None) if status is None else (status.state, status.time)
+        if state in ENDED:
             return True
-        if status.get("state") == LOST:
+        if state == LOST:
             return False
-        if status.get("time") != last_update:
-            last_update, updated = status.get("time"), time.monotonic()
+        if at != last_update:
+            last_update, updated = at, time.monotonic()
         time.sleep(HEARTBEAT_S / 4)
     return False

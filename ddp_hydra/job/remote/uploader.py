@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -20,16 +19,16 @@ from ddp_hydra.job.remote.status import (
     DriverStatus,
     failed_attempts,
     read,
-    read_object,
 )
 from ddp_hydra.results import check_path
+from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.files import place
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.storage.manifest import NAME as MANIFEST
 from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.storage.retry import Backoff
-from ddp_hydra.writers.run_dir import SUMMARY
+from ddp_hydra.writers.run_dir import SUMMARY, json_object, write_summary
 from ddp_hydra.writers.status import NAME, encode
 
 INTERVAL_S = 1.0
@@ -258,11 +257,10 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
 def is_active(store: FencedStore) -> bool:
     """Return whether a driver is at work on the run in a store, whatever its clock says."""
     last = read(store)
-    if not last or last.get("state") in (*ENDED, LOST):
+    if last is None or last.state in (*ENDED, LOST):
         return False
-    at = last.get("time", 0)
-    age_s = time.time() - at if isinstance(at, float) else LOST_S
-    return abs(age_s) < LOST_S or _is_updated(store, last.get("time"))
+    age_s = LOST_S if last.time is None else time.time() - last.time
+    return abs(age_s) < LOST_S or _is_updated(store, last.time)
 
 
 def _is_updated(store: FencedStore, last_update: object) -> bool:
@@ -270,7 +268,7 @@ def _is_updated(store: FencedStore, last_update: object) -> bool:
     until = time.monotonic() + WATCH_S
     while time.monotonic() < until:
         time.sleep(WATCH_S / 10)
-        if read(store).get("time") != last_update:
+        if (now := read(store)) is None or now.time != last_update:
             return True
     return False
 
@@ -290,10 +288,9 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
         TakenOver: another driver was quicker.
     """
     store.acquire(store.owner())
-    before = read(store)
-    status.attempts = failed_attempts(before)
-    (run_dir / SUMMARY).write_text(json.dumps({"attempts": status.attempts}))  # the job adds its own attempts
-    status.files = [str(name) for name in before.get("files", ())]
+    before = read(store) or Status()
+    status.attempts, status.files = failed_attempts(before), before.files
+    write_summary(run_dir, Summary(attempts=status.attempts))  # the job adds its own attempts
     for name in status.files:
         path = place(run_dir, check_path(name))
         size = store.size(name)
@@ -301,4 +298,7 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
             for start in range(0, size or 0, PIECE_BYTES):
                 file.write(store.get_range(name, start, min(size or 0, start + PIECE_BYTES)))
     store.put(NAME, encode(status.content()))
-    return bool(read_object(store, f"{FOLDER}/{MANIFEST}").get("files"))
+    try:
+        return bool(json_object(store.get(f"{FOLDER}/{MANIFEST}")).get("files"))
+    except FileNotFoundError:
+        return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
 from omegaconf import DictConfig
 
 from ddp_hydra.errors import ConfigError
@@ -102,9 +104,6 @@ class Stopping:
 
 def _note(run_dir: Path, message: str) -> None:
     """Say in summary.json that the run was stopped, for those who list runs."""
-    summary = read_summary(run_dir)
-    if summary:
-        try:
-            write_summary(run_dir, {**summary, "status": "stopped", "stopped": message})
-        except ConfigError:
-            return  # the sweep's own table says it, too
+    with contextlib.suppress(ConfigError):  # the sweep's own table says it, too
+        if (summary := read_summary(run_dir)) is not None:
+            write_summary(run_dir, replace(summary, status="stopped", stopped=message))

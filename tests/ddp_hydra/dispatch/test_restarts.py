@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from ddp_hydra.dispatch.restarts import OWN_FAULT, Ended, Restarts, repeated
 from ddp_hydra.errors import Failure
@@ -19,7 +18,7 @@ def failed(kind="raised", message="ValueError: bad", step=20, attempt=0, **more)
 
 def are_the_same(*messages: str) -> bool:
     """Whether two failures with these messages are one."""
-    return repeated([failed(message=message).as_dict() for message in messages]) is not None
+    return repeated([failed(message=message).entry() for message in messages]) is not None
 
 
 @given(st.integers(0, 5))
@@ -92,7 +91,7 @@ def test_words_do_make_another_failure():
 
 def test_an_attempt_is_told_in_plain_fields():
     failure = Failure("hung", 1, "h", "m", step=20, attempt=2)
-    shown = json.loads(json.dumps(Ended(2, 4, 19, 1.79e9, 3.5, failure).as_dict()))
+    shown = to_builtins(Ended(2, 4, 19, 1.79e9, 3.5, failure).entry())
     assert shown["failure"]["kind"] == "hung"
     assert {name: shown[name] for name in shown.keys() - {"failure"}} == {
         "attempt": 2,

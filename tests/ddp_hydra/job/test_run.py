@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from omegaconf import DictConfig, OmegaConf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -39,6 +40,7 @@ from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import read_value, summarised
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import AttemptEntry, Best, Summary
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import write_manifest_text
 
@@ -109,7 +111,7 @@ def test_a_variable_that_is_no_number_is_a_mistake(monkeypatch):
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
-    made = Job(run_dir, cfg, resolved(cfg), files or {}, {"steps_lost": 0})
+    made = Job(run_dir, cfg, resolved(cfg), files or {}, Summary())
     made.saved = (run_dir / "checkpoints").exists()
     made.first_world_size = first_world_size
     return made
@@ -213,7 +215,7 @@ def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
     ended = [Ended(0, 4, 19, 0.0, 0.0, Failure("lost", 1, "h", "m"))]
     gang = SimpleNamespace(restarts=SimpleNamespace(ended=ended))
     made.on_record(record, SimpleNamespace(handle=handled.append), gang)
-    assert (handled, made.summary["steps_lost"]) == ([record], lost)
+    assert (handled, made.summary.steps_lost) == ([record], lost)
 
 
 # -- what is resumed ---------------------------------------------------------------------------------------
@@ -401,10 +403,10 @@ def test_a_job_shows_in_tensorboard_what_it_was_given_and_how_it_ended(reason, s
 def summary_after(error: BaseException | None, run_dir: Path) -> dict[str, Any]:
     def run() -> None:
         with summarised(run_dir, config(tags=["x"])) as summary:
-            summary["restarts"] = 2
+            summary.restarts = 2
             if error is not None:
                 raise error
-            summary["status"] = "done"
+            summary.status = "done"
 
     if error is None:
         run()
@@ -535,29 +537,35 @@ def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"attempt": 0}\n{"attempt": 2}\n{"att')
     (tmp_path / "summary.json").write_text('{"attempts": [{"attempt": 1}]}')
     made = make(tmp_path)
-    assert (made.first_attempt, made.earlier_attempts) == (3, [{"attempt": 1}])
+    assert (made.first_attempt, made.earlier_attempts) == (3, [AttemptEntry(attempt=1)])
     made.call(3, 4)
     assert made.first_world_size == 4
 
 
+def ended(metric: str) -> Summary:
+    return msgspec.convert(
+        {"status": "done", "objective": {"metric": metric, "direction": "minimize"}, **VALUE}, Summary
+    )
+
+
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
-    value = {**VALUE, "objective": {"metric": "val/accuracy"}}
-    few = {**value, "steps": 1, "data": {"wait_s": 0.1, "wait": 0.3}, "slowest": {"rank": 0, "times": 4.71}}
-    lines = summary.closing_lines({**few, "profile": "profile/table.md"}, "outputs/a").splitlines()
+    value = ended("val/accuracy")
+    few = msgspec.structs.replace(value, steps=1, data={"wait_s": 0.1, "wait": 0.3}, slowest={"rank": 0, "times": 4.71})
+    lines = summary.closing_lines(msgspec.structs.replace(few, profile="profile/table.md"), "outputs/a").splitlines()
     assert lines[0].startswith("done: 1 step in 1.5 s, 107 samples/s, ")
-    resumed = summary.closing_lines({**value, "from_step": 5}, "outputs/a")
+    resumed = summary.closing_lines(msgspec.structs.replace(value, from_step=5), "outputs/a")
     assert resumed.startswith("done: 20 steps, the last 15 in 1.5 s, 107 samples/s, ")
     assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
     assert "bound by" not in summary.closing_lines(value, "outputs/a")
-    longer = summary.closing_lines({**value, "train_s": 15.0}, "outputs/a")
+    longer = summary.closing_lines(msgspec.structs.replace(value, train_s=15.0), "outputs/a")
     assert longer.splitlines()[1].startswith("data: bound by compute")
 
 
 def test_the_last_lines_name_the_objective_and_the_best_checkpoint_unless_it_is_the_last_one():
-    value = {**VALUE, "metrics": {"val/mae": 0.25, "val/loss": 0.5}, "objective": {"metric": "val/mae"}}
+    value = msgspec.structs.replace(ended("val/mae"), metrics={"val/mae": 0.25, "val/loss": 0.5})
     first = "done: 20 steps in 1.5 s, 107 samples/s, val/loss 0.5, val/mae 0.25  ->  outputs/a"
-    assert summary.closing_lines({**value, "best": {"step": 20, "value": 0.25}}, "outputs/a") == first
-    lines = summary.closing_lines({**value, "best": {"step": 10, "value": 0.125}}, "outputs/a").splitlines()
+    assert summary.closing_lines(msgspec.structs.replace(value, best=Best(20, 0.25)), "outputs/a") == first
+    lines = summary.closing_lines(msgspec.structs.replace(value, best=Best(10, 0.125)), "outputs/a").splitlines()
     assert lines == [first, "best: val/mae 0.125 at step 10: checkpoints/best.pt"]
 
 

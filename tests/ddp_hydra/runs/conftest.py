@@ -16,6 +16,7 @@ from ddp_hydra.api.compose import Composed
 from ddp_hydra.errors import Failure, RankFailed
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import Objective
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.run_dir import locked
@@ -64,16 +65,16 @@ def write_run(
     cfg = OmegaConf.create({"tags": tags or []})
     try:
         with locked(run_dir), summarised(run_dir, cfg) as summary:
-            summary["project"] = "c0de" * 16
-            summary["objective"] = {"metric": "val/loss", "direction": "minimize"}
+            summary.project = "c0de" * 16
+            summary.objective = Objective("val/loss", "minimize")
             write_records(run_dir, steps, metrics or {"loss": 0.5})
             value = {f"val/{key}": number for key, number in (metrics or {"loss": 0.5}).items()}
-            summary |= {"steps": steps, "metrics": value, "world_size": 2}
+            summary.update({"steps": steps, "metrics": value, "world_size": 2})
             if end == "failed":
                 raise RankFailed("a rank failed", Failure("killed", 1, "far", "\x1b[31mred", step=3))
             if end == "interrupted":
                 raise KeyboardInterrupt
-            summary["status"] = "done"
+            summary.status = "done"
     except (RankFailed, KeyboardInterrupt):
         pass
     return run_dir

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
 from ddp_hydra.api.run import Run
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.run_state import Status
 from ddp_hydra.runs import status
 from ddp_hydra.writers.run_dir import LOCK, is_locked, locked
 from tests.ddp_hydra.runs.conftest import kill
@@ -73,7 +75,7 @@ def test_a_driver_that_falls_silent_is_lost(tmp_path, state, age, found):
     content = {"state": state, "scheduler": "tcp://a:1", "time": time.time() - age}
     (tmp_path / "status.json").write_text(json.dumps(content))
     (tmp_path / LOCK).touch()  # of the store
-    assert status.of_run_dir(tmp_path) == status.of_stored(None, content) == found
+    assert status.of_run_dir(tmp_path) == status.of_stored("", convert(content, Status)) == found
 
 
 def test_others_have_a_word_too(tmp_path):
@@ -82,7 +84,7 @@ def test_others_have_a_word_too(tmp_path):
     (tmp_path / "results.url").write_text("s3://bucket/a")
     assert status.of_run_dir(tmp_path) == "detached"
     assert status.of_run_dir(tmp_path / "missing") == "unknown"
-    assert status.of_stored(None, {}) == "unknown"
+    assert status.of_stored("", None) == "unknown"
 
 
 def test_a_look_does_not_keep_a_job_from_its_folder(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from ddp_hydra.cli import init
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
 from ddp_hydra.job.remote.client import DriverReport, Follower, StartedDriver
+from ddp_hydra.run_state import Summary
 
 pytestmark = pytest.mark.medium
 DRIVER = StartedDriver("run-1", "s3://bucket/run-1", "client-9", "tcp://10.0.0.2:5")
@@ -82,7 +83,7 @@ def test_lines_are_logged_and_the_last_message_is_the_end(follower, caplog):
     follower.messages.put("not reached")
     found = follower._receive_all()
     assert isinstance(found, DriverReport)
-    assert (found.state, found.summary) == ("done", {"steps": 3})
+    assert (found.state, found.summary) == ("done", Summary(steps=3))
     assert "\x07" not in found.message
     assert "rank 1: hello" in caplog.text
     assert "\x1b" not in caplog.text

@@ -23,6 +23,7 @@ from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended
 from ddp_hydra.rank import outbox
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.status import encode
 
@@ -144,18 +145,18 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
 def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     store = results_root.open_folder(spec.url)
     before = DriverStatus("tcp://scheduler:8786", "abc")
-    before.note_attempts([{"attempt": 0, "failure": {"message": "a rank was killed"}}])
+    before.note_attempts([AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))])
     before.write(Record("start", {"world_size": 2, "total_steps": 20}, step=4, attempt=1))
     before.write(Record("metrics", {"metrics": {"train/loss": 1.0}}, step=9, attempt=1))
     store.put("status.json", encode(before.content()))
     runner.take_over()
-    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, {}, None, {})
+    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(), None, {})
     assert job.first_attempt == 2
     first, lost = job.earlier_attempts
-    assert first["failure"]["message"] == "a rank was killed"
-    assert (lost["attempt"], lost["world_size"], lost["steps_done"], lost["failure"]["kind"]) == (1, 2, 9, "lost")
-    assert f"its driver, process {os.getpid()} on " in lost["failure"]["message"]
-    assert runner.status.content()["attempts"] == [first, lost]  # for the next driver
+    assert first.failure.message == "a rank was killed"
+    assert (lost.attempt, lost.world_size, lost.steps_done, lost.failure.kind) == (1, 2, 9, "lost")
+    assert f"its driver, process {os.getpid()} on " in lost.failure.message
+    assert runner.status.content().attempts == [first, lost]  # for the next driver
 
 
 def test_a_client_shows_the_certificate_of_its_worker():

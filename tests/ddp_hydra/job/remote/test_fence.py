@@ -14,13 +14,12 @@ from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def there(request, tmp_path, monkeypatch) -> results_root.ResultsFolder:
+def there(request, tmp_path, monkeypatch, s3) -> results_root.ResultsFolder:  # noqa: F811
     if request.param == "disk":
         return results_root.open_folder(str(tmp_path / "runs"))
-    server = request.getfixturevalue("s3")
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint_url}.items():
         monkeypatch.setenv(name, value)
-    return results_root.open_folder(f"s3://{server.fill({})}/runs")
+    return results_root.open_folder(f"s3://{s3.fill({})}/runs")
 
 
 def test_an_object_is_replaced_only_where_it_is_what_it_was(there):

@@ -14,6 +14,7 @@ from ddp_hydra.job.remote.scratch import keep, scratch_folder
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.results import Record
+from ddp_hydra.run_state import Status
 from ddp_hydra.storage import LocalFolder, results_root
 
 
@@ -192,7 +193,7 @@ def test_a_dead_runs_place_is_free(there, status, monkeypatch):
 def test_a_live_run_with_a_wrong_clock_keeps_its_place(there, status, monkeypatch):
     times = iter(range(100))
     monkeypatch.setattr(uploader, "WATCH_S", 0.1)
-    monkeypatch.setattr(uploader, "read", lambda _: {"state": "running", "time": float(next(times))})
+    monkeypatch.setattr(uploader, "read", lambda _: Status(state="running", time=float(next(times))))
     with pytest.raises(ConfigError, match="another run is active"):
         acquire_run(FencedStore(there), status, {})
 

@@ -18,6 +18,7 @@ from ddp_hydra.sweep.scheduler import RunningJob
 from ddp_hydra.sweep.stopping.decisions import Rule
 from ddp_hydra.sweep.stopping.interrupting import WAITS, Interrupting
 from ddp_hydra.sweep.stopping.rules import Median, Threshold
+from ddp_hydra.writers.run_dir import read_summary
 
 LOSS = Objective("val/loss", maximize=False)
 OURS = {
@@ -103,7 +104,8 @@ def test_a_job_is_interrupted_and_counts_up_to_the_report_that_it_was_stopped_at
     )
     assert row.message == "stopped at 2 of 4 epochs: its best value 0.8 is not better than 0.5"
     assert bad.result.return_value == 0.8
-    assert json.loads((bad.folder / "summary.json").read_text()) == {"status": "stopped", "stopped": row.message}
+    summary = read_summary(bad.folder)
+    assert (summary.status, summary.stopped) == ("stopped", row.message)
     sweep.end(good, State.done)
     assert (good.row.state, good.row.message) == (State.done, "")
 

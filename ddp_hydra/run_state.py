@@ -1,0 +1,162 @@
+"""summary.json and status.json of a run, as types: each field once, written from them and checked when read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, to_builtins
+
+from ddp_hydra.checked import Count
+from ddp_hydra.errors import ConfigError
+
+FORMAT = 1
+"""The number in both files, raised when a field changes its meaning or goes. A new field needs a default, and no new
+number."""
+
+Metrics = dict[str, float | None]
+
+
+class FailureEntry(Struct, kw_only=True):
+    """Why a run or an attempt failed; without a rank, where the job itself failed."""
+
+    kind: str = ""
+    rank: Count | None = None
+    host: str | None = None
+    attempt: Count | None = None
+    step: Count | None = None
+    message: str = ""
+    place: str = ""
+    traceback: str = ""
+
+
+class AttemptEntry(Struct, kw_only=True):
+    """An attempt that failed."""
+
+    attempt: Count = 0
+    world_size: Count | None = None
+    steps_done: Count = 0
+    started: float = 0.0
+    wall_s: float = 0.0
+    failure: FailureEntry | None = None
+
+
+class Objective(Struct):
+    """The metric that runs are compared by."""
+
+    metric: str
+    direction: str
+
+
+class Best(Struct):
+    """The best checkpoint."""
+
+    step: Count
+    value: float
+
+
+class Summary(Struct, kw_only=True):
+    """How a run ended: docs/reference/files.md describes the fields. None: not known, e.g. because the run failed."""
+
+    format: int = FORMAT
+    status: str = "failed"
+    failure: FailureEntry | None = None
+    stopped: str | None = None
+    interrupted: str | None = None
+    objective: Objective | None = None
+    metrics: Metrics = {}
+    best: Best | None = None
+    steps: Count | None = None
+    samples: float | None = None
+    bad_samples: Count | None = None
+    from_step: Count | None = None
+    train_s: float | None = None
+    samples_per_s: float | None = None
+    started: float | None = None
+    wall_s: float | None = None
+    world_size: Count | None = None
+    attempts: list[AttemptEntry] = []
+    restarts: Count = 0
+    steps_lost: Count = 0
+    data: dict[str, float] | None = None
+    exchange_s: float | None = None
+    slowest: Metrics | None = None
+    peak_memory: Count | None = None
+    profile: str | None = None
+    results: str | None = None
+    tags: list[str] = []
+    project: str | None = None
+    ddp_hydra: str | None = None
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Set some fields."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+class Status(Struct, kw_only=True):
+    """Where a run is: docs/reference/files.md describes the fields. Those from `scheduler` on are a driver's."""
+
+    format: int = FORMAT
+    state: str = "starting"
+    host: str | None = None
+    pid: Count | None = None
+    attempt: Count = 0
+    world_size: Count = 0
+    step: Count | None = None
+    total_steps: Count | None = None
+    epoch: float | None = None
+    epochs: float | None = None
+    eta_s: float | None = None
+    metrics: Metrics = {}
+    attempts: list[AttemptEntry] = []
+    time: float | None = None
+    scheduler: str | None = None
+    project: str | None = None
+    started: float | None = None
+    max_restarts: int = 0
+    message: str = ""
+    files: list[str] = []
+    start: dict[str, Any] | None = None
+    ddp_hydra: str | None = None
+
+
+State = TypeVar("State", Summary, Status)
+
+
+def encode(state: Summary | Status, indent: int | None = None) -> bytes:
+    """Return the content of its file."""
+    return (json.dumps(to_builtins(state), indent=indent, allow_nan=False) + "\n").encode()
+
+
+def decode(content: bytes, kind: type[State], place: str | Path) -> State | None:
+    """Read the content of a file.
+
+    Args:
+        content: of the file; empty if there is none.
+        kind: what it holds.
+        place: of the file, for the error.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        ConfigError: it is broken, or of another format.
+    """
+    if not content:
+        return None
+    try:
+        found = json.loads(content)
+        number = found.get("format", FORMAT) if isinstance(found, dict) else FORMAT
+        if number == FORMAT:
+            return msgspec.convert(found, kind)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{place} can't be read: {str(error)[:200]}") from None
+    by = f", {found['ddp_hydra']:.20}" if isinstance(found.get("ddp_hydra"), str) else ""
+    raise ConfigError(
+        f"{place} has format {number!r:.20}, and this version reads format {FORMAT}: use the version of ddp_hydra that "
+        f"wrote it{by}"
+    )
