@@ -23,6 +23,7 @@ from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import LocalFolder, Store
 
 _LOG = logging.getLogger(__name__)
+_ARCHIVES = {".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"}
 
 
 class S3ImageFolder(StoredImages):
@@ -137,7 +138,8 @@ class S3ImageFolder(StoredImages):
         if unknown := sorted(name for name, number in numbers.items() if number < 0):
             raise ValueError(
                 f"{self.where()} has classes that {classes_from!r} does not have: "
-                f"{', '.join(unknown[:10])}; check data.train_prefix=... and data.val_prefix=..."
+                f"{', '.join(unknown[:10])}. It has: {', '.join(self.classes[:10])}"
+                f"{', ...' if len(self.classes) > 10 else ''}; check data.train_prefix=... and data.val_prefix=..."
             )
         self.targets = np.fromiter((numbers[folder] for folder in folders), np.int32, len(folders))
 
@@ -162,8 +164,8 @@ class S3ImageFolder(StoredImages):
             if "" not in below and len(below) > 1:
                 raise ValueError(
                     f"the only folder in {self.where()} is {only}, which holds the folders "
-                    f"{', '.join(sorted(below)[:10])}: for these as classes, type data.train_prefix={inside} and the "
-                    "same kind of data.val_prefix=..."
+                    f"{', '.join(sorted(below)[:10])}: for these as classes, type data.train_prefix={inside}, and "
+                    "data.val_prefix=... likewise"
                 )
         if isinstance(self._store, LocalFolder):  # a bucket has no empty folders
             folders = {name for name in self._store.folders(origin) if not is_leftover(name)}
@@ -181,10 +183,11 @@ class S3ImageFolder(StoredImages):
         where = self.where()
         setting = "data.train_prefix=... or data.val_prefix=..."
         if others:
+            unpack = "unpack archives, and " if _ARCHIVES & set(others) else ""
+            kinds = ", ".join(sorted(IMAGE_EXTENSIONS - {".jpg"}))
             return (
                 f"no images in class folders under {where}, only: {kinds_of(others)}. Images are "
-                f"{where}/<class>/<file>.jpg or {', '.join(sorted(IMAGE_EXTENSIONS - {'.jpg'}))}: check "
-                f"{setting}"
+                f"{where.rstrip('/')}/<class>/<file>.jpg or {kinds}: {unpack}check {setting}"
             )
         parent = self.prefix
         folders: list[str] = []

@@ -16,7 +16,9 @@ def is_leftover(path: str) -> bool:
     Args:
         path: of the file or folder, with slashes, below the folder that the user named: that one may be hidden.
     """
-    return any(part in _NAMES or (part[:1] == "." and part.strip(".")) for part in path.lower().split("/"))
+    if "/" not in path:
+        return path.lower() in _NAMES or (path[:1] == "." and bool(path.strip(".")))
+    return any(is_leftover(part) for part in path.split("/"))
 
 
 def class_of(key: str, prefix: str) -> str:

@@ -49,26 +49,27 @@ def kinds_of(others: Counter[str]) -> str:
 
 def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
     """List the images under a prefix, or only those in its folders; raises as the store does."""
-    found: list[tuple[str, int]] = []
+    found: list[tuple[str, str, str, int]] = []
     others: Counter[str] = Counter()
     inside = len(prefix) + 1 if prefix else 0
+    folders: dict[str, tuple[str, str, bool]] = {}  # {folder: its class, itself, and whether it is left out}
     for key, size in store.objects(prefix):
-        if is_leftover(key[inside:]):
-            others["hidden"] += size > 0  # an empty one may be the marker of a folder
         # There may be a million keys, and a path object would take ten times as long.
-        elif key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and (not in_folders or key.find("/", inside) > 0):
-            found.append((key, size))
+        end = key.rfind("/") + 1
+        folder = key[: end - 1] if end else ""
+        if folder not in folders:
+            folders[folder] = folder[inside:].partition("/")[0], folder, is_leftover(folder[inside:])
+        label, folder, hidden = folders[folder]  # one object for equal folders is compared fast
+        if hidden or is_leftover(key[end:]):
+            others["hidden"] += size > 0  # an empty one may be the marker of a folder
+        elif key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and (label or not in_folders):
+            found.append((label, folder, key, size))
         elif size or PurePosixPath(key).suffix:  # empty objects without an extension mark folders
             extension = PurePosixPath(key).suffix.lower()
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
-    found.sort(key=lambda image: _order(image[0], inside))
-    sizes = np.fromiter((min(size, _LARGEST) for _, size in found), np.uint32, len(found))
-    return Listing(StringArray(key for key, _ in found), sizes, +others)
-
-
-def _order(key: str, inside: int) -> tuple[str, str, str]:
-    folder, _, name = key.rpartition("/")
-    return folder[inside:].partition("/")[0], folder, name
+    found.sort()
+    sizes = np.fromiter((min(size, _LARGEST) for *_, size in found), np.uint32, len(found))
+    return Listing(StringArray(key for _, _, key, _ in found), sizes, +others)
 
 
 def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, in_folders: bool = True) -> Listing:

@@ -124,6 +124,26 @@ def test_a_prefix_one_folder_too_high_is_refused(tree):
     assert opened(root, labelled=False).classes == []
 
 
+def test_what_is_no_folder_of_images_is_told(tree, tmp_path):
+    root = tree(["cats/1.png", "Dogs/1.png"])
+    (root / "val" / "dogs").mkdir(parents=True)
+    (root / "t" / "cats" / "1.png").rename(root / "val" / "dogs" / "1.png")
+    with pytest.raises(
+        ValueError, match=r"classes that 't' does not have: dogs\. It has: Dogs; check data\.train_prefix"
+    ):
+        opened(root, "val", classes_from="t")
+    (root / "t" / "Dogs" / "1.png").rename(root / "photos.zip")
+    with pytest.raises(FileNotFoundError, match=r"photos\.zip is a file, and must be a folder: unpack an archive, or"):
+        opened(root / "photos.zip")
+    (root / "photos.zip").rename(root / "t" / "photos.zip")
+    with pytest.raises(FileNotFoundError, match=r"only: 1 \.zip.*/t/<class>/<file>\.jpg.*: unpack archives, and check"):
+        opened(root)
+    for path in (root / "val" / "dogs").iterdir():
+        path.rename(root / "t" / ".1.png")
+    with pytest.raises(FileNotFoundError, match=r"only: 1 \.zip, 1 hidden"):
+        opened(root)
+
+
 def test_a_folder_without_images_is_no_class_and_is_named(tree, tmp_path, caplog):
     tree([*PLAIN, "bats/notes.txt"])
     (tmp_path / "t" / "apes").mkdir()

@@ -142,7 +142,7 @@ def test_a_folder_without_images_is_no_class_of_val_either(folder, s3, png):
 
 def test_a_class_that_train_does_not_have_is_refused(folder, s3, png):
     bucket = s3.fill({"train/a/1.png": png(), "val/c/1.png": png()})
-    with pytest.raises(ValueError, match=r"does not have: c; check data\.train_prefix="):
+    with pytest.raises(ValueError, match=r"does not have: c\. It has: a; check data\.train_prefix="):
         folder(bucket, "val", classes_from="train")
 
 
