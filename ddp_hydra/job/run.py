@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect, connection
@@ -19,7 +20,7 @@ from ddp_hydra.job import loggers, torchrun
 from ddp_hydra.job.job_config import check, find_resume, find_weights, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, refuse_other_run, saved_metrics
-from ddp_hydra.job.summary import closing_lines, read_value, shown_path, summarised, why_stopped
+from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
 from ddp_hydra.results import Record, finite
 from ddp_hydra.run_state import Objective
 from ddp_hydra.writers.run_dir import locked
@@ -105,20 +106,21 @@ def train(
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
         if torchrun_gang is not None:
-            value = read_value(job.run_on_torchrun(torchrun_gang))
+            result = read_result(job.run_on_torchrun(torchrun_gang))
         else:
-            value = read_value(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
+            result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
-        summary.update({**value, "metrics": {**before, **finite(value["metrics"])}})
+        metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
+        summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
         summary.best = best_checkpoint(run_dir, config["objective"]["metric"])
-        is_paused = value["interrupted"] == "pause"
-        if value["interrupted"] and not is_paused:
-            raise Interrupted(f"{why_stopped(value['interrupted'], value['steps'])}: go on with resume={shown_dir}")
+        is_paused = result.interrupted == "pause"
+        if result.interrupted and not is_paused:
+            raise Interrupted(f"{why_stopped(result.interrupted, result.steps)}: go on with resume={shown_dir}")
         summary.status = "paused" if is_paused else "done"
     print(closing_lines(summary, shown_dir))  # noqa: T201
     metric = config["objective"]["metric"]
-    return value["metrics"].get(metric, summary.metrics.get(metric))
+    return result.metrics.get(metric, summary.metrics.get(metric))
 
 
 def _dry_run(config: dict[str, Any]) -> None:

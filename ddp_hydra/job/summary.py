@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
 from omegaconf import DictConfig
 
 import ddp_hydra
+from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project
 from ddp_hydra.console.text import counted
 from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
-from ddp_hydra.results import finite
 from ddp_hydra.run_state import Best, Summary
 from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
 
@@ -29,29 +31,36 @@ SLOW_RATIO = 1.15
 """A rank is called slow if it takes this many times as long as the median rank or more."""
 
 
-def read_value(value: Any) -> dict[str, Any]:
+class TrainResult(Struct, kw_only=True):
+    """What `train` returns on rank 0; its fields are those of `Summary`."""
+
+    steps: Count
+    samples: Count
+    bad_samples: Count
+    train_s: Finite
+    samples_per_s: Finite
+    metrics: dict[str, float]
+    data: dict[str, Finite]
+    exchange_s: Finite | None
+    peak_memory: Count
+    slowest: dict[str, float]
+    interrupted: str
+
+    def __post_init__(self) -> None:
+        if self.interrupted not in REASONS or not {"wait_s", "wait"} <= self.data.keys():
+            raise ValueError("it says neither why it ended nor how long it waited")
+
+
+def read_result(value: Any) -> TrainResult:
     """Return the result of `train`, checked, because it comes from a rank.
 
     Raises:
         RecordError: a part is missing or has the wrong type.
     """
     try:
-        counts = {name: int(value[name]) for name in ("steps", "samples", "bad_samples")}
-        speeds = {name: float(value[name]) for name in ("train_s", "samples_per_s")}
-        metrics, data = (
-            {str(name): float(number) for name, number in value[part].items()} for part in ("metrics", "data")
-        )
-        peak_memory = int(value["peak_memory"])
-        exchange_s = None if value["exchange_s"] is None else float(value["exchange_s"])
-        slowest = {str(name): float(number) for name, number in value["slowest"].items()}
-        reason = REASONS[REASONS.index(value["interrupted"])]
-        times = {**speeds, **data, "exchange_s": exchange_s or 0.0}
-        if finite(times) != times or not {"wait_s", "wait"} <= data.keys():
-            raise ValueError(times)
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise RecordError(f"rank 0 returned what no training returns: {value!r:.200} ({error!r:.100})") from None
-    insight = {"exchange_s": exchange_s, "peak_memory": peak_memory, "slowest": finite(slowest)}
-    return {**counts, **speeds, "metrics": metrics, "data": data, **insight, "interrupted": reason}
+        return msgspec.convert(value, TrainResult)
+    except (ValueError, OverflowError) as error:
+        raise RecordError(f"rank 0 returned what no training returns: {value!r:.200} ({error!s:.100})") from None
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from ddp_hydra.job.explain import explain
 from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
-from ddp_hydra.job.summary import read_value, summarised
+from ddp_hydra.job.summary import read_result, summarised
 from ddp_hydra.results import Record
 from ddp_hydra.run_state import AttemptEntry, Best, Summary
 from ddp_hydra.storage.files import cannot_write
@@ -254,13 +254,13 @@ def test_a_bucket_is_brought_into_the_run_directory(tmp_path, monkeypatch):
 
 
 def test_what_a_training_returns_is_taken_as_it_is():
-    found = read_value(VALUE)
+    found = msgspec.to_builtins(read_result(VALUE))
     assert math.isnan(found["metrics"].pop("train/loss"))
     assert found == {**VALUE, "metrics": {"val/accuracy": 0.5}}
 
 
 def test_more_than_that_is_left_out():
-    assert read_value({**VALUE, "status": "done", "failure": b"\0"}).keys() == VALUE.keys()
+    assert msgspec.to_builtins(read_result({**VALUE, "status": "done", "failure": b"\0"})).keys() == VALUE.keys()
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_more_than_that_is_left_out():
 )  # fmt: skip
 def test_what_no_training_returns_is_refused(value):
     with pytest.raises(RecordError, match="rank 0 returned what no training returns"):
-        read_value(value)
+        read_result(value)
 
 
 @pytest.fixture
