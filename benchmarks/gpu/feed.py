@@ -65,8 +65,8 @@ def feed(bench: Bench) -> Iterator[Figure]:
     yield report.speeds(f"a DataLoader by hand, {store.workers} workers, without the device", alone)
     yield report.speeds(f"{name}, a DataLoader by hand, {store.workers} workers", hands)
     for count, speeds in ours.items():
-        yield report.speeds(f"{name}, data.processes={count}", speeds)
-    yield report.paired("data.processes=null / by hand", ours["null"], hands, bench.goal(SHARE))
+        yield report.speeds(f"{name}, data.workers={count}", speeds)
+    yield report.paired("data.workers=null / by hand", ours["null"], hands, bench.goal(SHARE))
 
 
 def by_hand(bench: Bench, store: Store, *more: str) -> float:
@@ -93,12 +93,12 @@ def job(bench: Bench, store: Store, workers: str) -> float:
     done = bench.job(
         "feed",
         *of_store(store.sizes, store.url),
-        f"data.processes={workers}",
+        f"data.workers={workers}",
         f"trainer.precision={bench.half}",
         *compiled,
         *bare,
         *bench.ranks(1),
         variables=store.access,
     )
-    report.progress(f"data.processes={workers}: {done.speed(store.sizes.skip):,.1f} samples/s")
+    report.progress(f"data.workers={workers}: {done.speed(store.sizes.skip):,.1f} samples/s")
     return done.speed(store.sizes.skip)

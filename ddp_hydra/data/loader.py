@@ -1,7 +1,7 @@
-"""Makes the batches of a data set ahead of the loop, in threads of the same process.
+"""Makes the batches of a data set: ahead of the loop in threads or workers, or in the thread that trains.
 
-Reading from an object store and decoding release the interpreter lock. On CPUs that is enough; on GPUs, the data set
-that a loader gets has its batches made by other processes, see `ddp_hydra/data/processes/`.
+Reading from an object store and decoding release the interpreter lock. On CPUs, threads are enough for a data set
+that is thread-safe; on GPUs, workers make its batches, see `ddp_hydra/data/workers/`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from ddp_hydra.data import draws
 from ddp_hydra.data.batch import laid_out, make_batch, n_bytes, pin, to_device
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.workers import InWorkers, Refused, Workers
+from ddp_hydra.data.wrappers import inside
 
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
+PROBES = 2
+"""Batches that are made here before workers start, unless the config says how many: the first one may be slow."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Loader:
         memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
         progress: called after each sample and each batch, from any thread.
         seed: of what the data set draws from the global generators.
+        warn: gets a sentence if the workers can't do without this process.
 
     Attributes:
         in_threads: threads make the batches of this data set. Any other data set is read by one thread, which trains,
@@ -73,6 +78,7 @@ class Loader:
         memory_mb: float = 256,
         progress: Callable[[], None] = lambda: None,
         seed: int = 0,
+        warn: Callable[[str], None] = print,
     ) -> None:
         self.dataset = dataset
         self.device = device
@@ -82,13 +88,21 @@ class Loader:
         self.progress = progress
         self.seed = seed
         self.in_threads = is_thread_safe(dataset)
+        self.warn = warn
+        self.source = dataset.dataset if isinstance(dataset, InWorkers) else dataset
+        self.uses_workers = isinstance(dataset, InWorkers)
+        self.workers: Workers | None = None
         self.prepare = getattr(dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
-        self._made_in_s = math.inf
+        self._made_in_s = self._quickest_s = math.inf
+        self.probes = 0
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Yield the batch of each list of indices, in order, on the device."""
         wanted: Iterable[Indices] = (draws.placed(indices, self.seed) for indices in batches)
+        if self.uses_workers:
+            yield from map(self.placed, self.by_workers(wanted))
+            return
         if hasattr(self.dataset, "expect"):
             wanted = list(wanted)
             self.dataset.expect(list(chain.from_iterable(wanted)))
@@ -153,6 +167,37 @@ class Loader:
                 for future in pending:
                     future.cancel()
 
+    def by_workers(self, batches: Iterable[Indices]) -> Iterator[Any]:
+        """Have workers make the batches. The first ones are made here: they say how large and how quick they are."""
+        assert isinstance(self.dataset, InWorkers)
+        rest, pending = iter(batches), deque[Indices]()
+        while self.workers is None and self.uses_workers:
+            if (indices := next(rest, None)) is None:
+                return
+            yield (batch := self.wait(partial(self.make, indices)))
+            self.probes += 1
+            self._quickest_s = min(self._quickest_s, self._made_in_s)
+            if self.dataset.asked or self.probes >= PROBES:
+                self.uses_workers = self.dataset.asked or self._quickest_s >= QUICK_S
+            if self.uses_workers and (self.dataset.asked or self.probes >= PROBES):
+                self.workers = self.dataset.start(n_bytes(batch), self.memory_mb, self.device.type == "cuda")
+        if self.workers is not None:
+            loaded = self.workers.load(rest, pending)
+            try:
+                while True:
+                    batch = self.wait(partial(next, loaded, loaded))
+                    if batch is loaded:
+                        return
+                    self.progress()
+                    yield batch
+            except Refused as refused:
+                self.uses_workers, self.workers = False, None
+                self.warn(
+                    f"{type(inside(self.source)).__name__} can't be unpickled in a worker, so the thread that trains "
+                    f"makes its batches: {refused}"
+                )
+        yield from (self.wait(partial(self.make, indices)) for indices in chain(pending, rest))
+
     def wait(self, batch: Callable[[], Any]) -> Any:
         """Return a batch, and count how long the loop waits for it."""
         begin = time.perf_counter()
@@ -169,7 +214,7 @@ class Loader:
         """Read one batch of samples."""
         begin = time.perf_counter()
         with self.draws_kept():
-            batch = self.pinned(make_batch(self.dataset, indices, not self.in_threads, self.progress))
+            batch = self.pinned(make_batch(self.source, indices, not self.in_threads, self.progress))
         self._made_in_s = time.perf_counter() - begin
         return batch
 

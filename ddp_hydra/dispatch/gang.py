@@ -275,6 +275,7 @@ class Gang(Settings):
             retry_s=self.retry_s,
             group=self.grouped,
             threads=self.threads,
+            data_workers=self.data_workers,
             ports=self.port_range,
             interface=self.interface,
             cwd=self.cwd or str(Path.cwd()),

@@ -30,6 +30,7 @@ class Settings:
             leaves: metrics.jsonl, tensorboard/, checkpoints/, submitted files, logs/rank-<r>.log, and at the end
             summary.json. It holds one run; after a failure or an interruption, it may be given again.
         threads: CPU threads per rank; 0 shares each host's cores among all ranks.
+        data_workers: processes that make the batches of each rank: it takes their helper when it starts; None: on GPUs.
         retry_s: how long to wait for space where a worker's temporary folder is full.
         files: files of the client that rank 0 needs, see `Call`.
         pip: requirements that each worker must have, in pip's syntax.
@@ -55,6 +56,7 @@ class Settings:
     on_record: Callable[[Record], None] | None = field(default=None, repr=False)
     run_dir: str | Path | None = None
     threads: int = 0
+    data_workers: int | None = 0
     timeout_s: float = 1800.0
     retry_s: float = 60.0
     queue_timeout_s: float = 86400.0

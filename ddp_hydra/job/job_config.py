@@ -102,6 +102,7 @@ def gang_settings(cfg: DictConfig) -> dict[str, Any]:
         **{str(name): value for name, value in settings.items()},
         "keep_warm_s": keep_warm_s(cfg),
         "threads": cfg.trainer.threads,
+        "data_workers": OmegaConf.select(cfg, "data.workers"),
         "sweep": connect.sweep(),
         "retry_s": cfg.results.retry_s,
         "backend": backend(cfg),

@@ -158,6 +158,7 @@ class Launcher:
             "timeout_s": launch_spec.timeout_s,
             "group": launch_spec.group,
             "threads": launch_spec.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks),
+            "data_workers": launch_spec.data_workers,
             "project": launch_spec.project.sha256 if launch_spec.project else "",
             "retry_s": launch_spec.retry_s,
             "outbox": str(self.with_room(lambda: outbox.folder(self.worker, launch_spec.gang, spec.rank))),

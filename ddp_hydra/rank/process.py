@@ -30,7 +30,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.console import tracebacks
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import DdpHydraError
-from ddp_hydra.rank import fault_injection, return_values
+from ddp_hydra.rank import fault_injection, gpus, return_values
 from ddp_hydra.rank.process_group import meet, process_group
 from ddp_hydra.results import Record
 
@@ -67,6 +67,10 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
         launch_file.seek(0)  # its position is at the end
         header, _, call = launch_file.read().partition(b"\n")
     job = json.loads(header)
+    if job["data_workers"] or (job["data_workers"] is None and gpus.visible(os.environ)):
+        from ddp_hydra.data import workers  # a script needs none of it
+
+        workers.take_helper()
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
     sender = SocketSender(control, Path(job["outbox"]))

@@ -49,6 +49,7 @@ class LaunchSpec:
         retry_s: how long to wait for room if the worker's temporary folder is full.
         group: whether to make the process group before the call.
         threads: CPU threads of the rank, 0 for its share of the host.
+        data_workers: processes that make its batches; None: it decides, if it has a GPU.
         ports: first and last port allowed for the rendezvous, None for any free one.
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
@@ -68,6 +69,7 @@ class LaunchSpec:
     retry_s: float = 60.0
     group: bool = True
     threads: int = 0
+    data_workers: int | None = 0
     ports: tuple[int, int] | None = None
     interface: str | None = None
     cwd: str = ""

@@ -53,14 +53,16 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra import heartbeat
+from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.workers import InWorkers, made_by
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, world_size
 from ddp_hydra.training.instantiate import make, parameters
 
+CPU = torch.device("cpu")
 ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 """Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
@@ -88,25 +90,34 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
 
 
 @contextmanager
-def opened(cfg: DictConfig, split: str) -> Iterator[Any]:
+def opened(cfg: DictConfig, split: str, device: torch.device = CPU) -> Iterator[Any]:
     """Build a data set of a run, and close it at the end; None if there is none. A collective.
 
     Args:
         cfg: the resolved config.
         split: "train" or "val".
+        device: where its batches go.
 
     Raises:
+        ConfigError: data.workers does not suit.
         DataError: the ranks have different data.
     """
-    node = cfg.data.get(split)
-    built = dataset(node, cfg.seed)
+    node, workers = cfg.data.get(split), cfg.data.get("workers")
+    built = kept = dataset(node, cfg.seed)
+    if streams.is_stream(built) and workers:
+        raise ConfigError(
+            f"data.workers={workers} needs a data set with a length and __getitem__, and {name_of(built)} is iterable: "
+            "leave data.workers out"
+        )
+    if built is not None and not streams.is_stream(built):
+        kept = made_by(workers, built, device.type == "cuda", results.warn)
     try:
         if built is not None and world_size() > 1 and not built_once(node) and not streams.is_stream(built):
             same_data.check(built, f"data.{split}", cfg.seed)
-        yield built
+        yield kept
     finally:
-        if hasattr(built, "close"):
-            built.close()
+        if hasattr(kept, "close"):
+            kept.close()
 
 
 def built_once(node: DictConfig) -> bool:
@@ -183,12 +194,12 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     if streams.is_stream(data):
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress, "seed": cfg.seed}
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
-    return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress, seed=cfg.seed)
+    return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress, seed=cfg.seed, warn=results.warn)
 
 
 def name_of(data: Any) -> str:
     """Return the name of a data set's class."""
-    return type(wrappers.inside(data)).__name__
+    return type(wrappers.inside(data.dataset if isinstance(data, InWorkers) else data)).__name__
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import nn
 
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.data.workers import InWorkers
 from ddp_hydra.training.monitoring.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps, steps_in_epoch
 from ddp_hydra.training.state import Position
@@ -44,6 +45,8 @@ def describe(
     ]
     if isinstance(sampler, StreamSampler):
         lines.append(f"stream    {sampler.part.how}")
+    if isinstance(train_set, InWorkers) and train_set.asked:
+        lines.append(f"reading   {counted(train_set.number, 'worker')} beside each rank")
     skipped = [skipped_by(data) for data in (train_set, val_set)]
     lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
     if position.step:

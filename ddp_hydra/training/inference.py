@@ -72,7 +72,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
         )
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
-    with build_data.opened(cfg, split) as data:
+    with build_data.opened(cfg, split, trained.device) as data:
         yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data)
 
 

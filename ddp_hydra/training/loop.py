@@ -14,7 +14,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import setup
+from ddp_hydra.training import builders, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.metrics import Count, count
@@ -45,7 +45,8 @@ def train(
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
     heartbeat.at("start", 0)
     paths = {name: Path(path) for name, path in (files or {}).items()}
-    with opened(cfg, "train") as train_set, opened(cfg, "val") as val_set:
+    device = builders.device(cfg)
+    with opened(cfg, "train", device) as train_set, opened(cfg, "val", device) as val_set:
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)

@@ -200,23 +200,23 @@ def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, t
     assert set(downloads(store).values()) == {1}
 
 
-def test_processes_beside_the_ranks_make_the_same_batches(client2, project, tmp_path, store, shards):
+def test_workers_of_the_ranks_make_the_same_batches(client2, project, tmp_path, store, shards):
     settings = (*shards, "data.batch_size=12", f"data.cache_dir={tmp_path / 'theirs'}")
-    apart = training.train(client2, project, tmp_path / "apart", *settings, "data.processes=1")
+    apart = training.train(client2, project, tmp_path / "apart", *settings, "data.workers=2")
     assert set(downloads(store).values()) == {1}
     own = training.train(client2, project, tmp_path / "own", *shards, "data.batch_size=12")
     assert apart.metrics("data/retries") == own.metrics("data/retries")
     for name, values in own.checkpoint("last.pt")["model"].items():
         assert values.equal(apart.checkpoint("last.pt")["model"][name])
     (header,) = [record.data["lines"] for record in apart.records if record.kind == "start"]
-    assert "reading   1 process beside each rank" in header
+    assert "reading   2 workers beside each rank" in header
     assert apart.value["data"]["samples"] == own.value["data"]["samples"] == 2 * len(TRAIN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [0, 1])
-def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, shards, processes):
-    shards = (*shards, f"data.processes={processes}")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, shards, workers):
+    shards = (*shards, f"data.workers={workers}")
     path = sorted(path for path in store.objects if path.startswith("shards/train/") and path.endswith(".tar"))[2]
     store.objects[path] = store.objects[path][:3000]
     settings = (*shards, "data.batch_size=12", "data.max_bad_fraction=0.3")
@@ -227,16 +227,18 @@ def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, s
         training.train(client2, project, tmp_path / "few", *shards, "data.batch_size=12")
 
 
-def test_a_process_that_is_killed_costs_an_attempt_and_changes_nothing(cli):
+def test_a_worker_that_is_killed_costs_an_attempt_and_changes_nothing(cli):
     settings = (
         "data=tiny", "data.train._target_=data.tiny.Announced", "model=tiny", "optimizer.lr=0.1",
         "trainer.epochs=2", "trainer.threads=1", "trainer.checkpoint_every_steps=1", "data.val=null",
     )  # fmt: skip
     (cli.folder / "there").touch()
     cli.done(*settings, "+data.train.mark=there", "hydra.run.dir=calm")
-    ended = cli.done(*settings, "+data.train.mark=mark", "+data.processes=1", "hydra.run.dir=killed")
+    ended = cli.done(*settings, "+data.train.mark=mark", "+data.workers=2", "hydra.run.dir=killed")
     assert (cli.folder / "mark").exists()
-    assert "the process that makes batches for this rank has ended by signal 9" in ended.stdout + ended.stderr
+    assert (
+        "a worker that makes batches for this rank (data.workers) has ended by signal 9" in ended.stdout + ended.stderr
+    )
     calm, killed = (
         torch.load(cli.folder / name / "checkpoints" / "last.pt", weights_only=True)["model"]
         for name in ("calm", "killed")

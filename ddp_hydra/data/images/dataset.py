@@ -223,7 +223,7 @@ class ImageDataset(Dataset, ABC):
             samples: (image and its generator, class number) of each.
         """
         of_run = isinstance(wanted, Indices)
-        indices = wanted if of_run else placed(Indices(wanted, self._epoch), self.seed)
+        indices = wanted if isinstance(wanted, Indices) else placed(Indices(wanted, self._epoch), self.seed)
         done = []
         with nullcontext() if of_run else Kept():
             for place, ((image, rng), target) in enumerate(samples):

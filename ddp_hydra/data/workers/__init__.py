@@ -1,0 +1,14 @@
+"""Has processes make the batches of a data set: those of torch's DataLoader, forked from a helper.
+
+A process that trains has threads, a process group and a GPU, so it can't be forked. Its helper was taken before it had
+any of these, or is a program of its own that has imported torch, and forks the workers.
+
+`helper.py` is that process, `context.py` what a DataLoader needs of multiprocessing to start its workers there,
+`shared_batch.py` how a batch comes back without being copied into a message, `worker.py` what runs in a worker, and
+`loader.py` the DataLoader.
+"""
+
+from ddp_hydra.data.workers.helper import take_helper
+from ddp_hydra.data.workers.loader import InWorkers, Refused, Workers, made_by
+
+__all__ = ["InWorkers", "Refused", "Workers", "made_by", "take_helper"]

@@ -1,0 +1,262 @@
+"""torch's DataLoader over a data set, with workers that a helper forks."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_hydra.data import wrappers
+from ddp_hydra.data.cores import cores_per_rank
+from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.workers import helper
+from ddp_hydra.data.workers.context import HelperContext
+from ddp_hydra.data.workers.worker import Request, Result, WorkerSet, as_it_is, begin
+from ddp_hydra.errors import ConfigError
+
+CORES = 4
+"""Cores that a worker has for its threads, if its data set has any."""
+MOST_WITH_THREADS, MOST = 4, 8
+"""Workers that a rank has at most, unless the config says a number."""
+AHEAD = 4
+"""Batches that a worker makes ahead at most."""
+
+
+def number_of(workers: Any, data: Any, to_gpu: bool) -> int:
+    """Return how many workers make the batches of a data set.
+
+    Args:
+        workers: `data.workers`; None: as many as suit the rank's cores where batches go to a GPU, else 0.
+        data: the data set.
+        to_gpu: batches go to a GPU.
+
+    Raises:
+        ConfigError: it is not a number of workers.
+    """
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
+        raise ConfigError(f"data.workers={workers}: give a whole number from 0 on, or null")
+    if workers is not None:
+        return int(workers)
+    return default_number(data) if to_gpu else 0
+
+
+def default_number(data: Any) -> int:
+    """Return how many workers suit the rank's share of the cores; a data set with `share` has threads of its own."""
+    if hasattr(data, "share"):
+        return min(MOST_WITH_THREADS, max(1, cores_per_rank() // CORES))
+    return min(MOST, max(1, cores_per_rank() // 2))
+
+
+class InWorkers:
+    """A data set whose batches workers make: it knows what their copies learn. All else is the data set's own.
+
+    Args:
+        data: a map-style data set.
+        number: of workers.
+        asked: the config says the number; else a data set whose batches take no time has none.
+
+    Attributes:
+        pickled: the data set.
+    """
+
+    def __init__(self, data: Any, number: int, asked: bool) -> None:
+        self.dataset, self.number, self.asked = data, number, asked
+        self.thread_safe = is_thread_safe(data)
+        self.pickled: bytes = cloudpickle.dumps(data)
+        self._workers: list[Workers] = []
+        self._stats: dict[int, Mapping[str, float]] = {}
+        self._bad: dict[str, str] = {}
+        self._bad_counts: dict[str, int] = {}
+        self._errors: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is copied
+            raise AttributeError(name)
+        found = getattr(self.dataset, name)
+        if name == "stats":
+            return self._totals
+        if name == "error_of":
+            return lambda index: self._errors.get(index) or found(index)
+        if name in ("bad", "bad_counts"):
+            return {**found, **getattr(self, f"_{name}")}
+        return found
+
+    def hear(self, result: Result) -> None:
+        """Take up what the copy of a worker has learned."""
+        self._stats[result.worker] = result.report.get("stats", {})
+        self._bad_counts.update(result.report.get("bad_counts", {}))
+        self._bad.update(result.report.get("bad", {}))
+        self._errors.update(result.report.get("errors", {}))
+
+    def _totals(self) -> dict[str, float]:
+        """Return what reading has cost, here and in all workers."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for part in (self.dataset.stats(), *self._stats.values()):
+            for name, value in part.items():
+                totals[name] += value
+        if "bad_samples" in totals and hasattr(self.dataset, "bad"):  # each worker finds the same ones bad
+            counts = getattr(self, "bad_counts", {})
+            totals["bad_samples"] = sum(counts.get(name, 1) for name in self.bad)
+        return dict(totals)
+
+    def start(self, batch_bytes: int, memory_mb: float, to_gpu: bool) -> Workers:
+        """Start the workers; see `Workers`."""
+        self._workers.append(Workers(self, batch_bytes, memory_mb, to_gpu))
+        return self._workers[-1]
+
+    def close(self) -> None:
+        """End the workers, and close the data set."""
+        for workers in self._workers:
+            workers.close()
+        if hasattr(self.dataset, "close"):
+            self.dataset.close()
+
+
+class Refused(Exception):
+    """A worker can't unpickle the data set."""
+
+
+class Workers:
+    """The DataLoader of a data set. Its workers live until it is closed.
+
+    Args:
+        data: the data set.
+        batch_bytes: size of a batch.
+        memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
+        to_gpu: batches go to a GPU: they come in pinned memory.
+    """
+
+    def __init__(self, data: InWorkers, batch_bytes: int, memory_mb: float, to_gpu: bool) -> None:
+        affordable = max(1, int(memory_mb * 2**20 // max(1, batch_bytes)))
+        self.data, self.number = data, min(data.number, affordable)
+        self.helper = helper.acquire()
+        self.context = HelperContext(self.helper)
+        self.requests = _Requests()
+        dataset: Any = WorkerSet(data.pickled, not data.thread_safe, self.number)
+        requests: Any = self.requests
+        collate: Any = as_it_is
+        self.loader: DataLoader[Any] | None = DataLoader(
+            dataset,
+            batch_sampler=requests,
+            num_workers=self.number,
+            prefetch_factor=min(AHEAD, affordable // self.number),
+            collate_fn=collate,
+            pin_memory=to_gpu,
+            multiprocessing_context=self.context,
+            worker_init_fn=begin,
+            persistent_workers=True,
+            generator=torch.Generator(),  # what it draws would move the global one
+        )
+
+    def load(self, batches: Iterable[Indices], pending: deque[Indices]) -> Iterator[Any]:
+        """Yield the batch of each list of indices, in order.
+
+        Args:
+            batches: the lists.
+            pending: gets those that are asked for; what is left there after an error has not come.
+
+        Raises:
+            Refused: the workers can't unpickle the data set.
+            ConnectionError: a worker has ended.
+            Exception: what the data set raises.
+        """
+        if hasattr(self.data.dataset, "expect"):
+            batches = list(batches)
+        self.requests.begin(batches, pending, self.number, hasattr(self.data.dataset, "expect"))
+        try:
+            assert self.loader is not None
+            results: Iterator[Result] = iter(self.loader)
+            while (result := next(results, None)) is not None:
+                if result.refused:
+                    raise Refused(result.refused)
+                self.data.hear(result)
+                batch = result.opened()
+                pending.popleft()
+                yield batch
+        except RuntimeError as error:
+            if codes := [code for code in self.context.exit_codes() if code]:
+                raise _gone(codes[0]) from None
+            raise error
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.loader is None:
+            return
+        iterator: Any = self.loader._iterator
+        self.loader = None
+        if iterator is not None:
+            iterator._shutdown_workers()
+        helper.release(self.helper)
+
+
+class _Requests:
+    """The batch sampler of the DataLoader: each pass asks for other batches."""
+
+    def __init__(self) -> None:
+        self.batches: Iterator[Request] = iter(())
+
+    def begin(self, batches: Iterable[Indices], pending: deque[Indices], workers: int, expected: bool) -> None:
+        """Set the batches of the next pass.
+
+        Args:
+            batches: of the pass, a list if the data set wants to know them.
+            pending: gets each when it is asked for.
+            workers: how many there are; they take turns.
+            expected: tell each worker which samples it will read.
+        """
+
+        def requests() -> Iterator[Request]:
+            for number, indices in enumerate(batches):
+                pending.append(indices)
+                expect = None
+                if expected and number < workers:
+                    assert isinstance(batches, list)
+                    expect = [index for own in batches[number::workers] for index in own]
+                yield Request(indices, expect)
+
+        self.batches = requests()
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.batches
+
+
+def _gone(code: int) -> ConnectionError:
+    """Return the error for a worker that has ended by itself."""
+    how = f"by signal {-code}" if code < 0 else f"with code {code}"
+    advice = "what it printed stands above, in the output of this rank"
+    if code == -9:
+        advice = "if that was for want of memory, type a smaller data.workers or data.memory_mb"
+    return ConnectionError(f"a worker that makes batches for this rank (data.workers) has ended {how}; {advice}")
+
+
+def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None]) -> Any:
+    """Return a data set whose batches workers make; the data set itself where there are none.
+
+    Args:
+        workers: `data.workers`.
+        data: a map-style data set.
+        to_gpu: batches go to a GPU.
+        warn: gets a sentence if the data set can't be pickled.
+
+    Raises:
+        ConfigError: see `number_of`.
+    """
+    if not (number := number_of(workers, data, to_gpu)):
+        return data
+    try:
+        return InWorkers(data, number, asked=workers is not None)
+    except Exception as error:
+        name = type(wrappers.inside(data)).__name__
+        warn(f"{name} can't be pickled, so the thread that trains makes its batches: {type(error).__name__}: {error}")
+        return data

@@ -1,0 +1,175 @@
+"""What runs in a worker: makes batches of its copy of the data set, and says what the copy has learned."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from ddp_hydra import heartbeat
+from ddp_hydra.data.batch import make_batch
+from ddp_hydra.data.draws import EVALUATION, Indices
+from ddp_hydra.data.workers.shared_batch import SharedBatch, pinned
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch that a worker is to make.
+
+    Args:
+        indices: of its samples, with their places.
+        expect: indices of all samples that the worker will read in this pass, in order; None: as it was told.
+    """
+
+    indices: Indices
+    expect: list[int] | None = None
+
+
+@dataclass
+class Result:
+    """What comes back.
+
+    Args:
+        batch: the batch; None if there is none.
+        worker: the number of the worker.
+        report: what its copy of the data set has learned.
+        error: pickled; b"" for none.
+        frames: file, function and line of each call, where the error was raised.
+        refused: why the data set can't be unpickled; "" if it can.
+    """
+
+    batch: Any
+    worker: int = 0
+    report: Mapping[str, Any] = field(default_factory=dict)
+    error: bytes = b""
+    frames: Sequence[tuple[str, str, int]] = ()
+    refused: str = ""
+
+    def pin_memory(self) -> Result:
+        """Copy the batch to pinned memory; the DataLoader's thread calls this."""
+        if isinstance(self.batch, SharedBatch):
+            self.batch = pinned(self.batch)
+        return self
+
+    def opened(self) -> Any:
+        """Return the batch.
+
+        Raises:
+            Exception: what the data set raised in the worker, as if it had been raised here.
+        """
+        if self.error:
+            error: BaseException = pickle.loads(self.error)  # noqa: S301  from a process that this one has started
+            raise error.with_traceback(_rebuilt(self.frames))
+        return self.batch.open() if isinstance(self.batch, SharedBatch) else self.batch
+
+
+class WorkerSet:
+    """The data set of the DataLoader, which makes whole batches.
+
+    Args:
+        pickled: the data set.
+        seeded: see `make_batch`.
+        workers: how many there are.
+    """
+
+    def __init__(self, pickled: bytes, seeded: bool, workers: int) -> None:
+        self.pickled, self.seeded, self.workers = pickled, seeded, workers
+        self.dataset: Any = None
+        self.epoch: int | None = None
+        self.told = 0  # bad samples
+
+    def __getitems__(self, request: Request) -> Result:
+        """Make a batch; the worker's own errors come back, too."""
+        if self.dataset is None:
+            try:
+                self.dataset = pickle.loads(self.pickled)  # noqa: S301  from the process that started this one
+                self.pickled = b""
+            except Exception as error:
+                return Result(None, refused=f"{type(error).__name__}: {error}")
+            if hasattr(self.dataset, "share"):
+                self.dataset.share(self.workers)
+        try:
+            return Result(SharedBatch(self._make(request)), _number(), self._report(request.indices))
+        except BaseException as error:
+            frames = _frames(error.__traceback__)
+            return Result(None, _number(), error=_packed(error), frames=frames)
+
+    def _make(self, request: Request) -> Any:
+        epoch = request.indices.epoch
+        if epoch not in (self.epoch, EVALUATION):
+            self.epoch = epoch
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+        if request.expect is not None:
+            self.dataset.expect(request.expect)
+        return make_batch(self.dataset, request.indices, self.seeded, heartbeat.progress)
+
+    def _report(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Return what reading has cost so far and, where there are new ones, which samples are bad."""
+        found: dict[str, Any] = {}
+        if hasattr(self.dataset, "stats"):
+            found["stats"] = self.dataset.stats()
+        bad = getattr(self.dataset, "bad", None) or {}
+        if len(bad) > self.told:
+            self.told = len(bad)
+            found |= {"bad": dict(bad), "bad_counts": dict(getattr(self.dataset, "bad_counts", {}))}
+        if bad and hasattr(self.dataset, "error_of"):
+            found["errors"] = {index: error for index in indices if (error := self.dataset.error_of(index))}
+        return found
+
+
+def begin(number: int) -> None:
+    """Prepare a worker: what signals a whole rank asks of it is the rank's to decide."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def as_it_is(result: Result) -> Result:
+    """Return a result, as the batch in it is collated already."""
+    return result
+
+
+def _number() -> int:
+    from torch.utils.data import get_worker_info
+
+    info = get_worker_info()
+    return info.id if info else 0
+
+
+def _frames(found: TracebackType | None) -> list[tuple[str, str, int]]:
+    return [(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in traceback.walk_tb(found)]
+
+
+def _packed(error: BaseException) -> bytes:
+    """Pickle an error; one that can't be pickled becomes a RuntimeError."""
+    error.add_note("in a worker of the DataLoader (data.workers)")
+    try:
+        packed = pickle.dumps(error.with_traceback(None))
+        pickle.loads(packed)  # noqa: S301  some can be pickled, and not unpickled
+    except Exception:
+        substitute = RuntimeError(f"{type(error).__name__}: {error}")
+        substitute.add_note(error.__notes__[-1])
+        return pickle.dumps(substitute)
+    return packed
+
+
+class _HereError(Exception):
+    """Raised to get a frame."""
+
+
+def _rebuilt(frames: Sequence[tuple[str, str, int]]) -> TracebackType | None:
+    """Return a traceback of calls in another process."""
+    found: TracebackType | None = None
+    for file, name, line in reversed(frames):
+        code = compile("\n" * (line - 1) + "raise _HereError", file, "exec").replace(co_name=name)
+        try:
+            exec(code, {"_HereError": _HereError})  # noqa: S102
+        except _HereError as error:
+            here = error.__traceback__.tb_next if error.__traceback__ else None
+            if here is not None:
+                found = TracebackType(found, here.tb_frame, here.tb_lasti, line)
+    return found

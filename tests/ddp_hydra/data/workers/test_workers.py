@@ -1,0 +1,274 @@
+"""Workers of torch's DataLoader make what the process itself would make, and say what they have learned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.data.transforms import TrainTransform
+from ddp_hydra.data.workers import InWorkers, helper, made_by
+from ddp_hydra.data.workers.loader import number_of
+from ddp_hydra.errors import ConfigError
+
+CPU = torch.device("cpu")
+Row = namedtuple("Row", "row pid epoch told text")
+pytestmark = pytest.mark.medium
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_helper():
+    """One helper for all tests of this module, as importing torch takes seconds."""
+    held = helper.acquire()
+    yield
+    helper.release(held)
+
+
+class Rows:
+    """Sample i is a row of i, and who made it."""
+
+    def __init__(self, n: int = 100, bad: int = -1, dies: int = -1) -> None:
+        self.n, self.bad_index, self.dies = n, bad, dies
+        self.epoch, self.told = 0, ()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Row:
+        if index == self.bad_index:
+            raise KeyError(f"row {index} is not there")
+        if index == self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        row = torch.full((3, 2), index, dtype=torch.int16)
+        return Row(row, os.getpid(), self.epoch, len(self.told), f"row {index}")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Unpicklable(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Unreadable(Rows):
+    def __setstate__(self, state: dict) -> None:
+        raise OSError("not here")
+
+
+class Announced(Rows):
+    def expect(self, indices: list[int]) -> None:
+        self.told = tuple(indices)
+
+
+@pytest.fixture
+def loader():
+    """Return the loader of a data set with workers, which end with the test."""
+    made = []
+
+    def of(data, number=2, **options) -> Loader:
+        said: list[str] = []
+        made.append(made_by(number, data, False, said.append))
+        one = Loader(made[-1], CPU, warn=said.append, **options)
+        one.said = said
+        return one
+
+    yield of
+    for data in made:
+        if hasattr(data, "close"):
+            data.close()
+
+
+def batches(n: int, size: int = 2, epoch: int = 0) -> list[Indices]:
+    return [Indices(range(first, first + size), epoch) for first in range(0, n, size)]
+
+
+def test_batches_come_in_order_from_all_workers_pass_after_pass(loader):
+    one = loader(Rows())
+    for epoch in (0, 1):
+        found = list(one.load(batches(40, epoch=epoch)))
+        assert [batch.row[0, 0, 0].item() for batch in found] == list(range(0, 40, 2))
+        assert tuple(found[3].text) == ("row 6", "row 7")
+        assert isinstance(found[3], Row)
+        there = found[1:] if epoch == 0 else found  # the first one of all says how large they are
+        assert {batch.epoch[0].item() for batch in there} == {epoch}
+        assert len({batch.pid[0].item() for batch in there} - {os.getpid()}) == 2
+    left = one.load(batches(40))
+    next(left)
+    left.close()
+    assert [batch.row[0, 0, 0].item() for batch in one.load(batches(8))] == [0, 2, 4, 6]
+    assert list(one.load([])) == []
+
+
+def test_batches_may_grow_and_shrink(loader):
+    one = loader(Rows())
+    sizes = (1, 10, 2, 100, 3)
+    found = list(one.load([Indices(range(100 - size, 100)) for size in sizes]))
+    assert [batch.row[:, 0, 0].tolist() for batch in found] == [list(range(100 - size, 100)) for size in sizes]
+    found[1].row.zero_()  # a batch may be written to
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """A folder of two classes with twenty images each; one is none."""
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (root / "train" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = rng.integers(0, 255, (80, 100, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / "train" / name / f"{number:02d}.jpg", quality=90)
+    (root / "train" / "cats" / "03.jpg").write_bytes(b"nothing")
+    return root
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_workers_make_the_images_that_threads_make(loader, photos, own):
+    found = {}
+    for workers in (0, 2):
+        transform = TrainTransform(32) if own else Noisy()
+        images = S3ImageFolder(f"file://{photos}", "train", transform, max_bad_fraction=0.1)
+        one = loader(images, workers)
+        data = one.dataset
+        for epoch in (0, 1):
+            data.set_epoch(epoch)
+            found[workers, epoch] = list(one.load(batches(40, 8, epoch)))
+        assert data.bad == {"train/cats/03.jpg": "not an image: the file starts with b'nothing'"}
+        assert data.error_of(3) == data.bad["train/cats/03.jpg"]
+        assert data.error_of(4) == ""
+        assert data.classes == ["cats", "dogs"]
+        assert data.stats()["samples"] == 80
+        assert data.stats()["bad_samples"] == 1
+    for epoch in (0, 1):
+        for (x, y), (of_threads, targets) in zip(found[2, epoch], found[0, epoch], strict=True):
+            assert torch.equal(x, of_threads)
+            assert x.stride() == of_threads.stride()
+            assert torch.equal(y, targets)
+    assert not torch.equal(found[2, 0][0][0], found[2, 1][0][0])
+
+
+class Noisy:
+    """A transform of a user, which draws from the global generators."""
+
+    def __call__(self, image):
+        pixels = np.array(image.resize((8, 8)), dtype=np.float32).transpose(2, 0, 1)
+        return torch.from_numpy(pixels) + torch.rand(3, 8, 8) + float(np.random.rand())
+
+
+class Drawing(Rows):
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, torch.rand(()).item() + float(np.random.rand())
+
+
+def test_workers_draw_what_the_process_itself_would_draw(loader):
+    order = Distributed(96, 8, seed=3)
+    right = [torch.stack(list(map(torch.Tensor.double, one))) for one in Loader(Drawing(), CPU, seed=7).load(
+        order.batches(1)
+    )]  # fmt: skip
+    torch.manual_seed(4)
+    expected = torch.rand(())
+    torch.manual_seed(4)
+    for number in (1, 2):
+        loaded = loader(Drawing(), number, seed=7).load(order.batches(1))
+        found = [torch.stack(list(map(torch.Tensor.double, one))) for one in loaded]
+        assert all(map(torch.equal, found, right))
+    assert torch.equal(torch.rand(()), expected)
+
+
+def test_each_worker_is_told_what_it_will_read(loader):
+    found = list(loader(Announced()).load(batches(22)))
+    assert [batch.told[0].item() for batch in found[1:]] == [10, 10] * 5
+
+
+def test_an_error_has_the_frames_of_the_user(loader):
+    one = loader(Rows(bad=4))
+    with pytest.raises(KeyError, match="row 4 is not there") as caught:
+        list(one.load(batches(8)))
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.name) == (__file__, "__getitem__")
+    assert "raise KeyError(f" in (last.line or "")
+    assert "in a worker of the DataLoader (data.workers)" in caught.value.__notes__
+    assert len(list(one.load(batches(4)))) == 2
+
+
+def test_a_worker_that_is_killed_is_named(loader):
+    with pytest.raises(ConnectionError, match=r"has ended by signal 9; .* data\.workers or data\.memory_mb"):
+        list(loader(Rows(dies=9)).load(batches(20)))
+
+
+def test_signals_to_the_whole_group_leave_the_workers_at_work(loader):
+    one = loader(Rows())
+    first = list(one.load(batches(8)))
+    for pid in {batch.pid[0].item() for batch in first} - {os.getpid()}:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+    assert len(list(one.load(batches(8)))) == 4
+
+
+def test_the_child_of_another_stays_the_others(loader):
+    one = loader(Rows())
+    list(one.load(batches(8)))
+    pid = os.fork()
+    if not pid:
+        os._exit(7)
+    one.dataset.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+@pytest.mark.parametrize(
+    ("data", "why"), [(Unpicklable(), "Unpicklable can't be pickled, so"), (Unreadable(), "unpickled in a worker, so")]
+)
+def test_what_can_not_be_pickled_stays_here(loader, data, why):
+    one = loader(data)
+    found = list(one.load(batches(12)))
+    assert [batch.row[0, 0, 0].item() for batch in found] == list(range(0, 12, 2))
+    assert {batch.pid[0].item() for batch in found} == {os.getpid()}
+    (said,) = one.said
+    assert why in said
+
+
+def test_quick_batches_have_no_workers_unless_they_are_asked_for():
+    data = made_by(None, Rows(), True, print)
+    assert isinstance(data, InWorkers)
+    one = Loader(data, CPU)
+    one._quickest_s = 0.0
+    assert len(list(one.load(batches(12)))) == 6
+    assert one.workers is None
+
+
+def test_batches_made_ahead_stay_within_the_memory_given(loader):
+    for memory_mb, number, factor in ((100, 2, 4), (330 / 2**20, 2, 2), (100 / 2**20, 1, 1)):
+        one = loader(Rows(), memory_mb=memory_mb)
+        list(one.load(batches(4)))
+        assert (one.workers.number, one.workers.loader.prefetch_factor) == (number, factor)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "own", "images"), [(16, 1, 8, 4), (64, 1, 8, 4), (4, 2, 1, 1), (1, 1, 1, 1)]
+)
+def test_on_gpus_the_number_goes_by_the_cores(monkeypatch, cores, ranks, own, images):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert number_of(None, Rows(), to_gpu=True) == own
+    assert number_of(None, SimpleNamespace(share=print), to_gpu=True) == images
+    assert number_of(None, Rows(), to_gpu=False) == 0
+    assert number_of(3, Rows(), to_gpu=False) == 3
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, "two", True])
+def test_a_number_that_is_none_is_refused(given):
+    with pytest.raises(ConfigError, match=r"data\.workers=.*: give a whole number"):
+        number_of(given, Rows(), to_gpu=False)
