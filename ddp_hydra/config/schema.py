@@ -127,7 +127,7 @@ class Config:
     """Describes a job: see conf/job.yaml."""
 
     cluster: Any = MISSING
-    data: Any = MISSING
+    data: Any = field(default_factory=lambda: {"workers": None})
     model: Any = MISSING
     sampler: Any = MISSING
     task: Any = MISSING

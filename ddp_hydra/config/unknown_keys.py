@@ -18,7 +18,7 @@ from ddp_hydra.errors import ConfigError
 log = logging.getLogger(__name__)
 SCHEMAS = {field.name: field.default_factory for field in fields(Config) if is_dataclass(field.default_factory)}
 """Schemas of the groups that have one."""
-OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", "processes")
+OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", "workers")
 
 
 def check(cfg: DictConfig) -> None:

@@ -78,6 +78,9 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
         raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
+    workers = OmegaConf.select(cfg, "data.workers")
+    if workers is not None and (type(workers) is not int or workers < 0):
+        raise ConfigError(f"data.workers={workers}: give a whole number from 0 on, or null")
     _check_bucket(cfg)
     _check_results(cfg)
     objective.of(cfg)

@@ -234,7 +234,7 @@ def test_a_worker_that_is_killed_costs_an_attempt_and_changes_nothing(cli):
     )  # fmt: skip
     (cli.folder / "there").touch()
     cli.done(*settings, "+data.train.mark=there", "hydra.run.dir=calm")
-    ended = cli.done(*settings, "+data.train.mark=mark", "+data.workers=2", "hydra.run.dir=killed")
+    ended = cli.done(*settings, "+data.train.mark=mark", "data.workers=2", "hydra.run.dir=killed")
     assert (cli.folder / "mark").exists()
     assert (
         "a worker that makes batches for this rank (data.workers) has ended by signal 9" in ended.stdout + ended.stderr

@@ -44,7 +44,7 @@ class Points(Dataset):
 
 
 class Announced(Points):
-    """Wants to know what will be read; so a process beside the rank makes all batches, where there is one.
+    """Wants to know what will be read; so a worker makes all batches but the first, where there is one.
 
     Args:
         mark: a file. The process that reads sample 50 makes it, and kills itself; once it is there, nothing happens.
