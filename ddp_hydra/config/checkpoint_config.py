@@ -24,6 +24,8 @@ _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults
 """Keys that a command may change without changing what is trained."""
 _LENGTHS = {"trainer.pause_after_validations", "trainer.time_limit_s"}
 """Keys that end a command, but not the run."""
+_HOW = ("transform", "transforms", "target_transform", "collate", "shuffle", "shuffle_buffer")
+"""Arguments of data sets that say how samples are read, and not which."""
 _NEEDED = ("data", "model", "task", "loss", "metrics")
 """Keys that are needed to load a trained model."""
 
@@ -66,7 +68,7 @@ def composed(
     config: Mapping[str, Any],
     overrides: Sequence[str] = (),
     groups: Mapping[str, Any] | None = None,
-    without: Sequence[str] = (),
+    split: str | None = None,
 ) -> DictConfig:
     """Apply changes to a stored config, and then resolve its interpolations.
 
@@ -74,8 +76,8 @@ def composed(
         config: from `of`.
         overrides: "key=value" changes; "+key=value" for a new key.
         groups: name -> node that replaces the group.
-        without: keys that are left out once the others are resolved, so that their own values may be missing:
-            "data.train".
+        split: the only data set that is read, to evaluate or predict it: "train" or "val". The other one is left out
+            once the rest is resolved, so that its own values may be missing. "train" is read as validation data are.
 
     Returns:
         The resolved config.
@@ -84,6 +86,9 @@ def composed(
         ConfigError: a change does not fit, or a value cannot be resolved here.
     """
     cfg = changed(config, overrides, groups)
+    if split == "train":
+        _read_as_validation(cfg, overrides)
+    without = [f"data.{other}" for other in ("train", "val") if split and other != split]
     raw = OmegaConf.to_container(cfg)
     assert isinstance(raw, dict)
     for part in _NEEDED:
@@ -99,6 +104,29 @@ def composed(
         raise ConfigError(f"{key}: {reason}: give {key}=<value>") from error
     OmegaConf.set_struct(resolved, True)
     return resolved
+
+
+def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Give data.train what data.val says of how samples are read, and not which: no augmentation, no mixing.
+
+    Raises:
+        ConfigError: data.train has a transform, and there is no data.val of the same kind to take one from.
+    """
+    raw = OmegaConf.to_container(cfg.data)
+    assert isinstance(raw, dict)
+    train, val = raw.get("train"), raw.get("val")
+    typed = {word.lstrip("+").partition("=")[0] for word in overrides}
+    keys = [key for key in _HOW if not any(f"{word}.".startswith(f"data.train.{key}.") for word in typed)]
+    if not isinstance(train, dict):
+        return
+    if isinstance(val, dict) and val.get("_target_") == train.get("_target_"):
+        kept = {key: value for key, value in train.items() if key not in keys}
+        cfg.data.train = {**kept, **{key: val[key] for key in keys if key in val}}
+    elif given := [key for key in keys if OmegaConf.select(cfg, f"data.train.{key}") not in (None, False, 0)]:
+        raise ConfigError(
+            f"split=train: data.train.{given[0]} is for training, and there is no data.val of the same class whose "
+            f"{given[0]} could take its place: give it, +data.train.{given[0]}=null or a node with a _target_"
+        )
 
 
 def changed(

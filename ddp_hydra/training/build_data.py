@@ -1,4 +1,4 @@
-"""Builds the data of a run on a rank: data sets, loader, sampler, and what is known of the classes.
+"""Builds the data of a run on a rank: data sets, loader and sampler.
 
 The framework knows no model and no data set. A batch is what the task takes: (x, y), a dict, any structure of tensors.
 A data set has these methods and attributes:
@@ -8,6 +8,8 @@ A data set has these methods and attributes:
     collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
     prepare(batch) -> batch           optional: works on the device; normalises, encodes
     classes or num_classes            optional: fills model.num_classes; `classes` are names, for predictions
+    features                          optional: names of the columns of x; evaluate and predict compare them
+    scaling                           optional: how x is scaled, in words: alike in training and validation, or refused
     sample_id(index) -> str           optional: identifies a sample that was read, as by its file; for predictions
     error_of(index) -> str            optional: why a sample that was read is replaced by another; "" if it is not
     labelled = False                  optional: its targets mean nothing, so that it can only be predicted
@@ -44,9 +46,8 @@ A sampler takes n_samples, batch_size, rank, world_size, and the arguments in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ from ddp_hydra.data.workers import InWorkers, made_by
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, world_size
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
@@ -202,47 +204,15 @@ def name_of(data: Any) -> str:
     return type(wrappers.inside(data.dataset if isinstance(data, InWorkers) else data)).__name__
 
 
-@dataclass
-class Classes:
-    """The classes of a data set. A checkpoint keeps those of the training data, so that its model needs no data.
+def fill_features(node: DictConfig, trained: DataDescription) -> None:
+    """Have a data set of columns read those that a model was trained on, where its node leaves them open.
 
     Args:
-        classes: their names; () if the data set has none.
-        num_classes: their number; 0 if the data set does not know it.
+        node: of the data set, changed in place.
+        trained: what the model was trained on.
     """
-
-    classes: tuple[str, ...] = ()
-    num_classes: int = 0
-
-    @classmethod
-    def of(cls, data: Any) -> Classes:
-        """Return the classes of a data set."""
-        names = getattr(data, "classes", None)
-        names = () if names is None else tuple(map(str, names))
-        return cls(names, int(getattr(data, "num_classes", None) or len(names)))
-
-    def check_numbers(self, validation: Classes) -> None:
-        """Refuse validation data that gives a class of the training data another number.
-
-        Raises:
-            ConfigError: it does.
-        """
-        own, others = ({name: n for n, name in enumerate(one.classes)} for one in (self, validation))
-        if name := next((name for name in own if others.get(name, own[name]) != own[name]), None):
-            raise ConfigError(
-                f"the class {name} has number {own[name]} in data.train and {others[name]} in data.val: both need the "
-                "same classes, in the same order. Image folders and tables take them from the training data by "
-                "data.val.classes_from=..."
-            )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
-        return {"names": list(self.classes), "number": self.num_classes}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> Classes:
-        """Return the classes that a checkpoint holds; none if it holds none."""
-        return cls(tuple(values["names"]), values["number"]) if values else cls()
+    if trained.features and "features" in node and node.features is None:
+        node.features = list(trained.features)
 
 
 def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
@@ -258,7 +228,7 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     """
     if "num_classes" not in node or node.num_classes is not None:
         return node
-    num_classes = Classes.of(data).num_classes
+    num_classes = DataDescription.of(data).num_classes
     if not num_classes:
         raise ConfigError(
             f"{key}.num_classes is null, and {name_of(data)} has neither `classes` nor `num_classes` to "

@@ -16,8 +16,9 @@ from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
-from ddp_hydra.training.build_data import Classes, fill_num_classes, loader
+from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
 from ddp_hydra.training.instantiate import init_parameters, make, parameters
 from ddp_hydra.training.parallel import Parallel
@@ -81,7 +82,7 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         "criterion": lambda: make(cfg.loss),
         "mix": lambda: mix(cfg, data),
         "class_axis": lambda: objective.class_axis(cfg),
-        "names": lambda: Classes.of(data).classes,
+        "names": lambda: DataDescription.of(data).classes,
     }
     node = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in objective.OF_A_TASK])
     built = make(node, **{name: value() for name, value in known.items() if name in taken and name not in node})
@@ -129,7 +130,7 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
     metrics = {
         str(name): make(fill_num_classes(node, data, f"metrics.{name}")).to(device) for name, node in nodes.items()
     }
-    return EvalMetrics(metrics, Classes.of(data).classes)
+    return EvalMetrics(metrics, DataDescription.of(data).classes)
 
 
 def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool) -> Evaluation:

@@ -17,6 +17,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training import build_data, builders, header, run, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.instantiate import make
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.schedule_progress import steps_in_epoch
@@ -37,7 +38,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     """Build the model and take its first step as a rank does; return lines that describe it."""
-    build_data.Classes.of(train_set).check_numbers(build_data.Classes.of(val_set))
+    DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
     device = builders.device(cfg)
     world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
     sampler = build_data.sampler(cfg, train_set, 0, world_size)

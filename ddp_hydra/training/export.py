@@ -143,9 +143,9 @@ def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path
     except ModuleNotFoundError:
         raise missing("safetensors", "safetensors") from None
     config = redact.without({name: trained.config[name] for name in ("model", "task", "data")})
-    meta = {"format": "pt", "config": json.dumps(config), "classes": json.dumps(trained.classes.as_dict())}
+    meta = {"format": "pt", "config": json.dumps(config), "data": json.dumps(trained.data.as_dict())}
     save_model(model, str(path), {**meta, "step": str(trained.step)})
-    again = builders.model(trained.cfg, trained.classes).eval()
+    again = builders.model(trained.cfg, trained.data).eval()
     load_model(again, str(path))
     return again, True
 

@@ -77,7 +77,9 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
     cfg = trained.cfg
-    with build_data.opened(cfg, split if cfg.data.get(split) else "train") as data:
+    split = split if cfg.data.get(split) else "train"
+    build_data.fill_features(cfg.data[split], trained.data)
+    with build_data.opened(cfg, split) as data:
         loader = build_data.loader(cfg, data, trained.device, channels_last=False)
         if streams.is_stream(data):
             with closing(loader.each_once(SIZES[0], 0, 1)) as batches:  # type: ignore[type-var]
@@ -89,7 +91,7 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
             raise ConfigError(
                 f"the data set has {len(numbers)} samples, and an example needs {SIZES[0]}: give input_shape"
             )
-        task = builders.task(cfg, trained.classes, trained.device)
+        task = builders.task(cfg, trained.data, trained.device)
         return called_with(trained.model, lambda: task.predict(trained.model, batch))
 
 

@@ -21,9 +21,9 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection, rows
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, predictions
-from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
+from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.load_run import Trained
 
 PARTS = 64
@@ -63,8 +63,8 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
     content = from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
-    split, other = job["split"], {"train": "data.val", "val": "data.train"}[job["split"]]
-    cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], without=[other])
+    split = job["split"]
+    cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if cfg.data.get(split) is None:
         raise ConfigError(
             f"this run has no data.{split}: choose another data set with data=<group>, or give split=train for the "
@@ -72,8 +72,10 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
         )
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
+    build_data.fill_features(cfg.data[split], trained.data)
     with build_data.opened(cfg, split, trained.device) as data:
-        yield Opened(trained, builders.task(cfg, trained.classes, trained.device), data)
+        check_data(trained.data, DataDescription.of(data), f"data.{split}")
+        yield Opened(trained, builders.task(cfg, trained.data, trained.device), data)
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
     """
     with opened(job, files["checkpoint"]) as run:
         cfg, trained = run.trained.cfg, run.trained
-        check_labels(run.data, trained.classes)
+        check_labels(run.data)
         evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.channels_last)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
@@ -103,23 +105,28 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
         }
 
 
-def check_labels(data: Any, classes: Classes) -> None:
-    """Refuse a data set without labels; warn if its classes are not those of the model."""
+def check_labels(data: Any) -> None:
+    """Refuse a data set without labels."""
     if not getattr(data, "labelled", True):
         raise ConfigError(
             f"{build_data.name_of(data)} has no labels here, so there is nothing to compare with: use predict"
         )
-    own = Classes.of(data).classes
-    if dist.get_rank() == 0 and own and classes.classes and own != classes.classes:
+
+
+def check_data(trained: DataDescription, data: DataDescription, key: str) -> None:
+    """Refuse data that is not as the model was trained on; warn if its classes have other names.
+
+    Args:
+        trained: what the model was trained on.
+        data: to evaluate or to predict.
+        key: of its node in the config.
+    """
+    trained.check_model(data, key)
+    if dist.get_rank() == 0 and trained.other_names(data):
         results.warn(
-            f"the data set's classes are {shown(own)}, and the model was trained on {shown(classes.classes)}: the "
-            "metrics compare their numbers"
+            f"the classes of {key} are {shown(data.classes)}, and the model was trained on {shown(trained.classes)}: "
+            "they are compared by their numbers"
         )
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return the first few names."""
-    return ", ".join(names[:5]) + (f" … ({len(names)})" if len(names) > 5 else "")
 
 
 def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:

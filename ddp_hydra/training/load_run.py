@@ -16,8 +16,8 @@ from torch import nn
 from ddp_hydra.config import checkpoint_config, project
 from ddp_hydra.storage import stored_checkpoints
 from ddp_hydra.training import build_data, builders
-from ddp_hydra.training.build_data import Classes
 from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.state import load_weights
 
 
@@ -28,7 +28,7 @@ class Trained:
     Args:
         cfg: the run's config with the overrides, resolved.
         model: with the checkpoint's weights, in evaluation mode.
-        classes: of the data that it was trained on.
+        data: describes the data that it was trained on.
         device: of the model.
         channels_last: the memory layout of its images.
         step: optimizer steps done at the checkpoint.
@@ -37,7 +37,7 @@ class Trained:
 
     cfg: DictConfig
     model: nn.Module
-    classes: Classes
+    data: DataDescription
     device: torch.device
     channels_last: bool
     step: int
@@ -72,7 +72,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     """Return what a model needs of a checkpoint: its weights, or their moving average, and no optimizer."""
     weights = content["ema"] if content.get("ema") else content
-    kept = {name: content.get(name) for name in ("config", "classes", "position")}
+    kept = {name: content.get(name) for name in ("config", "data", "position")}
     return {**kept, "model": weights["model"]}
 
 
@@ -86,11 +86,11 @@ def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
     Raises:
         CheckpointError: the weights are of another model.
     """
-    device, classes = builders.device(cfg), Classes.from_dict(content["classes"])
-    model = builders.model(cfg, classes).to(device)
+    device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
+    model = builders.model(cfg, data).to(device)
     channels_last = builders.channels_last(cfg, model)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     load_weights(model, content)
     step, config = content["position"]["step"], content["config"]
-    return Trained(cfg, model.eval(), classes, device, channels_last, step, config)
+    return Trained(cfg, model.eval(), data, device, channels_last, step, config)

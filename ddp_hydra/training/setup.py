@@ -23,6 +23,7 @@ from ddp_hydra.training.callbacks import Callback, View
 from ddp_hydra.training.callbacks.base import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter, load_fitting, read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.header import describe
@@ -59,8 +60,8 @@ def build(
     Raises:
         DdpHydraError: the config, a checkpoint or the weights do not fit.
     """
-    classes = build_data.Classes.of(train_set)
-    classes.check_numbers(build_data.Classes.of(val_set))
+    description = DataDescription.of(train_set)
+    description.check_validation(DataDescription.of(val_set))
     rank, device = dist.get_rank(), builders.device(cfg)
     memory.begin(device)
     consensus = StepConsensus()
@@ -73,12 +74,15 @@ def build(
     position = Position()
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
     saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
+    warning = DataDescription.from_dict(saved.get("data")).check_resume(description)
+    if warning and rank == 0:
+        results.warn(warning)
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
     build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
     updates = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
     state, changed = build_state(cfg, bare, updates, progress, builders.callbacks(cfg), kept, saved)
-    state.classes = classes.as_dict()
+    state.data = description.as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None

@@ -16,7 +16,7 @@ from torch import nn
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.training.consensus import world_size
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -62,7 +62,7 @@ class State:
         position: the place that the run has reached.
         config: the part of the config that is saved, see `checkpoint_config.of`.
         extras: name -> another object with a state_dict, or None.
-        classes: of the training data, see `build_data.Classes`.
+        data: describes the training data, see `DataDescription`.
         best: the objective's best value so far.
         validations: those of the run so far; without a validation set, those that were due.
         validation_due: an epoch has ended, but its validation is still to come.
@@ -75,7 +75,7 @@ class State:
     position: Position
     config: dict[str, Any]
     extras: Mapping[str, Any] = field(default_factory=dict)
-    classes: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     best: float | None = None
     validations: int = 0
     validation_due: bool = False
@@ -100,7 +100,7 @@ class State:
                 "validation_due": self.validation_due,
                 **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
                 "config": self.config,
-                "classes": dict(self.classes),
+                "data": dict(self.data),
                 "world_size": world_size(),
                 "torch": str(torch.__version__),
             }

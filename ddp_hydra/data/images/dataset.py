@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -366,6 +367,27 @@ class ImageDataset(Dataset, ABC):
         """
         images, targets = batch
         return (normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images), targets
+
+    @cached_property
+    def scaling(self) -> str:
+        """Says what pixels a model is given; "" if the transform doesn't tell. Training and validation must agree."""
+        if self.transform is None or type(self.transform).__module__.startswith("ddp_hydra.data.transforms"):
+            dtype: Any = torch.uint8
+        else:
+            states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            try:
+                blank = torch.zeros(3, 256, 256, dtype=torch.uint8)
+                dtype = getattr(self.transform(blank, random.Random(0)), "dtype", None)  # noqa: S311
+            except Exception:  # it needs another image: the first batch tells
+                return ""
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+                torch.set_rng_state(states[2])
+        if dtype == torch.uint8:
+            mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
+            return f"bytes, normalised by mean ({mean}) and std ({std})"
+        return f"{str(dtype).removeprefix('torch.')}, as their transform makes them" if dtype is not None else ""
 
     def stats(self) -> dict[str, float]:
         """Return what reading has cost this process so far.

@@ -93,3 +93,30 @@ def test_what_looks_like_a_secret_is_not_kept_and_has_to_be_given_again():
         checkpoint_config.composed(kept)
     again = checkpoint_config.composed(kept, ["data.api_key=mine"])
     assert (again.data.api_key, again.data.token) == ("mine", "x")
+
+
+def split(train, val, *overrides):
+    kept = {"seed": 1, "data": {"batch_size": 8, "size": 9, "mix": 100, "train": train, "val": val}}
+    return checkpoint_config.composed(kept, overrides, split="train").data
+
+
+AUGMENTED = {"_target_": "a.Set", "prefix": "train", "transform": {"_target_": "a.Crop", "size": "${data.size}"}}
+PLAIN = {"_target_": "a.Set", "prefix": "???", "transform": {"_target_": "a.Resize", "size": "${data.size}"}}
+
+
+def test_training_data_are_read_as_validation_data_are():
+    found = split(AUGMENTED | {"shuffle_buffer": "${data.mix}"}, PLAIN | {"shuffle": False})
+    assert found.val is None
+    assert found.train == {
+        "_target_": "a.Set", "prefix": "train", "transform": {"_target_": "a.Resize", "size": 9}, "shuffle": False
+    }  # fmt: skip
+    bare = {"_target_": "a.Set", "prefix": "val"}
+    assert split(AUGMENTED, bare).train == {"_target_": "a.Set", "prefix": "train"}
+
+
+@pytest.mark.parametrize("val", [None, {"_target_": "another.Set", "prefix": "val"}])
+def test_a_transform_of_training_that_nothing_can_take_the_place_of_is_refused_unless_it_is_typed(val):
+    with pytest.raises(ConfigError, match=r"split=train: data\.train\.transform is for training, and there is no data"):
+        split(AUGMENTED, val)
+    assert split(AUGMENTED, val, "+data.train.transform=null").train.transform is None
+    assert split(AUGMENTED | {"transform": None}, val).train.transform is None

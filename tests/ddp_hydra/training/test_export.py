@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import export
-from ddp_hydra.training.build_data import Classes
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.export_example import Example
 from ddp_hydra.training.load_run import Trained
 from tests.ddp_hydra.training.loop_runs import config
@@ -24,7 +24,7 @@ def trained(**data: Any) -> Trained:
     cfg = OmegaConf.merge(config(), {"data": data})
     kept = OmegaConf.to_container(cfg)
     OmegaConf.resolve(cfg)
-    return Trained(cfg, nn.Linear(4, 3).eval(), Classes(), torch.device("cpu"), False, 8, kept)
+    return Trained(cfg, nn.Linear(4, 3).eval(), DataDescription(), torch.device("cpu"), False, 8, kept)
 
 
 def test_the_config_in_a_file_keeps_interpolations_whose_values_may_be_secret(tmp_path, monkeypatch):

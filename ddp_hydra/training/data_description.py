@@ -1,0 +1,163 @@
+"""Describes a data set by what a trained model depends on: classes, features, number of samples, scaling of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddp_hydra.console.text import counted
+from ddp_hydra.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """What is known of a data set. A checkpoint keeps that of the training data, so that its model needs no data.
+
+    Args:
+        classes: names of the classes; () if the data set has none.
+        num_classes: their number; 0 if the data set does not know it.
+        features: names of the columns that make the model's input, in its order; () if it is not made of columns.
+        n_samples: None if nobody knows it.
+        scaling: how the numbers of the input are scaled, in words; "" if the data set does not say it.
+    """
+
+    classes: tuple[str, ...] = ()
+    num_classes: int = 0
+    features: tuple[str, ...] = ()
+    n_samples: int | None = None
+    scaling: str = ""
+
+    @classmethod
+    def of(cls, data: Any) -> DataDescription:
+        """Return the description of a data set."""
+        if isinstance(data, DataDescription):
+            return data
+        names, features, scaling = (getattr(data, name, None) for name in ("classes", "features", "scaling"))
+        names = () if names is None else tuple(map(str, names))
+        is_named = isinstance(features, (list, tuple)) and all(isinstance(name, str) for name in features)
+        return cls(
+            names,
+            int(getattr(data, "num_classes", None) or len(names)),
+            tuple(features) if is_named else (),
+            _length(data),
+            scaling if isinstance(scaling, str) else "",
+        )
+
+    def check_validation(self, validation: DataDescription) -> None:
+        """Refuse validation data whose numbers mean something else to a model than those of the training data.
+
+        Raises:
+            ConfigError: a class has another number, the features are others, or the inputs are scaled differently.
+        """
+        if (name := self._renumbered(validation)) is not None:
+            raise ConfigError(
+                f"the class {name} has number {self.classes.index(name)} in data.train and "
+                f"{validation.classes.index(name)} in data.val: both need the same classes, in the same order. Image "
+                "folders and tables take them from the training data by data.val.classes_from=..."
+            )
+        self._check_features(validation, "data.val", "data.train")
+        self._check_scaling(validation, "data.val", "data.train")
+
+    def check_resume(self, now: DataDescription) -> str:
+        """Refuse to resume a checkpoint, whose data this describes, with other classes, features or scaling.
+
+        Args:
+            now: the training data of the resumed run.
+
+        Returns:
+            A warning where the number of samples is another one; "" where it is not.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        begin = "or begin a new run with its weights: model.weights=<run>, without resume="
+        if self.classes and now.classes and self.classes != now.classes:
+            raise ConfigError(
+                f"the classes of data.train are {shown(now.classes)}, and the checkpoint was trained on "
+                f"{shown(self.classes)}: its model would take one class for another. Give the data these classes, in "
+                f"this order, {begin}"
+            )
+        if self.num_classes and now.num_classes and self.num_classes != now.num_classes:
+            raise ConfigError(
+                f"data.train has {counted(now.num_classes, 'class')}, and the checkpoint was trained on "
+                f"{self.num_classes}: give the data that it was trained on, {begin}"
+            )
+        self._check_features(now, "data.train", "the checkpoint's training data")
+        self._check_scaling(now, "data.train", "the checkpoint's training data")
+        if None in (self.n_samples, now.n_samples) or self.n_samples == now.n_samples:
+            return ""
+        return (
+            f"data.train has {now.n_samples:,} samples, and had {self.n_samples:,} at the checkpoint: the "
+            "order of an epoch depends on their number, so in the epoch under way some samples may come twice or not "
+            "at all"
+        )
+
+    def check_model(self, data: DataDescription, key: str) -> None:
+        """Refuse data whose numbers mean something else than to the model that was trained on what this describes.
+
+        Args:
+            data: to evaluate or to predict.
+            key: of its node in the config, "data.val".
+
+        Raises:
+            ConfigError: a class has another number, there are more classes, other features, or another scaling.
+        """
+        more = self.num_classes and data.num_classes > self.num_classes
+        if more or self._renumbered(data) is not None:
+            own = shown(data.classes) if data.classes else str(data.num_classes)
+            trained = shown(self.classes) if self.classes else str(self.num_classes)
+            raise ConfigError(
+                f"the classes of {key} are {own}, and the model was trained on {trained}: the numbers of the classes "
+                "mean others. Give the data the model's classes in the same order, or, for predict, no labels"
+            )
+        self._check_features(data, key, "the model's training data")
+        self._check_scaling(data, key, "the model's training data")
+
+    def other_names(self, data: DataDescription) -> bool:
+        """Return whether a data set has names of classes that the model does not know."""
+        return bool(self.classes) and not set(data.classes) <= set(self.classes)
+
+    def _renumbered(self, other: DataDescription) -> str | None:
+        """Return a class that has another number in another data set; None if there is none."""
+        own, others = ({name: number for number, name in enumerate(one.classes)} for one in (self, other))
+        return next((name for name in own if others.get(name, own[name]) != own[name]), None)
+
+    def _check_features(self, other: DataDescription, key: str, of: str) -> None:
+        if self.features and other.features and self.features != other.features:
+            missing = [name for name in self.features if name not in other.features]
+            what = f"{shown(missing)} missing" if missing else "others, or in another order"
+            raise ConfigError(
+                f"the features of {key} are {shown(other.features)} ({what}), and those of {of} are "
+                f"{shown(self.features)}: give data.features=[{','.join(self.features)}]"
+            )
+
+    def _check_scaling(self, other: DataDescription, key: str, of: str) -> None:
+        if self.scaling and other.scaling and self.scaling != other.scaling:
+            raise ConfigError(
+                f"the images of {key} are {other.scaling}, and those of {of} are {self.scaling}: they differ for "
+                "a model. Bytes are normalised on the device, and floats are left as the transform made them: let both "
+                "transforms return the same type (leave ToTensor or ToDtype out, or put it into both)"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for a checkpoint."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> DataDescription:
+        """Return the description that a checkpoint holds; an empty one if it holds none."""
+        given = dict(values or {})
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:  # it has none, or what is inside of it has none
+        return None
+
+
+def shown(names: Sequence[str], most: int = 12) -> str:
+    """Return the first few names."""
+    return ", ".join(names[:most]) + (f" … ({len(names)})" if len(names) > most else "")

@@ -1,0 +1,205 @@
+"""What a checkpoint keeps of its data is compared when it is used with other data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchvision.transforms import v2
+
+from ddp_hydra.data.images.dataset import ImageDataset
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import build_data
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.data_description import DataDescription
+from tests.ddp_hydra.training.loop_runs import Numbers
+
+ABC = DataDescription(("a", "b", "c"), 3)
+
+
+class Named(Numbers):
+    """Numbers whose classes have names."""
+
+    classes = ("a", "b", "c")
+
+
+class Renamed(Numbers):
+    classes = ("a", "c", "z")
+
+
+class Columns(Numbers):
+    features = ("age", "height", "weight", "sex")
+
+
+class OtherColumns(Numbers):
+    features = ("height", "age", "weight", "sex")
+
+
+def classes(*names: str) -> DataDescription:
+    return DataDescription(names, len(names))
+
+
+def test_it_survives_a_checkpoint():
+    whole = DataDescription(("a",), 1, ("x", "y"), 7, "bytes")
+    assert DataDescription.from_dict(whole.as_dict()) == whole
+    assert DataDescription.from_dict(None) == DataDescription()
+
+
+def test_attributes_that_mean_something_else_are_left_alone():
+    data: Any = Numbers(3)
+    data.features, data.scaling = data.x, 2.0
+    assert DataDescription.of(data) == DataDescription(n_samples=3)
+
+
+def test_validation_data_must_number_the_classes_as_training_data_does():
+    train = classes("cats", "dogs")
+    for fits in ((), ("cats",), ("cats", "dogs", "owls"), ("apes", "owls")):
+        train.check_validation(classes(*fits))
+    with pytest.raises(ConfigError, match=r"cats has number 0 in data\.train and 1 in data\.val: .*classes_from="):
+        train.check_validation(classes("apes", "cats", "dogs"))
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (
+            classes("a", "c", "z"),
+            r"data\.train are a, c, z, and the checkpoint was trained on a, b, c: .*model\.weights=",
+        ),
+        (classes("b", "a", "c"), r"are b, a, c, and the checkpoint was trained on a, b, c"),
+        (classes("a", "b", "c", "d"), r"are a, b, c, d, and"),
+        (DataDescription((), 4), r"data\.train has 4 classes, and the checkpoint was trained on 3"),
+    ],
+)
+def test_a_resume_with_other_classes_shows_both(now, said):
+    with pytest.raises(ConfigError, match=said):
+        ABC.check_resume(now)
+    assert ABC.check_resume(ABC) == ABC.check_resume(DataDescription()) == DataDescription().check_resume(now) == ""
+
+
+def test_a_resume_with_more_samples_says_what_that_means():
+    warned = DataDescription(n_samples=1000).check_resume(DataDescription(n_samples=1200))
+    assert warned.startswith("data.train has 1,200 samples, and had 1,000 at the checkpoint: the order")
+    assert DataDescription(n_samples=9).check_resume(DataDescription(n_samples=9)) == ""
+    assert DataDescription(n_samples=9).check_resume(DataDescription()) == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (classes("a", "c", "z"), r"classes of data\.val are a, c, z, and the model was trained on a, b, c"),
+        (classes("a", "b", "c", "d"), r"are a, b, c, d, and"),
+        (DataDescription((), 4), r"classes of data\.val are 4, and the model was trained on a, b, c"),
+        (DataDescription(features=("x",)), ""),
+        (classes("a", "b"), ""),
+        (classes("p", "q", "r"), ""),
+    ],
+)
+def test_a_model_is_given_classes_by_their_numbers(data, said):
+    if not said:
+        ABC.check_model(data, "data.val")
+        assert ABC.other_names(data) == ("p" in data.classes)
+        return
+    with pytest.raises(ConfigError, match=said):
+        ABC.check_model(data, "data.val")
+
+
+def test_features_are_compared_by_name_and_order():
+    trained = DataDescription(features=("age", "height"))
+    for check in (trained.check_validation, trained.check_resume):
+        with pytest.raises(ConfigError, match=r"height, age \(others, or in another order\).*features=\[age,height\]"):
+            check(DataDescription(features=("height", "age")))
+    with pytest.raises(
+        ConfigError, match=r"features of data\.val are age, sex \(height missing\), and those of the mo"
+    ):
+        trained.check_model(DataDescription(features=("age", "sex")), "data.val")
+
+
+def test_a_set_of_columns_reads_those_of_the_model_unless_the_config_names_others():
+    trained = DataDescription(features=("age", "height"))
+    for given, taken in ((None, ["age", "height"]), (["height"], ["height"])):
+        node = OmegaConf.create({"_target_": "x", "features": given})
+        build_data.fill_features(node, trained)
+        assert node.features == taken
+    other = OmegaConf.create({"_target_": "x"})
+    build_data.fill_features(other, trained)
+    assert "features" not in other
+
+
+class Blank(ImageDataset):
+    """Images without files, for what their transform makes of them."""
+
+    def fetch(self, index: int) -> bytes:
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def where(self) -> str:
+        return "nowhere"
+
+    def __len__(self) -> int:
+        return 1
+
+
+FLOATS = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "said"),
+    [
+        (
+            {"transform": FLOATS},
+            {},
+            r"data\.val are bytes, normalised by mean \(0\.485, .*data\.train are float32, as th",
+        ),
+        ({}, {"transform": FLOATS}, r"data\.val are float32, .*data\.train are bytes"),
+        ({"mean": (0.5, 0.5, 0.5)}, {}, r"mean \(0\.485, .*mean \(0\.5, 0\.5, 0\.5\)"),
+        ({"transform": FLOATS}, {"transform": v2.Compose([v2.RandomCrop(8), FLOATS])}, ""),
+        ({"transform": v2.RandomCrop(8)}, {"transform": v2.CenterCrop(8)}, ""),  # PIL images: the loader refuses them
+        ({"transform": lambda image, rng: image[:0][0]}, {}, ""),  # it can't be tried on a blank image
+    ],
+    ids=["floats, bytes", "bytes, floats", "other mean", "floats", "pictures", "unknown"],
+)
+def test_training_and_validation_images_must_be_scaled_alike(train, val, said):
+    ours, theirs = (DataDescription.of(Blank(**arguments)) for arguments in (train, val))
+    if not said:
+        ours.check_validation(theirs)
+        return
+    with pytest.raises(ConfigError, match=said):
+        ours.check_validation(theirs)
+    with pytest.raises(ConfigError, match="they differ for a model"):
+        ours.check_model(theirs, "data.val")
+
+
+def test_asking_how_images_are_scaled_draws_nothing():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    assert Blank(transform=lambda image: v2.ToImage()(image).float() * torch.rand(1)).scaling.startswith("float32")
+    assert torch.rand(1) == expected
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (Named, Renamed, r"are a, c, z, and the checkpoint was trained on a, b, c"),
+        (Columns, OtherColumns, r"features of data\.train are height, age"),
+    ],
+)
+def test_a_run_is_not_resumed_on_data_that_mean_something_else(before, after, said, train):
+    first = train(stop_at=("forward", 2), data=before)
+    assert read(first.last)["data"]["n_samples"] == 9
+    with pytest.raises(ConfigError, match=said):
+        train(resume=first.last, data=after)
+    assert train(resume=first.last, data=before).value["steps"] == 8
+
+
+@pytest.mark.medium
+def test_a_run_that_is_resumed_on_more_samples_is_told_and_goes_on(train, capsys):
+    first = train(stop_at=("forward", 2))
+    assert train(resume=first.last, data=lambda n: Numbers(n + 4)).value["samples"] > 16
+    assert "data.train has 13 samples, and had 9 at the checkpoint" in capsys.readouterr().err
