@@ -262,7 +262,7 @@ _SUMMED: dict[str, Callable[[Any], Any]] = {
     "skipped": lambda data: data._merged("skipped"),
 }
 """What counts even if only some parts offer it."""
-_SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns")
+_SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns", "features", "scaling")
 """What must be alike in all parts."""
 
 
