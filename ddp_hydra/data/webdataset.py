@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, TooManyBadSamplesError
 from ddp_hydra.data.paths import is_leftover
-from ddp_hydra.data.shards.tar_index import Header, damage_of, missing_field, not_a_class, split_name
+from ddp_hydra.data.shards.decode import missing_field, not_a_class
+from ddp_hydra.data.shards.tar_index import Header, damage_of, split_name
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import shown
 

@@ -11,7 +11,7 @@ import numpy as np
 from ddp_hydra.data.images.bad_samples import LostSamples
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.stored import StoredImages
-from ddp_hydra.data.shards.tar_index import missing_field, not_a_class
+from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.wids import WidsShards, field_of
 from ddp_hydra.storage import shown
 from ddp_hydra.storage.base import StaleCredentialsError

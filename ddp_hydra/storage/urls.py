@@ -151,6 +151,8 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
         ValueError: it is none of them.
         ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
     """
+    if "\\" in name:
+        raise ValueError(f"{name!r} has backslashes: write the path of a folder with slashes, {setting}=...")
     scheme, is_url, rest = name.partition("://")
     if name.startswith("file:") or (
         not is_url and ("/" in name or name.startswith(("~", "./")) or name in (".", ".."))

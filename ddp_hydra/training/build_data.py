@@ -93,7 +93,7 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
 
 @contextmanager
 def opened(cfg: DictConfig, split: str, device: torch.device = CPU) -> Iterator[Any]:
-    """Build a data set of a run, and close it at the end; None if there is none. A collective.
+    """Build a data set of a run; None if there is none. At the end name its bad samples, and close it. A collective.
 
     Args:
         cfg: the resolved config.
@@ -117,6 +117,8 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU) -> Iterator[
         if built is not None and world_size() > 1 and not built_once(node) and not streams.is_stream(built):
             same_data.check(built, f"data.{split}", cfg.seed)
         yield kept
+        for name, reason in getattr(kept, "bad", {}).items():
+            print(f"bad sample, left out: {name}: {reason}")  # noqa: T201
     finally:
         if hasattr(kept, "close"):
             kept.close()

@@ -51,8 +51,6 @@ def train(
             run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)
             summary = summarise(run)
-        for name, reason in {**getattr(train_set, "bad", {}), **getattr(val_set, "bad", {})}.items():
-            print(f"bad sample, left out: {name}: {reason}")  # noqa: T201
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
 
 

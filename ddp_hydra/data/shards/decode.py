@@ -1,4 +1,4 @@
-"""Decodes the fields of samples by their extensions."""
+"""Decodes the fields of samples by their extensions, and says what is wrong with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,26 @@ def decode_field(extension: str, content: memoryview) -> Any:
         return bytes(plain) if decoder is None else decoder(plain)
     except (ValueError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{extension} can't be decoded: {error}") from None
+
+
+def missing_field(field: str, found: Iterable[str]) -> str:
+    """Return what is wrong with a sample that lacks a field.
+
+    Args:
+        field: what was asked for.
+        found: extensions of the fields that it has.
+    """
+    found = list(found)
+    why = "the files of a sample have one name and follow each other, as tar --sort=name writes them"
+    if any("." in extension.lstrip(".") for extension in found):
+        why = "an extension begins at the first dot of a file's name: 000.1.jpg is the field .1.jpg of the sample 000"
+    return f"it has no field {field}, only {', '.join(found) or 'none'} ({why})"
+
+
+def not_a_class(extension: str, content: bytes | memoryview) -> str:
+    """Return what is wrong with a field that should hold a class number."""
+    text = bytes(content[:40]).decode("utf-8", "replace")
+    return f"its field {extension} holds {text!r}, and must hold the number of its class: 0, 1, 2, ..."
 
 
 def _json(content: Any) -> Any:

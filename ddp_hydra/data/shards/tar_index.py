@@ -345,26 +345,6 @@ def split_name(name: str) -> tuple[str, str]:
     return (name, "") if dot < 0 else (name[:dot], name[dot:].lower())
 
 
-def missing_field(field: str, found: Iterable[str]) -> str:
-    """Return what is wrong with a sample that lacks a field.
-
-    Args:
-        field: what was asked for.
-        found: extensions of the fields that it has.
-    """
-    found = list(found)
-    why = "the files of a sample have one name and follow each other, as tar --sort=name writes them"
-    if any("." in extension.lstrip(".") for extension in found):
-        why = "an extension begins at the first dot of a file's name: 000.1.jpg is the field .1.jpg of the sample 000"
-    return f"it has no field {field}, only {', '.join(found) or 'none'} ({why})"
-
-
-def not_a_class(extension: str, content: bytes | memoryview) -> str:
-    """Return what is wrong with a field that should hold a class number."""
-    text = bytes(content[:40]).decode("utf-8", "replace")
-    return f"its field {extension} holds {text!r}, and must hold the number of its class: 0, 1, 2, ..."
-
-
 def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
     """Group members into samples."""
     keys: list[bytes] = []

@@ -205,6 +205,11 @@ def test_the_store_of_each_way_to_write_a_bucket(name, root):
     assert root_of(name) == root
 
 
+def test_a_path_of_windows_is_refused():
+    with pytest.raises(ValueError, match=r"has backslashes: write the path of a folder with slashes, data\.bucket="):
+        root_of("..\\photos")
+
+
 def test_a_bucket_that_was_meant_as_a_folder_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("photos").mkdir()
