@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from ddp_hydra.cli import overrides, run_config
 from ddp_hydra.cli.key_value import parse
 from ddp_hydra.job.inference import EVALUATE
-from ddp_hydra.storage import stored_checkpoints
+from ddp_hydra.storage.run_ref import RunRef
 
 USAGE = """ddp-hydra evaluate run=<run directory, its URL, or checkpoint> [which=best|last] [split=val|train]
     [data=<group> and other groups and keys of the run's config …] [cluster=… cluster.n_workers=… dispatch.…=…]"""
@@ -51,7 +51,7 @@ def evaluate(run: str, which: str = "best", split: str = "val", changes: Sequenc
         DdpHydraError: there is no such run, a change does not fit, or it failed.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        checkpoint = stored_checkpoints.find(run, which, Path(folder)).absolute()
+        checkpoint = RunRef.of(run).checkpoint(which, Path(folder))
         found = run_config.inference(run, checkpoint, split, changes).run(EVALUATE)
         shown = Path(run) / "checkpoints" / checkpoint.name if Path(run).is_dir() else checkpoint
         return {**found, "checkpoint": str(shown)}

@@ -55,20 +55,16 @@ def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:
 
 
 def _overrides_of(run: str) -> list[str] | None:
-    if "://" in run:  # imported only if needed, to keep the start quick
-        from ddp_hydra.storage import results_root
+    if not run:
+        return None
+    from ddp_hydra.storage.results_root import plain_path  # imported only if needed, to keep the start quick
+    from ddp_hydra.storage.run_ref import RunRef
 
-        run = results_root.plain_path(run)
-        if results_root.is_url(run):
-            try:
-                content = results_root.open_folder(run).get(".hydra/overrides.yaml")
-            except (FileNotFoundError, ConnectionError):  # only checkpoints; or a store that is tried again later
-                return None
-            return _words(OmegaConf.create(content.decode()))
-    path = Path(run)
-    folder = path if path.is_dir() else path.parent.parent  # <run>/checkpoints/<file>
-    saved = folder / ".hydra" / "overrides.yaml"
-    return _words(OmegaConf.load(saved)) if run and saved.is_file() else None
+    try:  # a folder that points to its results has the words, too
+        content = RunRef(plain_path(run)).read(".hydra/overrides.yaml")
+    except (FileNotFoundError, NotADirectoryError, ConnectionError):  # only checkpoints; or the store is away for now
+        return None
+    return _words(OmegaConf.create(content.decode()))
 
 
 def _words(saved: Any) -> list[str]:

@@ -20,7 +20,7 @@ from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import prediction_files
 from ddp_hydra.job.inference import PREDICT, Inference
 from ddp_hydra.job.prediction_parts import PLAN, Parts
-from ddp_hydra.storage import stored_checkpoints
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
 
 USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint> [out=predictions.csv|.parquet|.npz|<folder>/]
@@ -82,7 +82,7 @@ def predict(
         locked(folder, "wait for it, or give another out="),
         parts_kept(folder),
     ):
-        checkpoint = stored_checkpoints.find(run, which, Path(download)).absolute()
+        checkpoint = RunRef.of(run).checkpoint(which, Path(download))
         inference = run_config.inference(run, checkpoint, split, changes)
         parts = Parts(folder, plan(inference, kind), overwrite)
         try:

@@ -15,7 +15,7 @@ from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import DispatchConfig, ResultsConfig, TrainerConfig
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.inference import Inference, on_ranks
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage.run_ref import RunRef
 
 OF_THE_COMMAND = ("cluster", "dispatch", "results")
 """Groups that choose where the command computes; the others are for the ranks."""
@@ -79,14 +79,9 @@ def is_processless(saved: dict[str, Any]) -> bool:
 
 def saved_config(run: str) -> dict[str, Any] | None:
     """Return the config in a run's directory, as composed; None for a checkpoint without one."""
-    place, name = results_root.find(run), ".hydra/config.yaml"
     content = ""
     with suppress(FileNotFoundError, NotADirectoryError, ConnectionError):
-        if results_root.is_url(place):
-            content = results_root.open_folder(place).get(name).decode()
-        else:
-            folder = Path(place) if Path(place).is_dir() else Path(place).parent.parent  # <run>/checkpoints/<file>
-            content = (folder / name).read_text()
+        content = RunRef.of(run).read(".hydra/config.yaml").decode()
     found = OmegaConf.to_container(OmegaConf.create(content)) if content else None
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
 

@@ -12,8 +12,8 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.storage import results_root, stored_checkpoints
 from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage.run_ref import RunRef
 
 KEEP_WARM_S = 300.0
 WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
@@ -46,12 +46,7 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     """Return the checkpoint file that `resume` names, downloaded into the run directory if it is in a bucket."""
-    run = results_root.find(cfg.resume)
-    if results_root.is_url(run):
-        folder = run_dir / ".resume"
-        folder.mkdir(parents=True, exist_ok=True)
-        return stored_checkpoints.fetch_checkpoint(run, folder, retry_s=cfg.results.retry_s).absolute()
-    return find_checkpoint(run).absolute()
+    return RunRef.of(cfg.resume).checkpoint("last", run_dir / ".resume", cfg.results.retry_s)
 
 
 def find_weights(cfg: DictConfig) -> Path | None:

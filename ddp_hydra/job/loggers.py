@@ -23,9 +23,8 @@ from ddp_hydra.config import loggers as config
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.run_dir import is_resumed
-from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.storage.manifest import FOLDER
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, RunInfo
 from ddp_hydra.writers.loggers.sender import LoggerProcess
 
@@ -85,16 +84,8 @@ def short_name(path: str, parts: int = 2) -> str:
 def read_runs(resume: str) -> dict[str, dict[str, str]]:
     """Return the runs at the services of the run that `resume` names; {} if it has none that can be read."""
     try:
-        run = results_root.find(resume)
-        if results_root.is_url(run):
-            folder = run.rstrip("/").removesuffix(f"/{FOLDER}")
-            content = results_root.open_folder(folder, timeout_s=10).get(RUNS)
-        else:
-            path = Path(run)
-            folders = [path, *path.parents][:3]  # the run directory, its checkpoints/, or a file there
-            content = next(folder / RUNS for folder in folders if (folder / RUNS).is_file()).read_bytes()
-        return msgspec.json.decode(content, type=dict[str, dict[str, str]])
-    except (StopIteration, FileNotFoundError):
+        return msgspec.json.decode(RunRef.of(resume).read(RUNS, timeout_s=10), type=dict[str, dict[str, str]])
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, ConfigError) as error:
         log.warning("%s of %s cannot be read (%s): the loggers begin new runs", RUNS, resume, error)

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.files import replacing, writing
@@ -20,7 +20,6 @@ from ddp_hydra.storage.manifest import (
     STEP_FILE,
     Entries,
     damage,
-    find_checkpoint,
     name_in_store,
     newest_first,
     read_manifest_text,
@@ -47,24 +46,6 @@ def folder_of(url: str, timeout_s: float = 60.0) -> results_root.ResultsFolder:
     """
     url = url.rstrip("/")
     return results_root.open_folder(url if not url or url.endswith(f"/{FOLDER}") else f"{url}/{FOLDER}", timeout_s)
-
-
-def find(run: str | Path, which: str, folder: Path) -> Path:
-    """Return the checkpoint file of a run, downloaded if the run is in a store.
-
-    Args:
-        run: run directory, checkpoint file, or the URL of a run.
-        which: the checkpoint of a run directory, "best" or "last".
-        folder: for a download.
-
-    Raises:
-        CheckpointError: there is no run, or no complete checkpoint.
-        ConfigError: `which` is neither.
-    """
-    if which not in ("best", "last"):
-        raise ConfigError(f"which={which}: give best or last")
-    name, place = cast('Literal["last", "best"]', which), results_root.find(str(run))
-    return fetch_checkpoint(place, folder, name) if results_root.is_url(place) else find_checkpoint(place, name)
 
 
 def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_hydra.config import checkpoint_config, project
-from ddp_hydra.storage import stored_checkpoints
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.training import build_data, builders
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription
@@ -64,7 +64,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
     """
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        content = needed(read(stored_checkpoints.find(run, which, Path(folder))))
+        content = needed(read(RunRef.of(run).checkpoint(which, Path(folder))))
     content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
     return restore(content, checkpoint_config.composed(content["config"]))
 

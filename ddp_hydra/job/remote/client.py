@@ -36,6 +36,7 @@ from ddp_hydra.results import Record
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.handler import ResultsHandler
 
 START_S = 120.0
@@ -183,10 +184,12 @@ def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) ->
 
     A path that does not exist here is returned as it is, because it may exist there.
     """
-    run = results_root.find(resume) if resume else ""
-    if not run or results_root.is_url(run) or not Path(run).exists():
-        return run
-    path = find_checkpoint(run).absolute()
+    if not resume:
+        return ""
+    run = RunRef.of(resume)
+    if run.is_stored or not Path(run.place).exists():
+        return run.place
+    path = find_checkpoint(run.place).absolute()
     try:
         return file_transfer.send(client, worker, name, 0, path)
     except OSError as error:
