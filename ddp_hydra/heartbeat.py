@@ -24,8 +24,11 @@ UNREADY = ("join", "run", "start")
 """Phases in which the rank does not look at requests and has nothing to save."""
 DONE = ("log", "validate", "save", "end")
 """Phases after the optimizer's step."""
-REASONS = ("", "interrupt", "time_limit", "preemption", "callback", "pause")
-"""Reasons why a rank finishes early. The page holds the index of one that it is asked for; a pause needs no asking."""
+REASONS = ("", "interrupt", "time_limit", "preemption", "callback", "pause", "done")
+"""Reasons why a rank finishes early. The page holds the index of one that it is asked for; a pause needs no asking.
+
+With `done`, a callback ends the run as if at its last step: the run is not interrupted.
+"""
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first
 _TICKS, _PLACE = struct.Struct("<Q"), struct.Struct("<qBB")

@@ -66,6 +66,9 @@ class Run:
     def metrics(self) -> pd.DataFrame:
         """Return the metrics so far as a table, a row for each step that was logged.
 
+        What is logged at one step stands in one row: `train/loss` since the row before and, where an epoch ends,
+        `train_epoch/loss` over the epoch and the validation's `val/loss`.
+
         Raises:
             ConfigError: pandas is not installed.
         """
@@ -75,7 +78,12 @@ class Run:
             raise ConfigError(
                 "a table needs pandas: type pip install 'ddp-hydra[notebook]', or use records()"
             ) from None
-        table = pd.DataFrame(self.records())
+        rows: dict[Any, dict[str, Any]] = {}
+        for number, record in enumerate(self.records()):
+            step = record.get("step")
+            key = ("row", number) if step is None else (step, record.get("rank", 0))
+            rows.setdefault(key, {}).update(record)
+        table = pd.DataFrame(list(rows.values()))
         return table.set_index("step") if "step" in table else table
 
     def load_model(self, which: str = "best", overrides: Sequence[str] = ()) -> nn.Module:

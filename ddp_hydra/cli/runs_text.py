@@ -68,6 +68,8 @@ def table_of(rows: Sequence[Row], metrics: Sequence[str] = ()) -> str:
         "tags": [", ".join(row.tags) for row in rows],
         "took": [duration(row.wall_s) for row in rows],
     }
+    if any(row.stopped_early for row in rows):
+        columns["stopped early"] = [row.stopped_early for row in rows]
     if any(typed := differing_words(rows)):
         columns["typed"] = [" ".join(words) for words in typed]
     cells = [column if name == "run" else [shown(cell, _MOST) for cell in column] for name, column in columns.items()]
@@ -88,6 +90,7 @@ def details_text(found: Mapping[str, Any]) -> str:
     took = f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
     lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), took))))]
     lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))
+    lines.append(("stopped", f"early: {shown(row.stopped_early, _MESSAGE)}" if row.stopped_early else ""))
     if row.value is not None:
         better = "" if row.maximize is None else f" ({'more' if row.maximize else 'less'} is better)"
         lines.append(("objective", f"{shown(row.objective)} {digits(row.value)}{better}"))

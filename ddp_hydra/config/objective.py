@@ -83,10 +83,10 @@ def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
 
     Args:
         metric: the objective.
-        metrics: metrics of an epoch and its validation; those of the training are missing if the run was resumed just
+        metrics: metrics of an epoch and its validation; those of an interval are missing if the run was resumed just
             before a validation.
     """
-    return metric not in metrics and (metric.startswith("val/") or "train/loss" in metrics)
+    return metric not in metrics and (metric.startswith(("train/", "val/")) or "samples_per_s" in metrics)
 
 
 def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> ConfigError:

@@ -62,6 +62,8 @@ class TrainerConfig:
     log_every_s: float | None = None
     log_growth: float = 1.0
     validate_every_epochs: int = 1
+    validate_every_steps: int = 0
+    validate_first: bool = False
     checkpoint_every_steps: int = 0
     checkpoint_every_epochs: int = 1
     time_limit_s: float | None = None

@@ -31,6 +31,7 @@ _AT_LEAST_1 = (
 _AT_LEAST_0 = (
     "trainer.log_every_steps",
     "trainer.validate_every_epochs",
+    "trainer.validate_every_steps",
     "trainer.checkpoint_every_steps",
     "trainer.checkpoint_every_epochs",
     "trainer.threads",
@@ -82,6 +83,12 @@ def check(cfg: DictConfig) -> None:
     if workers is not None and (type(workers) is not int or workers < 0):
         raise ConfigError(f"data.workers={workers}: give a whole number from 0 on, or null")
     _check_bucket(cfg)
+    for key in ("validate_every_steps", "validate_first"):
+        if trainer[key] and OmegaConf.select(cfg, "data.val") is None:
+            raise ConfigError(
+                f"trainer.{key}={str(trainer[key]).lower()}: there is no validation set (data.val is null): give a "
+                f"set, or trainer.{key}={'0' if key == 'validate_every_steps' else 'false'}"
+            )
     _check_results(cfg)
     objective.of(cfg)
     ports = cfg.dispatch.port_range

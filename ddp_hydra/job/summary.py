@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 import ddp_hydra
 from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project
-from ddp_hydra.console.text import counted
+from ddp_hydra.console.text import counted, message_of, plain
 from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
@@ -45,8 +45,10 @@ class TrainResult(Struct, kw_only=True):
     peak_memory: Count
     slowest: dict[str, float]
     interrupted: str
+    stopped_early: str
 
     def __post_init__(self) -> None:
+        self.stopped_early = plain(message_of(self.stopped_early))
         if self.interrupted not in REASONS or not {"wait_s", "wait"} <= self.data.keys():
             raise ValueError("it says neither why it ended nor how long it waited")
 
@@ -137,6 +139,7 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
     took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"
     lines = [
         f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
+        f"stopped early: {summary.stopped_early}" if summary.stopped_early else None,
         describe_best(summary.best, objective, steps),
         describe_data(summary.data or {}, train_s, steps),
         describe_straggler(summary.slowest or {}, train_s, steps),

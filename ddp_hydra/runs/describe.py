@@ -44,6 +44,7 @@ class Row:
         overrides: as typed.
         project: sha256 of its code.
         message: why it failed.
+        stopped_early: why it is done before its last step; "" if it is not.
         ranks: how many there are.
         restarts: how many attempts its newest process began after the first one.
         attempts: of each attempt that failed, when it began and how long it took, in seconds, how it failed, on which
@@ -71,6 +72,7 @@ class Row:
     overrides: list[str] = field(default_factory=list)
     project: str = ""
     message: str = ""
+    stopped_early: str = ""
     ranks: int | None = None
     restarts: int = 0
     attempts: list[dict[str, Any]] = field(default_factory=list)
@@ -115,6 +117,7 @@ def row_of(files: RunFiles, state: RunState) -> Row:
         overrides=texts(typed),
         project=text(summary.project or status.project),
         message=text(state.problem) or failure,
+        stopped_early=text(newest.stopped_early),
         ranks=newest.world_size,
         restarts=summary.restarts,
         attempts=failed_attempts(state.attempts),

@@ -40,6 +40,8 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> str | None:
     row.epoch = row.epochs if row.step == row.total_steps else None  # that of the last look may be of long before
     row.workers = summary.world_size or row.workers
     _take_metrics(row, summary.metrics, objective)
+    if summary.status == "done" and summary.stopped_early:
+        row.message = f"stopped early: {summary.stopped_early}"
     return summary.status
 
 

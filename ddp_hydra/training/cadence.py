@@ -16,7 +16,7 @@ class Actions:
         log: after a step: log the metrics since the last time.
         save: write a checkpoint.
         leave: after a step: take no further one, for the run is at its end, or is asked to stop.
-        validate: after an epoch: validate, if there is a validation set.
+        validate: validate, if there is a validation set.
     """
 
     log: bool = False
@@ -37,6 +37,7 @@ class Cadence:
         checkpoint_every_steps: steps between two checkpoints.
         checkpoint_every_epochs: epochs between two checkpoints.
         validate_every_epochs: epochs between two validations.
+        validate_every_steps: steps between two validations.
     """
 
     total_steps: int
@@ -44,6 +45,7 @@ class Cadence:
     checkpoint_every_steps: int = 0
     checkpoint_every_epochs: int = 1
     validate_every_epochs: int = 1
+    validate_every_steps: int = 0
 
     @classmethod
     def from_config(cls, trainer: DictConfig, total_steps: int) -> Cadence:
@@ -54,13 +56,14 @@ class Cadence:
             trainer.checkpoint_every_steps,
             trainer.checkpoint_every_epochs,
             trainer.validate_every_epochs,
+            trainer.validate_every_steps,
         )
 
     def after_step(self, step: int, epoch_ends: bool, stop: bool, log: bool = False) -> Actions:
         """Return the actions that follow a step.
 
         At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before
-        each checkpoint, so that a resumed run has nothing counted yet.
+        each checkpoint, so that a resumed run has nothing counted yet, and before each validation.
 
         Args:
             step: the step's number, from 1.
@@ -71,8 +74,18 @@ class Cadence:
         run_ends = step >= self.total_steps
         epoch_ends = epoch_ends or run_ends
         save = stop or (is_due(step, self.checkpoint_every_steps) and not epoch_ends)
-        logs = save or epoch_ends or log or is_due(step, self.log_every_steps)
-        return Actions(log=logs, save=save, leave=stop or run_ends)
+        validate = self.validates_amid_epoch(step) and not epoch_ends and not stop
+        logs = save or validate or epoch_ends or log or is_due(step, self.log_every_steps)
+        return Actions(log=logs, save=save, leave=stop or run_ends, validate=validate)
+
+    def validates_amid_epoch(self, step: int) -> bool:
+        """Return whether a validation is due after a step that does not end its epoch."""
+        return is_due(step, self.validate_every_steps)
+
+    @property
+    def only_at_end(self) -> bool:
+        """True if the only checkpoint is that of the run's end."""
+        return not (self.checkpoint_every_steps or self.checkpoint_every_epochs)
 
     def after_epoch(self, step: int, epochs: int) -> Actions:
         """Return the actions that follow an epoch. At its end, a run validates and saves even amid an epoch.
@@ -83,7 +96,7 @@ class Cadence:
         """
         run_ends = step >= self.total_steps
         return Actions(
-            validate=run_ends or is_due(epochs, self.validate_every_epochs),
+            validate=run_ends or is_due(epochs, self.validate_every_epochs) or is_due(step, self.validate_every_steps),
             save=run_ends or is_due(step, self.checkpoint_every_steps) or is_due(epochs, self.checkpoint_every_epochs),
         )
 

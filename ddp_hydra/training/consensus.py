@@ -147,14 +147,20 @@ class StopSignal:
 
     Attributes:
         asked: the reason why a callback asks to stop, a number of `heartbeat.REASONS`; 0 for none.
+        why: the callback's reason in words.
     """
 
     def __init__(self, time_limit_s: float | None = None) -> None:
         self.deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-        self.asked = 0
+        self.asked, self.why = 0, ""
 
     def reason(self) -> int:
         """Return the reason to stop, a number of `heartbeat.REASONS`; 0 to continue."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return heartbeat.REASONS.index("time_limit")
         return heartbeat.here().finish or self.asked
+
+    def interrupted(self) -> int:
+        """Return the reason to stop and be resumed; 0 where none is given, or a callback calls the run done."""
+        reason = self.reason()
+        return 0 if heartbeat.REASONS[reason] == "done" else reason

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ddp_hydra.console.text import counted
+
 
 class EarlyStopping:
     """Counts validations without progress. All ranks have the same metrics, so they agree without a vote.
@@ -38,6 +40,12 @@ class EarlyStopping:
         else:
             self.validations_without_progress += 1
         return self.should_stop
+
+    @property
+    def reason(self) -> str:
+        """Return why the run should end, for a person to read."""
+        what = "validation" if self.metric.startswith("val/") else "epoch"
+        return f"no progress in {self.metric} for {counted(self.validations_without_progress, what)}"
 
     @property
     def should_stop(self) -> bool:

@@ -47,6 +47,9 @@ def describe(
         lines.append(f"stream    {sampler.part.how}")
     if isinstance(train_set, InWorkers) and train_set.asked:
         lines.append(f"reading   {counted(train_set.number, 'worker')} beside each rank")
+    if (patience := cfg.trainer.early_stopping_patience) is not None:
+        what = counted(patience, "epoch" if val_set is None else "validation")
+        lines.append(f"stops     early after {what} without progress in {cfg.objective.metric}")
     skipped = [skipped_by(data) for data in (train_set, val_set)]
     lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
     if position.step:
@@ -55,7 +58,7 @@ def describe(
             f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
         )
     of_epochs = {"epochs": epochs_of(sampler, total_steps, position)} if epoch_steps else {}
-    return {"lines": lines, "total_steps": total_steps, **of_epochs, "world_size": world_size}
+    return {"lines": lines, "epoch_means": True, "total_steps": total_steps, **of_epochs, "world_size": world_size}
 
 
 def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:

@@ -10,12 +10,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ddp_hydra import heartbeat
+from ddp_hydra import heartbeat, results
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import builders, setup
 from ddp_hydra.training.build_data import opened
+from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.metrics import Count, count
 from ddp_hydra.training.monitoring import memory
@@ -38,8 +39,8 @@ def train(
         kept: the part of the config that checkpoints keep, see `checkpoint_config.of`; None: all that ranks read.
 
     Returns:
-        On each rank: steps, samples, train_s, the last metrics by name, the cost of the data, and `interrupted`: the
-        reason why the run stopped early, or "".
+        On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the
+        reason why the run is to be resumed, or ""; `stopped_early`: why it is done before its last step, or "".
     """
     cfg = OmegaConf.create({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
@@ -56,18 +57,23 @@ def train(
 
 def fit(run: Run) -> None:
     """Train until the run is over. If it should stop early, save first; `run.stop` then holds the reason."""
+    validate_first(run)
     run.callbacks.call("start")
     run.pause_if_due()
     while not run.is_over:
         run.remember_unfrozen()
         run.begin_epoch()
+        if run.validation_is_due_amid_epoch:
+            validate_amid_epoch(run, Actions(validate=True))
+            continue
         for micro_batches in run.steps():
             run.begin_step()
             nonfinite = None
             for update, batches in run.begin_updates(micro_batches):  # most tasks have one
                 decision, losses, counts = forward_backward(run, update, batches)
-                run.stop = run.stop or decision.stop
-                due = run.cadence.after_step(run.step, run.step_ends_epoch, bool(run.stop), decision.log)
+                run.hear(decision.stop)
+                ends_epoch = run.step_ends_epoch
+                due = run.cadence.after_step(run.step, ends_epoch, bool(run.stop), decision.log)
 
                 heartbeat.at("update", run.step)
                 # What is logged or saved can't be taken back, so there the gradients are checked at once.
@@ -84,13 +90,15 @@ def fit(run: Run) -> None:
             run.remember_unfrozen()
 
             if due.log:
-                run.log_interval()
-            if due.save:
+                run.log_interval(hold=not run.stop and (due.validate or due.leave or ends_epoch))
+            if due.validate:
+                validate_amid_epoch(run, due)
+            elif due.save:
                 run.save_mid_epoch()
             run.monitor.after_step()
-            if due.leave:
+            if due.leave or run.is_over:
                 break
-        if (run.epoch_is_over or run.state.validation_due) and not run.stop:
+        if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
             end_epoch(run)
     run.callbacks.call("end")
     run.checkpoints.wait()
@@ -131,44 +139,102 @@ def end_epoch(run: Run) -> None:
     Raises:
         ConfigError: the objective is not among the metrics; the run is saved before.
     """
-    run.end_epoch()
+    means = run.end_epoch()
     due = run.cadence.after_epoch(run.position.step, run.position.epoch)
     run.synchronise()
-    validated = due.validate and (run.validation is None or validate(run))
+    validated = due.validate and (run.validation is None or validate(run, means))
+    if not (validated and run.validation is not None):
+        run.log({} if run.stop else means)
     if validated:
         run.callbacks.call("validation")
-    validated |= run.validation is None
-    is_unknown = validated and objective.is_unknown(run.cfg.objective.metric, run.metrics)
-    ends_early = validated and run.early_stopping.update(run.metrics)
+        run.hear_callbacks()
+    decide(run, due, validated or run.validation is None, is_new=bool(means))
+
+
+def validate_amid_epoch(run: Run, due: Actions) -> None:
+    """Validate after a step that does not end its epoch; save if it is due, or the weights are the best so far.
+
+    A collective. An objective of the training waits for the epoch's end.
+
+    Args:
+        due: what follows the step.
+
+    Raises:
+        ConfigError: the objective is not among the metrics; the run is saved before.
+    """
+    run.synchronise()
+    validated = run.validation is None or validate(run)
+    if run.held:
+        run.log({})
+    if validated:
+        run.callbacks.call("validation")
+        run.hear_callbacks()
+    decide(run, due, validated, is_new=False, amid_epoch=True)
+    run.train_mode()
+    run.remember_unfrozen()
+
+
+def decide(run: Run, due: Actions, validated: bool, is_new: bool, amid_epoch: bool = False) -> None:
+    """Go by a validation or by an epoch's means: stop early, pause, save, choose the best. A collective.
+
+    Args:
+        due: the actions that are due.
+        validated: the weights were validated, or there is no validation set.
+        is_new: there are new means of the training metrics over an epoch.
+        amid_epoch: the epoch goes on.
+
+    Raises:
+        ConfigError: the objective is not among the metrics; the run is saved before.
+    """
+    metric = run.cfg.objective.metric
+    counts = validated and (is_new or metric.startswith("val/"))
+    is_unknown = counts and objective.is_unknown(metric, run.metrics)
+    ends_early = counts and run.early_stopping.update(run.metrics)
     run.state.validation_due = bool(run.stop) or is_unknown  # a resume with another objective validates first
-    may_be_best = validated and not run.stop
+    may_be_best = counts and not run.stop
     run.state.validations += validated and not is_unknown
     run.pause_if_due()
-    if run.stop or is_unknown or ends_early or due.save:
-        run.save_after_epoch(may_be_best)
+    if run.stop or run.is_done or is_unknown or ends_early or due.save:
+        run.save_validated(may_be_best)
+    elif amid_epoch and not run.cadence.only_at_end:
+        run.save_validated(may_be_best, only_best=True)
     if is_unknown:
         run.checkpoints.wait()
         run.consensus.decide()  # no rank ends before the run is saved
-        raise objective.unknown(run.cfg.objective.metric, run.metrics)
+        raise objective.unknown(metric, run.metrics)
 
 
-def validate(run: Run) -> bool:
-    """Evaluate the model, or its moving average; return whether the run was not asked to stop meanwhile."""
+def validate(run: Run, means: Mapping[str, float] | None = None) -> bool:
+    """Evaluate the model, or its moving average; return whether the run was not asked to stop meanwhile.
+
+    Args:
+        means: over the epoch that has ended, which are logged together with the validation.
+    """
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
     with run.monitor.throughput.paused():
-        metrics = run.validation.run(run.ema.model if run.ema else run.model, stop=run.stop_signal.reason)
-    run.stop = run.consensus.decide(stop=run.stop_signal.reason()).stop
+        metrics = run.validation.run(run.ema.model if run.ema else run.model, stop=run.stop_signal.interrupted)
+    run.stop = run.consensus.decide(stop=run.stop_signal.interrupted()).stop
     if run.stop:
         return False
-    run.log(metrics)
+    run.log({**(means or {}), **metrics})
     if run.rank == 0:
         run.validation.metrics.show(run.position.step)
     return True
 
 
+def validate_first(run: Run) -> None:
+    """Validate before the first step, if trainer.validate_first is set. Nothing goes by these numbers. A collective."""
+    if run.cfg.trainer.validate_first and run.position.step == 0 and run.validation is not None:
+        validate(run)
+        run.stop = 0  # there is nothing to save yet: the first step will stop the run
+
+
 def summarise(run: Run) -> dict[str, Any]:
     """Return the results of a run; see `train`. A collective."""
+    stopped_early = run.stopped_early()
+    if stopped_early and run.rank == 0:
+        results.text("stopped early", stopped_early, run.position.step)
     return {
         "steps": run.position.step,
         "samples": run.position.samples,
@@ -176,4 +242,5 @@ def summarise(run: Run) -> dict[str, Any]:
         **run.monitor.totals(run.position.samples),
         "peak_memory": memory.peak_of_all_ranks(run.loader.device),
         "interrupted": heartbeat.REASONS[run.stop],
+        "stopped_early": stopped_early,
     }

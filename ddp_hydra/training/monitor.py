@@ -10,6 +10,7 @@ from typing import Any
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.epoch_means import EpochMeans
 from ddp_hydra.training.metrics import Meter, SumsOfRanks, named, shapes_of
 from ddp_hydra.training.monitoring.data_stats import DataStats
 from ddp_hydra.training.monitoring.exchange import ExchangeTime
@@ -28,6 +29,7 @@ class Monitor:
         updates: the updates of a step.
         profiler: traces a few steps.
         samples: that all ranks had seen before this run began.
+        epoch_means: takes over what each interval has counted.
 
     Attributes:
         meter: adds up what the task counts.
@@ -45,7 +47,9 @@ class Monitor:
         updates: Collection[Update],
         profiler: Profiler,
         samples: int,
+        epoch_means: EpochMeans,
     ) -> None:
+        self.epoch_means = epoch_means
         self.consensus, self.task, self.profiler = consensus, task, profiler
         self.meter, self.sums_of_ranks = Meter(loader.device), SumsOfRanks()
         self.throughput, self.data_stats = Throughput(samples), DataStats(loader)
@@ -83,6 +87,7 @@ class Monitor:
             (all_sums,) = self.consensus.gather(self.sums_of_ranks.packed(sums))
         self.exchange.interval(all_waits)
         total = self.sums_of_ranks.total(all_sums)
+        self.epoch_means.add(total)
         counted = self.task.metrics(total) if total else {}  # nothing yet, where each step so far was left out
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)

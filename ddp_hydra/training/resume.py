@@ -31,6 +31,8 @@ def restore(state: State, content: dict[str, Any]) -> str:
     before, now = content["config"], state.config
     schedulers = dict(each(state.scheduler))
     settings = [_Settings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)]
+    if any(before.get(part) != now.get(part) for part in ("task", "loss")):
+        content = {**content, "epoch_means": None}  # sums of what another task has counted
     if any(one.is_other_schedule for one in settings):
         for one in settings:
             one.is_other_schedule = True

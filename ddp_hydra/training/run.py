@@ -21,12 +21,16 @@ from ddp_hydra.training.checkpoint import CheckpointWriter
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.epoch_means import EpochMeans
 from ddp_hydra.training.evaluation import Evaluation
+from ddp_hydra.training.metrics import named
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.state import Position, State
 from ddp_hydra.training.update import Update
+
+DONE = heartbeat.REASONS.index("done")
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Run:
         schedule_progress: tells the schedules how far the run is.
         state: what a checkpoint holds.
         early_stopping: ends the run when validations get no better.
+        epoch_means: the means of the training metrics over the epoch.
         validation: evaluates the model; None without a validation set.
         cadence: decides when to log, validate and save.
         consensus: reduces votes over the ranks.
@@ -58,8 +63,12 @@ class Run:
         stop_signal: tells whether this rank should stop.
         log_clock: tells when it is time to log.
         callbacks: of the user.
-        metrics: the last value of each metric.
-        stop: the reason to stop early, a number of `heartbeat.REASONS`; 0 for none.
+        metrics: the last value of each metric; those of the training are means over the epoch where one has just ended.
+        stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
+        held: metrics of the step that wait for those of its validation.
+        is_done: a callback has called the run done at a validation.
+        ended_by_callback: a callback has called the run done, there or after a step.
+        logged_at: the step after which the training metrics were logged last.
     """
 
     cfg: DictConfig
@@ -76,6 +85,7 @@ class Run:
     schedule_progress: ScheduleProgress
     state: State
     early_stopping: EarlyStopping
+    epoch_means: EpochMeans
     validation: Evaluation | None
     cadence: Cadence
     consensus: StepConsensus
@@ -88,6 +98,10 @@ class Run:
     callbacks: Callbacks
     metrics: dict[str, float] = field(default_factory=dict)
     stop: int = 0
+    held: dict[str, float] = field(default_factory=dict)
+    is_done: bool = False
+    ended_by_callback: bool = False
+    logged_at: int = -1
 
     @property
     def position(self) -> Position:
@@ -103,7 +117,12 @@ class Run:
     def is_over(self) -> bool:
         """True if nothing is left to do, or the run should end early."""
         is_at_end = self.position.step >= self.cadence.total_steps and not self.state.validation_due
-        return is_at_end or self.early_stopping.should_stop or bool(self.stop)
+        return is_at_end or self.ends_early
+
+    @property
+    def ends_early(self) -> bool:
+        """True if the run should end here, whatever steps are left."""
+        return self.early_stopping.should_stop or self.is_done or bool(self.stop)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -113,6 +132,38 @@ class Run:
     def _samples_are_used_up(self, samples: int = 0) -> bool:
         """Return whether no full global batch is left in the epoch after the position plus so many samples."""
         return not self.sampler.steps(self.position.offset + samples)
+
+    @property
+    def validation_is_due_amid_epoch(self) -> bool:
+        """True if the run was stopped where a validation amid an epoch was due."""
+        return self.state.validation_due and self.position.offset > 0 and not self.epoch_is_over
+
+    def hear(self, reason: int) -> None:
+        """Take up why all ranks stop after the step under way: to be resumed, or because a callback calls it done.
+
+        A run that is done ends as at its last step: with a validation.
+
+        Args:
+            reason: a number of `heartbeat.REASONS`; 0 for none.
+        """
+        if reason == DONE:
+            self.cadence = replace(self.cadence, total_steps=self.step)
+            self.ended_by_callback = True
+        else:
+            self.stop = self.stop or reason
+
+    def hear_callbacks(self) -> None:
+        """End the run if a callback has called it done at a validation. A collective."""
+        if self.callbacks.callbacks and self.consensus.decide(stop=self.stop_signal.asked).stop == DONE:
+            self.is_done = self.ended_by_callback = True
+
+    def stopped_early(self) -> str:
+        """Return why the run counts as done before its last step; "" if it does not. A collective."""
+        if self.ended_by_callback:
+            reasons = self.consensus.gather_objects(self.stop_signal.why)
+            return next(filter(None, reasons), "a callback has ended it")
+        is_early = self.early_stopping.should_stop and self.position.step < self.cadence.total_steps
+        return self.early_stopping.reason if is_early and not self.stop else ""
 
     def pause_if_due(self) -> None:
         """Stop the run if it has had the validations after which it pauses. All ranks count them alike."""
@@ -126,6 +177,10 @@ class Run:
         """Prepare data and model for the epoch at the position."""
         if hasattr(self.loader.dataset, "set_epoch"):
             self.loader.dataset.set_epoch(self.position.epoch)
+        self.train_mode()
+
+    def train_mode(self) -> None:
+        """Put the model into training mode, except for frozen norm layers."""
         self.model.train()
         for layer in self.frozen_norms:
             layer.eval()
@@ -194,14 +249,25 @@ class Run:
         self.position.advance(self.sampler.global_batch)
         self.schedule_progress.move(self.state.scheduler)
 
-    def end_epoch(self) -> None:
-        """Move the position to the next epoch, unless the run ends in the middle of this one."""
+    def end_epoch(self) -> dict[str, float]:
+        """Move the position to the next epoch, unless the run ends in the middle of this one.
+
+        Returns:
+            The means over the epoch, `train_epoch/loss`; {} if the run ends in the middle of an epoch after others: the
+            mean over a few steps is not comparable with theirs, so the last whole epoch counts.
+        """
+        means = self.epoch_means
         if self._samples_are_used_up():
             self.position.end_epoch()
+            means.end_epoch()
             self.schedule_progress.move(self.state.scheduler)
             epochs = self.cfg.trainer.epochs
             if epochs is not None and self.position.epoch >= epochs:  # the data may end before the run's last step
                 self.cadence = replace(self.cadence, total_steps=self.position.step)
+        is_new = self.position.offset == 0 or not means.last
+        found = means.last or means.so_far()
+        self.metrics |= named("train", found)
+        return named("train_epoch", found) if is_new else {}
 
     def synchronise(self) -> None:
         """Make the weights and their average the same on all ranks, before validation or a save. A collective."""
@@ -211,19 +277,30 @@ class Run:
 
     # -- results -----------------------------------------------------------------------------------------------
 
-    def log_interval(self) -> None:
-        """Log the training metrics since the last time. A collective."""
+    def log_interval(self, hold: bool = False) -> None:
+        """Log the training metrics since the last time. A collective.
+
+        Args:
+            hold: send them with the validation or the epoch's means that follow at this step.
+        """
         heartbeat.at("log", self.position.step)
+        self.logged_at = self.position.step
         self.log_clock.restart()
         of_step = {
             name: value for update in self.updates.values() for name, value in update.optimizer_step.metrics().items()
         }
-        self.log(self.monitor.interval(self.position.samples, of_step))
+        metrics = self.monitor.interval(self.position.samples, of_step)
+        if hold:
+            self.held = metrics
+            self.metrics |= metrics
+        else:
+            self.log(metrics)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Remember metrics, and send them from rank 0 with their epoch, counted from 1."""
+        """Remember metrics, and send them from rank 0, with those held back, and their epoch, counted from 1."""
         self.metrics |= metrics
-        if self.rank == 0:
+        metrics, self.held = {**self.held, **metrics}, {}
+        if self.rank == 0 and metrics:
             results.log(metrics, step=self.position.step, epoch=self.epoch_shown, samples=self.position.samples)
 
     @property
@@ -234,19 +311,22 @@ class Run:
     def save_mid_epoch(self) -> None:
         """Write a checkpoint between two validations. A collective."""
         heartbeat.at("save", self.position.step)
-        self.state.validation_due = self.epoch_is_over
+        self.state.validation_due = self.epoch_is_over or self.cadence.validates_amid_epoch(self.position.step)
         self.synchronise()
         self._save(best=False)
 
-    def save_after_epoch(self, may_be_best: bool) -> None:
-        """Write a checkpoint at the end of an epoch.
+    def save_validated(self, may_be_best: bool, only_best: bool = False) -> None:
+        """Write a checkpoint after a validation, or at the end of an epoch.
 
         Args:
             may_be_best: these very weights were validated, or there is no validation.
+            only_best: save only if it is the best.
         """
-        heartbeat.at("save", self.position.step)
         metric, direction = self.cfg.objective.metric, self.cfg.objective.direction
-        self._save(best=may_be_best and self.state.improves_best(self.metrics.get(metric), direction))
+        is_best = may_be_best and self.state.improves_best(self.metrics.get(metric), direction)
+        if is_best or not only_best:
+            heartbeat.at("save", self.position.step)
+            self._save(is_best)
 
     def _save(self, best: bool) -> None:
         self.callbacks.call("checkpoint")
@@ -260,6 +340,8 @@ class Run:
         At the end of an epoch nothing is remembered: its validation may still be to come.
         """
         if self.nonfinite.is_outdated and not self.epoch_is_over:
+            if self.position.step > self.logged_at:
+                self.log_interval()  # a rollback drops what is not logged
             self._remember()
 
     def _remember(self) -> None:

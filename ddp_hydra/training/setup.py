@@ -16,6 +16,7 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, parameter_groups, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
@@ -26,6 +27,7 @@ from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
+from ddp_hydra.training.epoch_means import EpochMeans
 from ddp_hydra.training.header import describe
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.monitoring import memory
@@ -81,7 +83,7 @@ def build(
     build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
     updates = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
-    state, changed = build_state(cfg, bare, updates, progress, builders.callbacks(cfg), kept, saved)
+    state, changed = build_state(cfg, bare, task, updates, progress, builders.callbacks(cfg), kept, saved)
     state.data = description.as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
@@ -112,16 +114,20 @@ def build(
         schedule_progress=progress,
         state=state,
         early_stopping=state.extras["early_stopping"],
+        epoch_means=state.extras["epoch_means"],
         validation=validation,
         cadence=Cadence.from_config(cfg.trainer, total_steps),
         consensus=consensus,
         nonfinite=nonfinite,
         checkpoints=CheckpointWriter(),
-        monitor=Monitor(consensus, task, loader, updates.values(), profiler, position.samples),
+        monitor=Monitor(
+            consensus, task, loader, updates.values(), profiler, position.samples, state.extras["epoch_means"]
+        ),
         fault=fault,
         stop_signal=stop_signal,
         log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
         callbacks=callbacks,
+        logged_at=position.step,
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
@@ -166,6 +172,7 @@ def build_model(
 def build_state(
     cfg: DictConfig,
     model: nn.Module,
+    task: Task,
     updates: Mapping[str, Update],
     progress: ScheduleProgress,
     callbacks: Mapping[str, Callback],
@@ -181,6 +188,7 @@ def build_state(
         "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
         "ema": Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
+        "epoch_means": EpochMeans(task),
         "progress": progress,
         "stream": progress.sampler if isinstance(progress.sampler, StreamSampler) else None,
     }

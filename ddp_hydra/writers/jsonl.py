@@ -72,4 +72,5 @@ def _is_kept(line: bytes, step: int) -> bool:
         known = json.loads(line).get("step")
     except (ValueError, AttributeError, RecursionError):
         return False
-    return not isinstance(known, int) or known <= step
+    # What a run logs at step 0, before its first step, it logs again when it starts from there.
+    return not isinstance(known, int) or (known <= step if step else known < 0)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.results import Record
-from ddp_hydra.writers.progress_state import ProgressState
+from ddp_hydra.writers.progress_state import EPOCH, ProgressState
 
 
 class StdoutConsole(Console):
@@ -55,6 +55,8 @@ class ProgressWriter:
         self._printed_at = clock()
         self._state = ProgressState(clock)
         self._reported: float | None = None  # the epoch (or step) that has its permanent line
+        self._line_step: int | None = None  # the step of the last permanent line
+        self._has_epoch_means = False  # whether each epoch ends with its means, as in `training`
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._is_closed = False
@@ -75,7 +77,9 @@ class ProgressWriter:
     def close(self) -> None:
         """Print the last epoch's line if it is missing, and remove the bar."""
         try:
-            if not self._is_closed and self._state.step is not None and self._reported != self._state.mark():
+            step = self._state.step
+            is_missing = step not in (None, self._line_step) and self._reported != self._state.mark()
+            if not self._is_closed and is_missing and self._state.numbers(validation=True):
                 self._permanent_line()
         except OSError:
             self._is_closed = True
@@ -92,7 +96,8 @@ class ProgressWriter:
                 self._print("  " + line)
         self._header = lines
         self._state.start(record)
-        self._reported = None
+        self._reported = self._line_step = None
+        self._has_epoch_means = bool(record.data.get("epoch_means"))
         self._printed_at = self._clock()
 
     def _metrics(self, record: Record) -> None:
@@ -100,17 +105,28 @@ class ProgressWriter:
         if before is not None and self._reported != before != self._state.epoch_of(record):
             self._permanent_line()
         self._state.update(record)
-        if any(name.startswith("val/") for name in record.data["metrics"]):
-            self._permanent_line()
+        names = record.data["metrics"]
+        has_means = any(name.startswith(EPOCH) for name in names)
+        if has_means or any(name.startswith("val/") for name in names):
+            self._permanent_line(has_means)
         if self._live:
             self._move_bar()
         elif self._clock() - self._printed_at >= self._interval_s:
             self._print("  ".join(filter(None, (self._state.where(), self._state.numbers(), self._state.eta()))))
 
-    def _permanent_line(self) -> None:
-        self._print(f"{self._state.epoch_text()}  {self._state.numbers(validation=True)}")
-        self._reported = self._state.mark()
-        self._state.forget_validation()
+    def _permanent_line(self, has_means: bool = False) -> None:
+        """Print the line of an epoch or, where a validation comes amid an epoch, of its step.
+
+        Args:
+            has_means: the epoch has ended, and its means are known.
+        """
+        state = self._state
+        is_epoch = has_means or not self._has_epoch_means
+        where = state.epoch_text() if is_epoch else state.where()
+        self._print(f"{where}  {state.numbers(validation=True, epoch=has_means)}")
+        self._reported = state.mark() if is_epoch else self._reported
+        self._line_step = state.step
+        state.forget_validation()
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

@@ -8,12 +8,19 @@ from ddp_hydra.console.text import duration, plain
 from ddp_hydra.results import Record
 from ddp_hydra.writers.validate import metric_values
 
+EPOCH = "train_epoch/"
+"""The names of means over an epoch begin with it."""
+
 
 class ProgressState:
     """Collects from records what the display shows.
 
     Args:
         clock: a monotonic clock, in seconds.
+
+    Attributes:
+        metrics: the last value of each metric.
+        epoch_means: "train/loss" and so on as means over the last epoch that has ended.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -23,12 +30,14 @@ class ProgressState:
         self.total_steps: int | None = None
         self.epochs: float | None = None
         self.metrics: dict[str, float] = {}
+        self.epoch_means: dict[str, float] = {}
         self._first: tuple[float, int] = (clock(), 0)
 
     def start(self, record: Record) -> None:
         """Begin an attempt, from the step of its start record."""
         self.step = self.epoch = None
         self.metrics.clear()
+        self.epoch_means.clear()
         self.total_steps = record.data.get("total_steps")
         self.epochs = record.data.get("epochs")
         self._first = (self._clock(), record.step or 0)
@@ -36,7 +45,9 @@ class ProgressState:
     def update(self, record: Record) -> None:
         """Take a metrics record."""
         self.epoch = self.epoch_of(record)
-        self.metrics.update(metric_values(record))
+        values = metric_values(record)
+        self.epoch_means |= {n.replace(EPOCH, "train/", 1): value for n, value in values.items() if n.startswith(EPOCH)}
+        self.metrics |= {name: value for name, value in values.items() if not name.startswith(EPOCH)}
         self.step = record.step if record.step is not None else self.step or 0
 
     def epoch_of(self, record: Record) -> float | None:
@@ -62,11 +73,17 @@ class ProgressState:
             return self.where()
         return f"epoch {_of(self.epoch, self.epochs)}"
 
-    def numbers(self, validation: bool = False) -> str:
-        """Return the losses and accuracies, of the validation if asked for, and the samples/s."""
+    def numbers(self, validation: bool = False, epoch: bool = False) -> str:
+        """Return the losses and accuracies, and the samples/s.
+
+        Args:
+            validation: also those of the validation.
+            epoch: those of the training are means over the epoch.
+        """
+        metrics = {**self.metrics, **self.epoch_means} if epoch else self.metrics
         shown = [
             f"{plain(name)} {value:.4g}"
-            for name, value in sorted(self.metrics.items(), key=_rank_of_name)
+            for name, value in sorted(metrics.items(), key=_rank_of_name)
             if name.startswith("train/") or (validation and name.startswith("val/"))
         ]
         speed = self.metrics.get("samples_per_s")

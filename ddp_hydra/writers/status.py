@@ -20,6 +20,8 @@ from ddp_hydra.writers.progress_state import ProgressState
 
 NAME = "status.json"
 INTERVAL_S = 0.5
+STOPPED_EARLY = "stopped early"
+"""The name of the text in which rank 0 says why the run is done before its last step."""
 
 
 class JobStatus:
@@ -31,16 +33,21 @@ class JobStatus:
     Attributes:
         state: starting, then running; a remote job's driver sets further ones.
         start: the start record of the newest attempt.
+        stopped_early: why the run is done before its last step; "" if it is not.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = "starting"
         self.start: Record | None = None
+        self.stopped_early = ""
         self._progress = ProgressState(clock)
         self._eta_s: float | None = None
 
     def update(self, record: Record) -> bool:
-        """Take over a start or metrics record of rank 0; return whether it was one."""
+        """Take over a start or metrics record of rank 0, or why it stopped early; return whether it was one."""
+        if record.rank == 0 and record.kind == "text" and record.data["name"] == STOPPED_EARLY:
+            self.stopped_early = str(record.data["text"])
+            return True
         if record.rank != 0 or record.kind not in ("start", "metrics"):
             return False
         self.state = "running"
@@ -66,7 +73,8 @@ class JobStatus:
             epoch=progress.epoch,
             epochs=progress.epochs,
             eta_s=self._eta_s,
-            metrics=finite(progress.metrics),
+            stopped_early=self.stopped_early,
+            metrics=finite({**progress.metrics, **progress.epoch_means}),
         )
 
 
@@ -99,10 +107,10 @@ class StatusWriter:
         self._written = -INTERVAL_S
 
     def write(self, record: Record) -> None:
-        """Take over a record; write at once if an attempt starts, else at most twice a second."""
+        """Take over a record; write at once if an attempt starts or stops early, else at most twice a second."""
         if not self._status.update(record):
             return
-        if record.kind == "start" or self._clock() - self._written >= INTERVAL_S:
+        if record.kind in ("start", "text") or self._clock() - self._written >= INTERVAL_S:
             self._written = self._clock()
             self._save()
 

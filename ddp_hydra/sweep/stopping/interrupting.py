@@ -70,7 +70,7 @@ class Interrupting(Stopping):
     def before_start(self, job: PlannedJob) -> None:
         """Read the reports of a job from now on."""
         self._set_length(job)
-        self.files[job.row.number] = ReportFile(job.folder, self.objective.metric)
+        self.files[job.row.number] = ReportFile(job.folder, self.objective.metric, job.is_ours)
 
     def poll(self) -> None:
         """Read what running jobs have reported, and decide."""

@@ -78,7 +78,7 @@ class Pausing(Stopping):
 
     def on_end(self, job: PlannedJob) -> None:
         """Rank the results that are in, and let the best go on."""
-        number, file = job.row.number, ReportFile(job.folder, self.objective.metric)
+        number, file = job.row.number, ReportFile(job.folder, self.objective.metric, job.is_ours)
         file.read()
         self.reports[number] = file.reports
         self.rungs.update(number, self._values(number), ENDS.get(job.row.state, ""))

@@ -41,12 +41,14 @@ class ReportFile:
     Args:
         run_dir: the job's run directory.
         metric: the objective's metric.
+        is_ours: the job's config is one of ours: then what it reports before its first step does not count.
 
     Attributes:
         reports: those read so far.
     """
 
-    def __init__(self, run_dir: Path, metric: str) -> None:
+    def __init__(self, run_dir: Path, metric: str, is_ours: bool = False) -> None:
+        self.is_ours = is_ours
         self.path, self.metric = run_dir / "metrics.jsonl", metric
         self.reports: list[Report] = []
         self._metrics: dict[str, float | None] = {}
@@ -86,6 +88,8 @@ class ReportFile:
             step, epoch = number(found.get("step"), int), number(found.get("epoch"))
         except (ValueError, TypeError, AttributeError, RecursionError):
             return
+        if self.is_ours and step == 0:  # trainer.validate_first
+            return
         if last_step is not None and step is not None and step > last_step:
             return
         own = {"time", "attempt", "step", "epoch", "samples"}
@@ -111,7 +115,7 @@ def saved_reports(job: PlannedJob, sweep_dir: Path, metric: str) -> list[Report]
     if job.earlier is None:
         return []
     run_dir = sweep_dir / job.earlier.folder
-    file = ReportFile(run_dir, metric)
+    file = ReportFile(run_dir, metric, job.is_ours)
     if job.row.state in (State.done, State.failed) or job.earlier.state == State.paused:
         file.read()
     else:

@@ -143,15 +143,19 @@ class View:
             counts, edges = np.histogram(flat[flat.isfinite()].cpu().numpy(), BINS)
             results.histogram(name, edges.tolist(), counts.tolist(), self.step)
 
-    def stop(self, reason: str) -> None:
-        """Ask all ranks to save a checkpoint and to stop, at the next step. One rank that asks is enough.
+    def stop(self, reason: str, done: bool = True) -> None:
+        """End the run: at this validation, or else after the next step. One rank that asks is enough.
 
         Args:
             reason: shown to the user.
+            done: the run validates, saves and counts as done. False: it saves and counts as interrupted, to be resumed.
         """
-        if not self._run.stop_signal.asked:
-            results.warn(f"a callback asked to stop after step {self.step}: {reason}")
-        self._run.stop_signal.asked = heartbeat.REASONS.index("callback")
+        signal = self._run.stop_signal
+        if not signal.asked:
+            signal.why = str(reason)
+            if not done:
+                results.warn(f"a callback asked to stop after step {self.step}: {reason}")
+        signal.asked = signal.asked or heartbeat.REASONS.index("done" if done else "callback")
 
     def unfreeze(self, patterns: Sequence[str], lr: float | None = None) -> None:
         """Train parameters that `trainer.freeze` has frozen, from now on, on all ranks. A collective.

@@ -31,4 +31,4 @@ class WallClock(Callback):
     def on_step(self, run: View) -> None:
         """Stop when it is time."""
         if run.rank == 0 and datetime.now().astimezone() >= self.end:
-            run.stop(f"it is {self.end:%H:%M}")
+            run.stop(f"it is {self.end:%H:%M}", done=False)

@@ -79,4 +79,6 @@ def test_an_unknown_metric_is_told_from_one_that_is_not_there_yet():
     assert objective.is_unknown("val/acc", whole)
     assert objective.is_unknown("train/acc", whole)
     assert not objective.is_unknown("val/loss", whole)
-    assert not objective.is_unknown("train/loss", {"val/loss": 1.0})  # resumed before a validation
+    assert objective.is_unknown("train/acc", {"train/loss": 1.0})  # there after a resume, too
+    assert not objective.is_unknown("lr", {"train/loss": 1.0, "val/loss": 1.0})  # resumed before a validation
+    assert objective.is_unknown("lrr", {**whole, "lr": 0.1, "samples_per_s": 9.0})

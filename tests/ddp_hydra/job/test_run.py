@@ -58,6 +58,7 @@ VALUE = {
     "peak_memory": 2**28,
     "slowest": {"rank": 1, "times": 1.05},
     "interrupted": "",
+    "stopped_early": "",
 }
 
 
@@ -301,13 +302,17 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
     cfg = config(tags=["a"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
     assert run_job(cfg, tmp_path / "run") == 0.5
     summary = summary_of(tmp_path / "run")
-    assert {name: summary[name] for name in ("status", "steps", "samples", "tags", "failure", "interrupted")} == {
+    assert {
+        name: summary[name]
+        for name in ("status", "steps", "samples", "tags", "failure", "interrupted", "stopped_early")
+    } == {
         "status": "done",
         "steps": 20,
         "samples": 160,
         "tags": ["a"],
         "failure": None,
         "interrupted": "",
+        "stopped_early": "",
     }
     assert summary["metrics"] == {"val/accuracy": 0.5, "train/loss": None}
     assert summary["objective"] == {"metric": "val/accuracy", "direction": "maximize"}

@@ -39,6 +39,35 @@ def test_what_follows_a_step(step, log_every, save_every, stop, due):
     assert cadence.after_step(step, epoch_ends=step % EPOCH == 0, stop=stop) == due
 
 
+VALIDATE = Actions(log=True, validate=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "validate_every", "save_every", "stop", "due"),
+    [
+        (3, 3, 0, False, VALIDATE),  # logged at the same step
+        (2, 3, 0, False, NOTHING),
+        (4, 2, 0, False, LOG),  # at the end of an epoch it waits for `after_epoch`
+        (3, 3, 3, False, Actions(log=True, save=True, validate=True)),
+        (3, 3, 0, True, STOP),  # a resume validates first
+        (12, 3, 0, False, END),
+        (3, 0, 0, False, NOTHING),
+    ],
+)
+def test_a_validation_may_follow_a_step(step, validate_every, save_every, stop, due):
+    cadence = Cadence(TOTAL, 10, save_every, validate_every_steps=validate_every)
+    assert cadence.after_step(step, epoch_ends=step % EPOCH == 0, stop=stop) == due
+
+
+@pytest.mark.parametrize(
+    ("epochs", "by_epochs", "by_steps", "validate"),
+    [(1, 0, 4, True), (1, 0, 3, False), (1, 1, 3, True), (2, 0, 4, True), (3, 0, 5, True)],
+)
+def test_an_epoch_may_end_where_a_validation_by_steps_is_due(epochs, by_epochs, by_steps, validate):
+    cadence = Cadence(TOTAL, 10, 0, 0, by_epochs, by_steps)
+    assert cadence.after_epoch(epochs * EPOCH, epochs).validate is validate
+
+
 def test_a_run_that_ends_amid_an_epoch_is_saved_after_its_validation():
     assert Cadence(6, log_every_steps=5, checkpoint_every_steps=6).after_step(6, epoch_ends=False, stop=False) == END
     assert Cadence(6, 5, 0, 0, 0).after_epoch(6, epochs=1) == Actions(validate=True, save=True)
@@ -69,9 +98,15 @@ def test_an_interval_of_0_is_never_due(count, every, due):
 
 def test_the_config_gives_the_intervals():
     trainer = OmegaConf.structured(
-        TrainerConfig(log_every_steps=2, checkpoint_every_steps=3, checkpoint_every_epochs=4, validate_every_epochs=5)
+        TrainerConfig(
+            log_every_steps=2,
+            checkpoint_every_steps=3,
+            checkpoint_every_epochs=4,
+            validate_every_epochs=5,
+            validate_every_steps=6,
+        )
     )
-    assert Cadence.from_config(trainer, 100) == Cadence(100, 2, 3, 4, 5)
+    assert Cadence.from_config(trainer, 100) == Cadence(100, 2, 3, 4, 5, 6)
 
 
 # -- by the clock ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.callbacks import Callback, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import flat, same
+from tests.ddp_hydra.training.loop_runs import STEPS, flat, same
 
 HERE = "tests.ddp_hydra.training.test_callbacks"
 
@@ -62,8 +62,15 @@ class Meddler(Callback):
             run._run.state.optimizer.param_groups[0]["lr"] = 0.5
         elif self.what == "frozen":
             run.model.bias.requires_grad_(False)
-        elif self.what == "stop":
-            run.stop("enough")
+        elif self.what in ("stop", "interrupt"):
+            run.stop("enough", done=self.what == "stop")
+
+
+class Satisfied(Callback):
+    """Calls the first validation good enough."""
+
+    def on_validation(self, run: Any) -> None:
+        run.stop("good enough")
 
 
 class Admitted(Meddler):
@@ -118,10 +125,29 @@ def test_what_a_resume_would_not_repeat_is_refused_unless_it_is_admitted(train, 
         assert train(parts=with_callbacks(it=(f"{HERE}.Admitted", {"what": what}))).value["steps"] == 8
 
 
-def test_one_may_ask_to_stop(train, capsys):
-    run = train(parts=with_callbacks(it=(f"{HERE}.Meddler", {"what": "stop"})))
-    assert (run.value["interrupted"], run.steps_saved) == ("callback", [2])
+def test_one_may_ask_to_stop_and_to_be_resumed(train, capsys):
+    run = train(parts=with_callbacks(it=(f"{HERE}.Meddler", {"what": "interrupt"})))
+    assert (run.value["interrupted"], run.value["stopped_early"], run.steps_saved) == ("callback", "", [2])
+    assert run.metrics("val/loss") == []
     assert capsys.readouterr().err == "a callback asked to stop after step 1: enough\n"
+
+
+def test_one_may_call_the_run_done_which_is_validated_then(train):
+    run = train(parts=with_callbacks(it=(f"{HERE}.Meddler", {"what": "stop"})))
+    assert (run.value["interrupted"], run.value["stopped_early"], run.value["steps"]) == ("", "enough", 2)
+    assert [step for step, _ in run.metrics("val/loss")] == run.steps_saved == [2]
+    assert read(run.last)["validation_due"] is False
+    assert texts(run) == ["enough"]
+
+
+@pytest.mark.parametrize("trainer", [{}, {"validate_every_steps": 3}], ids=str)
+def test_a_run_that_is_done_at_a_validation_takes_no_further_step(train, trainer):
+    run = train(parts=with_callbacks(it=(f"{HERE}.Satisfied", {})), **trainer)
+    steps = trainer.get("validate_every_steps", STEPS)
+    assert (run.value["interrupted"], run.value["stopped_early"], run.value["steps"]) == ("", "good enough", steps)
+    assert [step for step, _ in run.metrics("val/loss")] == run.steps_saved == [steps]
+    resumed = train(resume=run.last)  # without the callback it goes on
+    assert (resumed.value["steps"], resumed.value["stopped_early"]) == (2 * STEPS, "")
 
 
 def test_what_is_no_callback_is_refused(train):
@@ -221,7 +247,7 @@ def test_a_frozen_part_stays_so_at_the_end_of_the_run():
 
 def test_a_wall_clock_stops_at_its_time():
     asked: list[str] = []
-    run = type("run", (), {"rank": 0, "stop": lambda self, reason: asked.append(reason)})()
+    run = type("run", (), {"rank": 0, "stop": lambda self, reason, done: asked.append(reason)})()
     clock = WallClock("07:30")
     clock.on_step(run)
     clock.end -= clock.end - clock.end.replace(year=2020)
