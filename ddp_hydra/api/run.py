@@ -114,7 +114,13 @@ class Run:
         return dict(evaluate.evaluate(str(self.dir), which, split, changes)["metrics"])
 
     def predict(
-        self, out: str | Path, *changes: str, which: str = "best", split: str = "val", overwrite: bool = False
+        self,
+        out: str | Path,
+        *changes: str,
+        which: str = "best",
+        split: str = "val",
+        overwrite: bool = False,
+        targets: bool = True,
     ) -> Path:
         """Predict a data set with the trained model, and return the file.
 
@@ -124,12 +130,13 @@ class Run:
             which: "best" or "last".
             split: the data set of the config, "val" or "train".
             overwrite: replace `out`.
+            targets: add what is true of samples that have labels, as `target`.
 
         Raises:
             Interrupted: it was interrupted; the same call goes on.
             DdpHydraError: nothing was saved, a change does not fit, or it failed.
         """
-        return Path(predict.predict(str(self.dir), out, which, split, overwrite, changes)["out"])
+        return Path(predict.predict(str(self.dir), out, which, split, overwrite, changes, targets)["out"])
 
     def __repr__(self) -> str:
         return f"<Run {self.dir}: {self.status}>"

@@ -24,7 +24,7 @@ from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
 
 USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint> [out=predictions.csv|.parquet|.npz|<folder>/]
-    [which=best|last] [split=val|train] [overwrite=true]
+    [which=best|last] [split=val|train] [targets=false] [overwrite=true]
     [data=<group> and other groups and keys of the run's config …] [cluster=… cluster.n_workers=… dispatch.…=…]"""
 
 
@@ -37,6 +37,7 @@ class Options:
     which: str = "best"
     split: str = "val"
     overwrite: bool = False
+    targets: bool = True
 
 
 def main(words: Sequence[str]) -> None:
@@ -53,6 +54,7 @@ def predict(
     split: str = "val",
     overwrite: bool = False,
     changes: Sequence[str] = (),
+    targets: bool = True,
 ) -> dict[str, Any]:
     """Predict a data set, and return the file, the number of samples, and the columns.
 
@@ -65,6 +67,7 @@ def predict(
         split: the data set of the config, "val" or "train".
         overwrite: replace `out`, and what an interrupted prediction with another config has left.
         changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
+        targets: add what is true of samples that have labels, as `target`.
 
     Raises:
         Interrupted: it was interrupted; the same call goes on.
@@ -84,9 +87,11 @@ def predict(
     ):
         checkpoint = RunRef.of(run).checkpoint(which, Path(download))
         inference = run_config.inference(run, checkpoint, split, changes)
-        parts = Parts(folder, plan(inference, kind), overwrite)
+        parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
         try:
-            found = inference.run(PREDICT, lambda: {"kind": kind, "done": parts.done()}, parts.receive)
+            found = inference.run(
+                PREDICT, lambda: {"kind": kind, "done": parts.done(), "targets": targets}, parts.receive
+            )
         except KeyboardInterrupt as error:
             done = sum(map(parts.rows_of, parts.done()))
             of = f" of {parts.samples:,}" if parts.samples else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_hydra.tasks.base import Step, Task, inputs
 
@@ -71,16 +71,60 @@ class Classification(Task):
         if type(metric).__name__ == "Perplexity":
             metric.update(scores, step.target)
         elif step.target.shape == step.prediction.shape:
-            metric.update(*(part.reshape(-1, part.shape[-1]) for part in (scores, step.target.movedim(axis, -1))))
+            target = step.target.movedim(axis, -1)
+            if type(metric).__name__.startswith(("Binary", "Multilabel")):
+                # Such a metric would guess from each batch whether it gets logits, and takes whole targets.
+                scores = scores.sigmoid() if head_of(self.criterion) == "logits" else scores
+                target = target.long()
+            metric.update(*(part if part.ndim == 1 else part.reshape(-1, part.shape[-1]) for part in (scores, target)))
         else:
             metric.update(scores.flatten(0, -2), step.target.flatten())
 
     def predict(self, model: Any, batch: Any) -> dict[str, Any]:
-        """Return the likeliest class, its probability, and its name if the classes have names."""
-        axis = -1 if self.class_axis is None else self.class_axis
-        probability, best = model(inputs(batch)).float().softmax(axis).max(axis)
-        named = {"name": [self.names[one] for one in best.tolist()]} if self.names and best.ndim == 1 else {}
-        return {"class": best, **named, "probability": probability}
+        """Return the likeliest class, its probability, and its name if the classes have names.
+
+        Where the loss knows no classes, return each output by itself: as a probability where the loss says that it is
+        one, and with the likeliest class where the batch holds class numbers.
+        """
+        output, head = model(inputs(batch)).float(), head_of(self.criterion)
+        if self.class_axis is not None:
+            shares = {"logits": output.sigmoid(), "probabilities": output}.get(head, output.softmax(self.class_axis))
+            probability, best = shares.max(self.class_axis)
+            return {"class": best, **self._named(best), "probability": probability}
+        if head:
+            return {"probability": output.sigmoid() if head == "logits" else output}
+        target = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+        pair = classes(output, target, None) if isinstance(target, Tensor) else None
+        return {**({"class": pair[0], **self._named(pair[0])} if pair else {}), "prediction": output}
+
+    def _named(self, best: Tensor) -> dict[str, Any]:
+        """Return the names of classes, if they have names."""
+        return {"name": [self.names[one] for one in best.tolist()]} if self.names and best.ndim == 1 else {}
+
+
+_HEADS = {
+    "BCEWithLogitsLoss": "logits",
+    "MultiLabelSoftMarginLoss": "logits",
+    "SoftMarginLoss": "logits",
+    "binary_cross_entropy_with_logits": "logits",
+    "multilabel_soft_margin_loss": "logits",
+    "soft_margin_loss": "logits",
+    "sigmoid_focal_loss": "logits",
+    "BCELoss": "probabilities",
+    "binary_cross_entropy": "probabilities",
+}
+"""What losses whose answers don't exclude each other take: the logit of each, or its probability."""
+
+
+def head_of(criterion: Any) -> str:
+    """Return what a loss takes each output of the model for: "logits" or "probabilities"; "" where it doesn't tell."""
+    parts = [criterion, *(criterion.modules() if isinstance(criterion, nn.Module) else ())]
+    for part in parts:
+        function = getattr(part, "func", part)  # of a partial
+        names = [getattr(function, "__name__", ""), *(base.__name__ for base in type(function).__mro__)]
+        if head := next((_HEADS[name] for name in names if name in _HEADS), ""):
+            return head
+    return ""
 
 
 def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor] | None:

@@ -44,11 +44,13 @@ class Opened:
         trained: the model.
         task: says what a prediction is.
         data: the data set.
+        with_targets: whether predictions come with what is true.
     """
 
     trained: Trained
     task: Task
     data: Any
+    with_targets: bool = False
 
 
 @contextmanager
@@ -133,7 +135,8 @@ def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """Predict a data set, and send the rows in parts; each part is the same whatever the number of ranks.
 
     Args:
-        job: see `opened`; kind: of the result, see `predictions.KINDS`; done: numbers of parts that are there.
+        job: see `opened`; kind: of the result, see `predictions.KINDS`; done: numbers of parts that are there;
+            targets: whether to add what is true of samples that have labels.
         files: "checkpoint", on rank 0's host.
 
     Returns:
@@ -141,6 +144,7 @@ def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """
     with opened(job, files["checkpoint"]) as run:
         done = frozenset(job["done"])
+        run.with_targets = job["targets"] and getattr(run.data, "labelled", True)
         if streams.is_stream(run.data):
             samples, interrupted = send_stream(run, done, job["kind"])
         else:
@@ -213,7 +217,7 @@ def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: in
         length: rows of each part but the last.
         kind: of the result, see `predictions.KINDS`.
     """
-    trained, stop = run.trained, StopSignal(None)
+    trained, stop, classes = run.trained, StopSignal(None), DataDescription.of(run.data).classes
     autocast = builders.autocast(trained.cfg, trained.device)
     number = 0
     heartbeat.at("load", 1)
@@ -227,6 +231,10 @@ def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: in
                 with torch.no_grad(), autocast:
                     predicted = run.task.predict(trained.model, batch)
                 values = predictions.columns(predicted, len(indices), kind)
+                if run.with_targets:
+                    true = predictions.targets(batch, len(indices), classes)
+                    more = predictions.columns(true, len(indices), "arrays" if kind == "arrays" else "table")
+                    values |= {name: column for name, column in more.items() if name not in values}
                 rows.write(spool, identified(run.data, indices, values))
             submit(spool, part)
     return ""

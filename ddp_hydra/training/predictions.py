@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,35 @@ def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
             "out=predictions.csv, .parquet or .npz"
         )
     return found
+
+
+_TARGETS = ("labels", "label", "targets", "target", "y")
+"""Keys of a batch that is a dict, one of which may hold its targets."""
+
+
+def targets(batch: Any, size: int, classes: Sequence[str]) -> dict[str, Any]:
+    """Return what is true of each sample as columns: `target`, and `target_name` where it is a class with a name.
+
+    Args:
+        batch: (x, y, ...), or a dict with one of `_TARGETS`. Only numbers (batch,) and floats (batch, n) are rows.
+        size: samples in the batch.
+        classes: names of the data set's classes.
+    """
+    if isinstance(batch, Mapping):
+        found = next((batch[key] for key in _TARGETS if key in batch), None)
+    else:
+        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if not isinstance(found, Tensor) or not found.ndim or len(found) != size:
+        return {}
+    if found.ndim == 2 and found.shape[1] == 1:
+        found = found[:, 0]
+    if found.ndim > 2 or (found.ndim == 2 and not found.is_floating_point()):
+        return {}
+    if not classes or found.ndim > 1 or found.is_floating_point():
+        return {"target": found}
+    numbers = found.tolist()
+    names = [str(classes[number]) if 0 <= number < len(classes) else "" for number in numbers]
+    return {"target": found, "target_name": names}
 
 
 def plain(name: str, values: Any) -> Any:

@@ -22,7 +22,7 @@ from tests.integration.project.models.tiny import Tiny
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 TINY = ("model=tiny", "data=tiny", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "trainer.threads=1")
-COLUMNS = ["index", "class", "name", "probability"]
+COLUMNS = ["index", "class", "name", "probability", "target", "target_name"]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_what_is_interrupted_goes_on_where_it_ended(module_cli, run):
     assert {name: (parts / name).stat().st_mtime_ns for name in before} == before
     assert len(list(parts.iterdir())) == 3
     done = module_cli.done("predict", *words)
-    assert "later.csv: 37 samples, index, class, name, probability" in done.stdout
+    assert "later.csv: 37 samples, index, class, name, probability, target, target_name" in done.stdout
     check(module_cli.folder / "later.csv", run)
     assert not parts.parent.exists()
     again = module_cli.run("predict", *words)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from ddp_hydra.tasks import Classification, Step
 from ddp_hydra.tasks.losses import CrossEntropy
@@ -109,3 +112,70 @@ def test_metrics_are_given_the_scores_of_an_answer_in_a_row(axis, prediction, ta
     step = Step(torch.zeros(()), prediction=torch.tensor(prediction), target=torch.tensor(target))
     task(axis).update_metric(metric, step)
     assert metric.given == list(given)
+
+
+ONE = torch.tensor([[3.0], [-2.0], [0.5]])
+SEVERAL = torch.tensor([[3.0, 3.0, -3.0], [-1.0, 0.2, 0.7]])
+
+
+class Wrapped(nn.Module):
+    """A loss of a user, around one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bce = nn.BCEWithLogitsLoss()
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.bce(output, target)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "output", "wanted"),
+    [
+        (nn.BCEWithLogitsLoss(), ONE, {"probability": ONE.sigmoid()}),
+        (nn.BCEWithLogitsLoss(), ONE[:, 0], {"probability": ONE[:, 0].sigmoid()}),
+        (nn.BCEWithLogitsLoss(), SEVERAL, {"probability": SEVERAL.sigmoid()}),
+        (nn.MultiLabelSoftMarginLoss(), SEVERAL, {"probability": SEVERAL.sigmoid()}),
+        (functools.partial(F.binary_cross_entropy_with_logits, reduction="mean"), ONE, {"probability": ONE.sigmoid()}),
+        (Wrapped(), ONE, {"probability": ONE.sigmoid()}),
+        (nn.BCELoss(), ONE.sigmoid(), {"probability": ONE.sigmoid()}),
+        (nn.MSELoss(), SEVERAL, {"prediction": SEVERAL}),
+        (nn.HuberLoss(), ONE, {"prediction": ONE}),
+    ],
+    ids=str,
+)
+def test_answers_that_do_not_exclude_each_other_are_predicted_each_by_itself(criterion, output, wanted):
+    for batch in (output, (output, torch.zeros_like(output))):
+        found = Classification(criterion, class_axis=None, names=("a", "b", "c")).predict(lambda x: x, batch)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            torch.testing.assert_close(found[name], values)
+
+
+def test_a_loss_of_class_numbers_that_is_not_known_predicts_what_the_accuracy_counts():
+    task = Classification(nn.MultiMarginLoss(), class_axis=None, names=("a", "b", "c"))
+    found = task.predict(lambda x: x, (SEVERAL, torch.tensor([1, 2])))
+    assert (found["class"].tolist(), found["name"]) == ([0, 2], ["a", "c"])
+    torch.testing.assert_close(found["prediction"], SEVERAL)
+
+
+def test_log_probabilities_are_predicted_as_probabilities():
+    logs = SEVERAL.log_softmax(1)
+    found = Classification(nn.NLLLoss(), class_axis=1).predict(lambda x: x, (logs, torch.tensor([0, 2])))
+    torch.testing.assert_close(found["probability"], SEVERAL.softmax(1).max(1).values)
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 1), (40, 3)], ids=str)
+def test_a_metric_of_binary_answers_gets_probabilities_and_whole_targets(shape):
+    classification = pytest.importorskip("torchmetrics.classification")
+    torch.manual_seed(0)
+    logits, target = 0.5 + 0.3 * torch.rand(shape), torch.randint(2, shape).float()  # all in 0..1, as probabilities are
+    metrics = [classification.BinaryAccuracy(), classification.BinaryAUROC()]
+    if len(shape) > 1 and shape[1] > 1:
+        metrics = [classification.MultilabelAccuracy(num_labels=3, average="micro")]
+    of_the_loss = Classification(nn.BCEWithLogitsLoss(), class_axis=None)
+    for part in (slice(0, 7), slice(7, 40)):
+        step = of_the_loss.validation_step(lambda x: x, (logits[part], target[part]))
+        for metric in metrics:
+            of_the_loss.update_metric(metric, step)
+    assert metrics[0].compute() == pytest.approx(float(((logits > 0) == target.bool()).float().mean()))

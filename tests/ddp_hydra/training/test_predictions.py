@@ -66,3 +66,23 @@ def test_pictures_become_pngs(picture, wanted):
 )
 def test_parts_are_whole_batches(n_samples, batch_size, length):
     assert part_length(n_samples, batch_size) == length
+
+
+@pytest.mark.parametrize(
+    ("batch", "wanted"),
+    [
+        ((torch.ones(2, 4), torch.tensor([1, 0])), {"target": [1, 0], "target_name": ["dog", "cat"]}),
+        ((torch.ones(2, 4), torch.tensor([-100, 1])), {"target": [-100, 1], "target_name": ["", "dog"]}),
+        ((torch.ones(2, 4), torch.tensor([0.5, 2.0])), {"target": [0.5, 2.0]}),
+        ((torch.ones(2, 4), torch.tensor([[0.5], [2.0]])), {"target": [0.5, 2.0]}),
+        ((torch.ones(2, 4), torch.tensor([[0.5, 1.0], [2.0, 3.0]])), {"target": [[0.5, 1.0], [2.0, 3.0]]}),
+        ({"x": torch.ones(2, 4), "labels": torch.tensor([1, 0])}, {"target": [1, 0], "target_name": ["dog", "cat"]}),
+        ((torch.ones(2, 4), torch.ones(2, 4, dtype=torch.long)), {}),  # tokens
+        ((torch.ones(2, 4), torch.ones(2, 8, 8)), {}),
+        ((torch.ones(2, 4), "no tensor"), {}),
+        (torch.ones(2, 4), {}),
+    ],
+)
+def test_what_is_true_stands_beside_what_is_predicted(batch, wanted):
+    found = predictions.targets(batch, 2, ("cat", "dog"))
+    assert {name: getattr(part, "tolist", lambda part=part: part)() for name, part in found.items()} == wanted
