@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from ddp_hydra.cli import init
+from ddp_hydra.cli.compose import compose
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 
@@ -65,3 +66,43 @@ def test_the_readme_names_files_that_are_there(tmp_path):
     assert {name for name in named if not (tmp_path / name).exists() and "<" not in name} == set()
     assert os.access(tmp_path / "conf/model/mlp.yaml", os.R_OK)
     assert Path(init.TEMPLATE / "gitignore").is_file()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("words", "model", "optimizer", "epochs"),
+    [
+        ([], "models.mlp.MLP", "torch.optim.AdamW", 15),
+        (["experiment=long"], "models.mlp.MLP", "torch.optim.AdamW", 60),
+        (["experiment=digits"], "models.resnet.resnet18", "torch.optim.SGD", 12),
+        (["experiment=mine", "trainer.epochs=2"], "models.unet.UNet", "torch.optim.SGD", 2),
+        (["experiment=digits", "model=unet"], "models.unet.UNet", "torch.optim.SGD", 12),
+        (["debug=one_batch"], "models.mlp.MLP", "torch.optim.AdamW", None),
+    ],
+    ids=str,
+)
+def test_an_experiment_and_typed_words_win_over_the_defaults_of_a_project(
+    words, model, optimizer, epochs, tmp_path, monkeypatch
+):
+    init.write(tmp_path / "p")
+    (tmp_path / "p/conf/experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: unet\n  - override /data: digit_masks\n"
+    )
+    monkeypatch.setenv(project.VARIABLE, str(tmp_path / "p"))
+    cfg = compose(words)
+    assert (cfg.model._target_, cfg.optimizer._target_, cfg.trainer.epochs) == (model, optimizer, epochs)
+
+
+@pytest.mark.medium
+def test_an_experiment_that_the_main_config_overrides_is_refused(tmp_path, monkeypatch):
+    init.write(tmp_path / "p")
+    (tmp_path / "p/conf/config.yaml").write_text(
+        "defaults:\n  - job\n  - _self_\n  - experiment: null\n  - debug: null\n  - override model: mlp\n"
+    )
+    monkeypatch.setenv(project.VARIABLE, str(tmp_path / "p"))
+    with pytest.raises(
+        ConfigError, match=r"experiment=digits chooses model=resnet18, and `override model: mlp` of the"
+    ):
+        compose(["experiment=digits"])
+    assert compose(["experiment=digits", "model=resnet18"]).model._target_ == "models.resnet.resnet18"
+    assert compose(["debug=inline"]).model._target_ == "models.mlp.MLP"
