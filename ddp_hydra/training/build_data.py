@@ -60,7 +60,8 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, made_by
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import same_data
-from ddp_hydra.training.consensus import from_rank_0, world_size
+from ddp_hydra.training.consensus import from_rank_0, gather_objects
+from ddp_hydra.training.consensus import world_size as ranks_in_group
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.instantiate import make, parameters
 
@@ -86,7 +87,7 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
             draws.seed_all(seed)
             return make(node)
 
-    if world_size() > 1 and built_once(node):
+    if ranks_in_group() > 1 and built_once(node):
         return wrappers.opened(from_rank_0(build))
     return wrappers.opened(build())
 
@@ -114,7 +115,7 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU) -> Iterator[
     if built is not None and not streams.is_stream(built):
         kept = made_by(workers, built, device.type == "cuda", results.warn)
     try:
-        if built is not None and world_size() > 1 and not built_once(node) and not streams.is_stream(built):
+        if built is not None and ranks_in_group() > 1 and not built_once(node) and not streams.is_stream(built):
             same_data.check(built, f"data.{split}", cfg.seed)
         yield kept
         for name, reason in getattr(kept, "bad", {}).items():
@@ -166,13 +167,30 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
         )
     n_samples = cfg.data.get("n_samples")
     if n_samples is None and hasattr(data, "__len__"):
-        n_samples = len(data)
+        n_samples = _length_of_all(cfg, data)
     if n_samples is None:
         _refuse_without_length(cfg, data)
     part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     if steps := cfg.trainer.overfit_batches:
         part = streams.RepeatedPart(part.dataset, rank, world_size, how=part.how, part=part, steps=steps)
     return streams.StreamSampler(part, batch_size, n_samples)
+
+
+def _length_of_all(cfg: DictConfig, data: Any) -> int:
+    """Return the length of an iterable data set, over all ranks. A collective.
+
+    Raises:
+        ConfigError: the ranks have other lengths, though all are taken to read the same samples.
+    """
+    lengths: list[int] = gather_objects(len(data))
+    if len(set(lengths)) == 1:
+        return lengths[0]
+    if cfg.data.get("shard_by") == "itself":
+        return sum(lengths)
+    raise ConfigError(
+        f"{name_of(data)} has {', '.join(f'{n:,}' for n in lengths)} samples on the ranks: if it gives each rank "
+        "samples of its own, type +data.shard_by=itself; else give their number, +data.n_samples=<n>"
+    )
 
 
 def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
@@ -197,6 +215,7 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     if streams.is_stream(data):
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress, "seed": cfg.seed}
+        options["gather"] = gather_objects if ranks_in_group() > 1 else None
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
     return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress, seed=cfg.seed, warn=results.warn)
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import streams
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank import fault_injection, rows
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, predictions
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
+from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0, gather_objects
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.load_run import Trained
 
@@ -201,6 +201,12 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last)
     assert isinstance(loader, streams.StreamLoader)
     interrupted = send_parts(run, loader.in_order(reader, cfg.data.batch_size, wanted), length, kind)
+    counts = gather_objects(None if interrupted else reader.n_read)
+    if None not in counts and len(set(counts)) > 1:
+        raise DataError(
+            f"{type(run.data).__name__} gave the ranks {', '.join(f'{n:,}' for n in counts)} samples, so they have no "
+            "common order, and some were left out: predict on one rank (dispatch.ranks=1 or cluster=inline)"
+        )
     if not interrupted:
         if not reader.n_read:
             raise ConfigError(f"{type(run.data).__name__} gives no samples, so there is nothing to predict")

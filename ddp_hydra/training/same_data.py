@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-import torch
-
 from ddp_hydra.data import draws, wrappers
+from ddp_hydra.data.summary import alike, summary
 from ddp_hydra.errors import DataError
 from ddp_hydra.training.consensus import gather_objects
 
@@ -19,8 +16,6 @@ IDS = 64
 """Samples whose ids are compared."""
 READ_S = 0.1
 """Seconds that reading samples may take; a slower data set without ids is compared by its length alone."""
-VALUES = 32
-"""Values of a tensor that are compared."""
 
 
 def check(data: Any, key: str, seed: int) -> None:
@@ -68,30 +63,3 @@ def fingerprint(data: Any, seed: int) -> list[Any]:
         if time.monotonic() - begin > READ_S:
             break
     return samples
-
-
-def summary(sample: Any) -> Any:
-    """Return a sample as plain values: a few numbers of each tensor."""
-    if isinstance(sample, (torch.Tensor, np.ndarray)):
-        flat = torch.as_tensor(sample).detach().reshape(-1)
-        chosen = flat[:: max(1, len(flat) // VALUES)][:VALUES]
-        numbers = torch.view_as_real(chosen) if chosen.is_complex() else chosen
-        return [tuple(sample.shape), numbers.reshape(-1).double().tolist()]
-    if isinstance(sample, Mapping):
-        return [[str(name), summary(part)] for name, part in sample.items()]
-    if isinstance(sample, (list, tuple)):
-        return [summary(part) for part in sample]
-    if isinstance(sample, (bool, int, float, np.number)):
-        return float(sample)
-    return str(sample) if isinstance(sample, (str, bytes)) else None
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Return whether two summaries are equal but for rounding; None stands for what can't be compared."""
-    if a is None or b is None:
-        return True
-    if isinstance(a, float) and isinstance(b, float):
-        return bool(np.isclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(alike(one, other) for one, other in zip(a, b, strict=True))
-    return bool(a == b)

@@ -17,6 +17,8 @@ from ddp_hydra.data.streams import split as streams
 from ddp_hydra.data.streams.ahead import Ahead
 from ddp_hydra.data.streams.part import Part
 from ddp_hydra.data.streams.sampler import Numbers, StreamSampler
+from ddp_hydra.data.summary import alike
+from ddp_hydra.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,21 @@ class StreamLoader(Loader):
         dataset: the iterable data set.
         device: where batches go.
         way: how the ranks share the data set, see `split`.
+        gather: gathers a value from all ranks; None for a single rank.
         options: the other arguments of `Loader`.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, *args: Any, way: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device,
+        *args: Any,
+        way: str | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(dataset, device, *args, **options)
-        self.way = way
+        self.way, self.gather = way, gather
 
     def steps(self, batches: Any, micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step that all ranks have; see `Loader.steps`.
@@ -63,6 +74,7 @@ class StreamLoader(Loader):
             sampler.begin(batches)
         sampler.ahead = self._ahead(self._made(sampler, micro_batches), sampler.part, micro_batches)
         with closing(sampler):
+            self._compare(sampler.ahead, sampler.part)
             while sampler.steps(position):
                 made = self.wait(sampler.ahead.take)
                 sampler.take_up(made.state)
@@ -127,9 +139,28 @@ class StreamLoader(Loader):
 
     def _each(self, batches: Iterator[Made], part: Part) -> Iterator[tuple[Any, list[int]]]:
         with closing(self._ahead(batches, part, 1)) as ahead:
+            self._compare(ahead, part)
             while self.wait(lambda: ahead.wait_for(1)):
                 made = ahead.take()
                 yield self.placed(made.batches[0]), made.numbers[0]
+
+    def _compare(self, ahead: Ahead[Made], part: Part) -> None:
+        """Refuse data that gives each rank other samples where all are taken to read the same. A collective, once.
+
+        Raises:
+            ConfigError: it does.
+        """
+        if self.gather is None or not part.dealt or self.way is not None:
+            return
+        self.wait(lambda: ahead.wait_for(1))
+        firsts, self.gather = self.gather(list(part.first)), None
+        if any(not all(map(alike, firsts[0], other)) for other in firsts[1:]):
+            name = type(self.dataset).__name__
+            raise ConfigError(
+                f"{name} gives each rank samples of its own, and each would take its share of them again. If it looks "
+                "at RANK and WORLD_SIZE itself, type +data.shard_by=itself; predict on one rank, dispatch.ranks=1. If "
+                "only the order of the samples differs, and that is meant, type +data.shard_by=samples"
+            )
 
     def _ahead(self, steps: Iterator[Made], part: Part, micro_batches: int) -> Ahead[Made]:
         def depth(made: Made) -> int:

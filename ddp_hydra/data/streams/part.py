@@ -11,9 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from ddp_hydra.data import draws
+from ddp_hydra.data.summary import summary
 
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 """Values that a checkpoint can hold."""
+COMPARED = 4
+"""Samples by which ranks tell whether they read the same ones."""
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Part:
 
     Attributes:
         n_read: samples that were read since `open`, also those that were left out.
+        first: summaries of the first of them.
     """
 
     dataset: Iterable[Any]
@@ -49,6 +53,7 @@ class Part:
     training: bool = True
     stopped: bool = field(default=False, init=False)
     n_read: int = field(default=0, init=False)
+    first: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         # Of so many shares that `dataset` gives, this rank takes this one.
@@ -63,7 +68,7 @@ class Part:
             position: samples of the epoch that all ranks together have read already.
             state: of the data set at this position; None to read again what lies before it.
         """
-        self.stopped, self.n_read = False, 0
+        self.stopped, self.n_read, self.first = False, 0, []
         inside: Any = getattr(self.dataset, "dataset", None)  # of a DataLoader
         for data in (self.dataset, inside):
             if hasattr(data, "set_epoch"):
@@ -115,6 +120,8 @@ class Part:
                 return
             self.progress()
             self.n_read += 1
+            if len(self.first) < COMPARED:
+                self.first.append(summary(sample))
             yield sample
             number += 1
             if self.seed is not None:  # for the next sample; the first one may still draw the order
