@@ -35,11 +35,11 @@ class DataDescription:
             return data
         names, features, scaling = (getattr(data, name, None) for name in ("classes", "features", "scaling"))
         names = () if names is None else tuple(map(str, names))
-        is_named = isinstance(features, (list, tuple)) and all(isinstance(name, str) for name in features)
+        columns = tuple(features) if isinstance(features, (list, tuple)) else ()
         return cls(
             names,
             int(getattr(data, "num_classes", None) or len(names)),
-            tuple(features) if is_named else (),
+            columns if all(isinstance(name, str) for name in columns) else (),
             _length(data),
             scaling if isinstance(scaling, str) else "",
         )
@@ -147,8 +147,10 @@ class DataDescription:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> DataDescription:
         """Return the description that a checkpoint holds; an empty one if it holds none."""
-        given = dict(values or {})
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        given: Any = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in (values or {}).items()
+        }
+        return cls(**given)
 
 
 def _length(data: Any) -> int | None:
