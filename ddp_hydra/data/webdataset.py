@@ -46,6 +46,8 @@ class TarSamples(IterableDataset):
         seed: of the order.
         max_bad_fraction: the largest share of bad samples that is allowed in a pass; before its end, in `n_samples`.
         n_samples: how many samples all ranks read in an epoch; None: nobody knows, 1,000 for each rank are assumed.
+        classes: names of the classes in the field cls, or their number; another class number is a bad sample; None: not
+            known.
 
     Attributes:
         bad: {shard and key: what is wrong} of the samples that were left out in this process.
@@ -67,6 +69,7 @@ class TarSamples(IterableDataset):
         seed: int = 0,
         max_bad_fraction: float = 0.01,
         n_samples: int | None = None,
+        classes: Sequence[str] | int | None = None,
     ) -> None:
         try:
             from webdataset.autodecode import imagespecs
@@ -83,6 +86,8 @@ class TarSamples(IterableDataset):
         if not 0 <= max_bad_fraction <= 1:
             raise ConfigError(f"data.max_bad_fraction={max_bad_fraction:g}: give a share from 0 to 1")
         self.max_bad_fraction, self.n_samples, self.bad = max_bad_fraction, n_samples, dict[str, str]()
+        named = map(str, range(classes) if isinstance(classes, int) else classes or ())
+        self.classes = list(named) or None
         self._counts = {"samples": 0, "bytes": 0}
         self.epoch, self.rank, self.world_size = 0, 0, 1
 
@@ -156,6 +161,9 @@ class TarSamples(IterableDataset):
             is_image = type(cause).__name__ == "UnidentifiedImageError"  # its text is the address of an object
             reason = "it is no image" if is_image else str(cause) or type(cause).__name__
             raise ValueError(f"its field {error.k} can't be decoded: {reason}") from None
+        number = decoded.get("cls", 0)
+        if self.classes is not None and not 0 <= number < len(self.classes):
+            raise ValueError(f"its class is {number}, and there are {len(self.classes)}: check data.classes=...")
         return tuple(decoded[name] for name in chosen)
 
     def _judge(self, bad: int, n_samples: int, in_a_row: int) -> None:

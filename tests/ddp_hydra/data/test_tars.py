@@ -215,6 +215,21 @@ def test_leftovers_upper_case_and_blanks_are_read_alike(members, tar, tmp_path):
     assert seen(by_wids(path, tmp_path)) == seen(by_stream(path)) == [(1, 0)]
 
 
+@pytest.mark.parametrize("number", [b"2", b"-1"])
+def test_a_class_out_of_range_is_a_bad_sample(number, tar, tmp_path):
+    path = tar(GOOD | {"002.png": None, "002.cls": number})
+    write_index([str(path)], str(tmp_path / "index.json"))
+    for classes in (2, ["a", "b"]):
+        stream = by_stream(path, classes=classes)
+        assert stream.classes == WidsImages(str(tmp_path / "index.json"), classes=classes).classes
+        for opened in (stream, WidsImages(str(tmp_path / "index.json"), classes=classes)):
+            with pytest.raises(
+                ValueError, match=rf"a\.tar/002 \(its class is {int(number)}, and there are 2: check data\.cl"
+            ):
+                seen(opened)
+    assert seen(by_stream(path)) == [(1, 0), (1, int(number))]
+
+
 def test_two_samples_of_one_name_in_a_row_are_refused(tar, tmp_path):
     path = tar([*GOOD.items(), *GOOD.items()])
     for read in (lambda: by_wids(path, tmp_path), lambda: seen(by_stream(path))):
