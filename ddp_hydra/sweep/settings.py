@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
@@ -88,10 +88,54 @@ def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
     given = config.get("objective")
     if is_ours(config):
         metric, ours = objective.of(config)
+        _check_sweeper(config, metric, ours)
         return Objective(str(metric), _maximizes(ours))
     if isinstance(given, DictConfig) and given.get("metric"):
         return Objective(str(given.metric), _maximizes(direction or given.get("direction")))
     return Objective("value", _maximizes(direction or config.hydra.sweeper.get("direction")))
+
+
+def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
+    """Refuse a sweeper that searches in another direction than the objective's: Optuna's own default is minimize.
+
+    Args:
+        config: of the sweep.
+        metric: the objective.
+        direction: of the objective.
+
+    Raises:
+        ConfigError: with what to type.
+    """
+    wants_more = _maximizes(direction)
+    for key, found in (
+        ("direction", OmegaConf.select(config, "hydra.sweeper.direction")),  # Optuna
+        ("ax_config.experiment.minimize", OmegaConf.select(config, "hydra.sweeper.ax_config.experiment.minimize")),
+        ("optim.maximize", OmegaConf.select(config, "hydra.sweeper.optim.maximize")),  # Nevergrad
+        ("maximize", OmegaConf.select(config, "hydra.sweeper.maximize")),
+        ("minimize", OmegaConf.select(config, "hydra.sweeper.minimize")),
+    ):
+        if found is None:
+            continue
+        if OmegaConf.is_list(found):
+            if len(found) != 1:
+                given = "[" + ",".join(str(getattr(one, "name", one)) for one in found) + "]"
+                raise ConfigError(
+                    f"hydra.sweeper.{key}={given}: a job returns one value, {metric}: give hydra.sweeper.{key}="
+                    f"{'maximize' if wants_more else 'minimize'}"
+                )
+            found = found[0]
+        if isinstance(found, bool):
+            right: object = wants_more == key.endswith("maximize")
+            shown, right_text = str(found).lower(), str(right).lower()
+        else:
+            shown = str(getattr(found, "name", found))
+            right = right_text = "maximize" if wants_more else "minimize"
+            found = shown
+        if found != right:
+            raise ConfigError(
+                f"hydra.sweeper.{key}={shown}, but {'more' if wants_more else 'less'} of the objective {metric} is "
+                f"better: give hydra.sweeper.{key}={right_text}, or another objective.direction"
+            )
 
 
 def _maximizes(direction: object) -> bool | None:

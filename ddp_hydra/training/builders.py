@@ -8,10 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from ddp_hydra import results
 from ddp_hydra.config import objective
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
@@ -127,9 +129,23 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
             f"the metrics {', '.join(map(str, of_torchmetrics))} need torchmetrics, which is not on this worker: type "
             "`pip install 'ddp-hydra[metrics]'` there, or metrics=none"
         )
-    metrics = {
-        str(name): make(fill_num_classes(node, data, f"metrics.{name}")).to(device) for name, node in nodes.items()
-    }
+    for name in ("loss", cfg.task.get("metric")):
+        if name in nodes:
+            raise ConfigError(
+                f"metrics.{name}: the task logs val/{name} itself: give another name, +metrics.my_{name}, or "
+                f"leave it out with '~metrics.{name}'"
+            )
+    metrics = {}
+    for name, node in nodes.items():
+        filled = fill_num_classes(node, data, f"metrics.{name}")
+        if node.get("num_classes", 0) is None and filled.get("top_k", 0) > filled.num_classes:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                results.warn(
+                    f"metrics.{name} is left out: top_k={filled.top_k} of {filled.num_classes} classes; "
+                    f"give metrics.{name}.top_k=<n>, or ~metrics.{name}"
+                )
+            continue
+        metrics[str(name)] = make(filled).to(device)
     return EvalMetrics(metrics, DataDescription.of(data).classes)
 
 

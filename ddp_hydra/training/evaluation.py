@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,41 @@ class Evaluation:
                 break
         sums = meter.result()
         own = named("val", self.task.metrics(sums)) if sums else {}
-        return own | self.metrics.result()
+        more = self.metrics.result()
+        if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
+            name = taken[0].removeprefix("val/").partition("/")[0]
+            raise ConfigError(
+                f"metrics.{name}: the task logs {', '.join(taken)} itself: give the metric another name, "
+                f"+metrics.my_{name}, or leave it out with '~metrics.{name}'"
+            )
+        return own | more
+
+
+def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
+    """Return the states of a metric of all ranks, which may differ in shape and type. A collective.
+
+    torchmetrics itself gathers a state without samples as floats of shape (0,), which crashes where those of the other
+    ranks have more dimensions or another type.
+
+    Args:
+        state: of this rank.
+        group: of the ranks; None: all.
+    """
+    kinds: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(kinds, (tuple(state.shape), state.dtype), group=group)
+    whole = max(kinds, key=lambda kind: math.prod(kind[0]))
+    if not math.prod(whole[0]):
+        return [state] * len(kinds)
+    sizes = [math.prod(shape) * torch.empty((), dtype=kind).element_size() for shape, kind in kinds]
+    content = torch.zeros(max(sizes), dtype=torch.uint8, device=state.device)
+    if state.numel():
+        content[: sizes[dist.get_rank(group)]] = state.contiguous().reshape(-1).view(torch.uint8)
+    rows = [torch.empty_like(content) for _ in kinds]
+    dist.all_gather(rows, content, group=group)
+    return [
+        row[:size].view(kind).reshape(shape) if size else state.new_zeros((0, *whole[0][1:]), dtype=whole[1])
+        for row, size, (shape, kind) in zip(rows, sizes, kinds, strict=True)
+    ]
 
 
 class EvalMetrics:
@@ -82,6 +117,10 @@ class EvalMetrics:
 
     def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = ()) -> None:
         self.metrics, self.classes = dict(metrics), list(classes)
+        for metric in self.metrics.values():
+            for part in metric.modules() if isinstance(metric, nn.Module) else ():
+                if hasattr(part, "dist_sync_fn") and part.dist_sync_fn is None:
+                    part.dist_sync_fn = gather_states
         self.matrices: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -41,8 +41,18 @@ class Interval:
         return self._text(rng.uniform(self.low, self.high))
 
     def change(self, value: str, rng: random.Random, factors: Sequence[float]) -> str:
-        """Return the number multiplied by one of the factors, but not beyond the ends."""
-        return self._text(float(value) * rng.choice(factors))
+        """Return the number multiplied by one of the factors, but not beyond the ends.
+
+        A whole number changes by 1 or more, and 0 by 1, or by a hundredth of the interval, up or down as the factor.
+        """
+        before, factor = float(value), rng.choice(factors)
+        changed = before * factor
+        if before == 0 and factor != 1:
+            step = 1.0 if self.is_int else (self.high - self.low) / 100
+            changed = step if factor > 1 else -step
+        elif self.is_int and round(changed) == round(before) and changed != before:
+            changed = before + (1 if changed > before else -1)
+        return self._text(changed)
 
     def _text(self, number: float) -> str:
         number = min(max(number, self.low), self.high)

@@ -15,6 +15,9 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.state import State, each
 
 BINS = 64
+RESERVED = ("train/", "train_epoch/", "val/", "data/")
+OWN = ("lr", "grad_norm", "loss_scale", "samples_per_s", "data_wait", "slowest_rank")
+"""Names of the metrics that a run logs itself, and how they begin."""
 
 
 class Callback:
@@ -108,7 +111,16 @@ class View:
         return self._run.loader.device
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log numbers: metrics.jsonl, TensorBoard, and the loggers. Those of rank 0 count."""
+        """Log numbers: metrics.jsonl, TensorBoard, and the loggers. Those of rank 0 count.
+
+        Raises:
+            ConfigError: a name is one of the run's own.
+        """
+        if taken := [name for name in metrics if str(name).startswith(RESERVED) or name in OWN]:
+            raise ConfigError(
+                f"run.log of a callback: {taken[0]!r} is a name of the run's own metrics ({', '.join(RESERVED)}, "
+                f"{', '.join(OWN)}): give another, 'my/{str(taken[0]).rpartition('/')[2]}'"
+            )
         if self.rank == 0:
             results.log(metrics, step=self.step, epoch=self._run.epoch_shown, samples=self.samples)
 

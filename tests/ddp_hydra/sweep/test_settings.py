@@ -66,3 +66,28 @@ def test_other_apps_have_no_checkpoints_to_keep():
 )
 def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction, objective):
     assert objective_of(OmegaConf.create({"hydra": {"sweeper": {}}} | config), direction) == objective
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "metric", "typed"),
+    [
+        ({"direction": "minimize"}, "val/accuracy", r"hydra.sweeper.direction=maximize"),
+        ({"direction": "maximize"}, "val/accuracy", None),
+        ({"direction": "minimize"}, "val/loss", None),
+        ({"direction": ["maximize"]}, "val/accuracy", None),
+        ({"direction": ["maximize", "minimize"]}, "val/accuracy", r"one value.*direction=maximize"),
+        ({"ax_config": {"experiment": {"minimize": True}}}, "val/accuracy", r"experiment.minimize=false"),
+        ({"ax_config": {"experiment": {"minimize": True}}}, "val/loss", None),
+        ({"optim": {"maximize": False}}, "val/accuracy", r"optim.maximize=true"),
+        ({"optim": {"maximize": False}}, "val/loss", None),
+        ({"direction": None}, "val/accuracy", None),
+        ({}, "val/accuracy", None),
+    ],
+)
+def test_a_sweeper_searches_in_the_direction_of_the_objective(sweeper, metric, typed):
+    config = OmegaConf.create({**OURS, "objective": {"metric": metric}, "hydra": {"sweeper": sweeper}})
+    if typed is None:
+        assert objective_of(config).metric == metric
+    else:
+        with pytest.raises(ConfigError, match=typed):
+            objective_of(config)

@@ -267,3 +267,13 @@ def test_records_may_come_by_time_alone(train):
     rare = train(log_every_steps=0, log_every_s=1e9)
     assert [step for step, _ in rare.metrics("train/loss")] == [4, 8]  # before each checkpoint
     assert same(every.last, rare.last)
+
+
+class Impostor(Callback):
+    def on_step(self, run: Any) -> None:
+        run.log({"val/loss": 1.0})
+
+
+def test_names_of_the_run_are_taken(train):
+    with pytest.raises(ConfigError, match=r"'val/loss' is a name of the run's own.*'my/loss'"):
+        train(parts=with_callbacks(it=(f"{HERE}.Impostor", {})))

@@ -75,3 +75,20 @@ def test_a_choice_goes_to_its_neighbour():
     assert {dimension.change("b", rng, ()) for _ in range(20)} == {"a", "c"}
     assert {dimension.change("a", rng, ()) for _ in range(20)} == {"a", "b"}
     assert {dimension.draw(rng) for _ in range(50)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "found"),
+    [
+        (1, 1, 16, {1, 2}), (2, 1, 16, {1, 3}), (3, 1, 16, {2, 4}), (16, 1, 16, {13, 16}), (0, -2, 2, {-1, 1}),
+        (-1, -9, 9, {-2, 0}),
+    ],
+)  # fmt: skip
+def test_whole_numbers_change_by_one_at_least_within_the_ends(value, low, high, found):
+    interval = Interval(low, high, is_int=True)
+    assert {int(interval.change(str(value), random.Random(seed), [0.8, 1.2])) for seed in range(50)} == found
+
+
+def test_zero_is_left():
+    changed = {Interval(0, 0.5).change("0", random.Random(seed), [0.8, 1.2]) for seed in range(50)}
+    assert changed == {"0", "0.005"}

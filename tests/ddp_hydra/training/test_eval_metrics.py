@@ -1,0 +1,113 @@
+"""Metrics of the config: names, and two ranks of which one has no samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.evaluation import EvalMetrics
+from tests.ddp_hydra.training.loop_runs import Numbers
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+ZOO: dict[str, dict[str, Any]] = {
+    "lists": {"target": "MulticlassAUROC", "num_classes": 3},
+    "lists per class": {"target": "MulticlassAveragePrecision", "num_classes": 3, "average": None},
+    "thresholds": {"target": "MulticlassAUROC", "num_classes": 3, "thresholds": 5},
+    "per class": {"target": "MulticlassRecall", "num_classes": 3, "average": None},
+    "counts": {"target": "MulticlassF1Score", "num_classes": 3},
+    "matrix": {"target": "MulticlassConfusionMatrix", "num_classes": 3},
+    "calibration": {"target": "MulticlassCalibrationError", "num_classes": 3},
+}
+
+
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(12, 3, generator=draw).softmax(1), torch.arange(12) % 3
+
+
+def results_of(first: int, last: int) -> dict[str, Any]:
+    """What each metric of the zoo computes from some samples, in batches of 2."""
+    import torchmetrics.classification as zoo
+
+    found: dict[str, Any] = {}
+    prediction, target = samples()
+    for name, given in ZOO.items():
+        metric = getattr(zoo, given["target"])(**{key: value for key, value in given.items() if key != "target"})
+        metrics = EvalMetrics({name: metric})
+        for begin in range(first, last, 2):
+            metric.update(prediction[begin : min(begin + 2, last)], target[begin : min(begin + 2, last)])
+        found |= metrics.result()
+        found |= {key: value.tolist() for key, value in metrics.matrices.items()}
+    return found
+
+
+def rank(number: int, folder: str) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")  # torchmetrics warns of a rank without samples
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+    shares = {"one without samples": [(0, 12), (12, 12)], "uneven": [(0, 3), (3, 12)]}
+    torch.save({name: results_of(*parts[number]) for name, parts in shares.items()}, f"{folder}/{number}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_two_ranks_give_the_numbers_of_one_also_where_one_has_no_samples(tmp_path):
+    mp.spawn(rank, (str(tmp_path),), nprocs=2)
+    alone = results_of(0, 12)
+    assert len(alone) == 11
+    for number in range(2):
+        for found in torch.load(tmp_path / f"{number}.pt").values():
+            assert found.keys() == alone.keys()
+            for name, value in alone.items():
+                assert torch.allclose(torch.tensor(found[name]), torch.tensor(value), atol=1e-6), name
+
+
+def chosen(name: str, target: str, **more: Any) -> dict[str, Any]:
+    return {"metrics": {name: {"_target_": f"torchmetrics.classification.{target}", "num_classes": 3, **more}}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            chosen("accuracy", "MulticlassAccuracy"),
+            r"metrics.accuracy: the task logs val/accuracy .*my_accuracy",
+        ),
+        (chosen("loss", "MulticlassAccuracy"), r"metrics.loss: the task logs val/loss itself"),
+    ],
+    ids=["accuracy", "loss"],
+)
+def test_a_name_of_the_task_is_refused_before_the_first_step(train, parts, said):
+    found: list[Any] = []
+    with pytest.raises(ConfigError, match=said):
+        train(parts=parts, into=found)
+    assert not [record for record in found[0].records if record.kind == "metrics"]
+
+
+def test_a_metric_of_another_name_stands_beside_those_of_the_task(train):
+    run = train(parts=chosen("recall", "MulticlassRecall"), epochs=1)
+    assert run.metrics("val/recall")
+    assert run.metrics("val/accuracy")
+
+
+def test_a_name_that_the_task_turns_out_to_log_is_refused_at_the_first_validation(train):
+    with pytest.raises(ConfigError, match=r"metrics.accuracy: the task logs val/accuracy itself"):
+        train(parts={**chosen("accuracy", "MulticlassAccuracy"), "task": {"metric": None}})
+
+
+def test_top_5_of_three_classes_is_left_out(train, capsys):
+    class Named(Numbers):
+        num_classes = 3
+
+    top5 = {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": None, "top_k": 5}
+    run = train(parts={"metrics": {"top5": top5}}, data=Named, epochs=1)
+    assert run.metrics("val/top5") == []
+    assert "metrics.top5 is left out: top_k=5 of 3 classes" in capsys.readouterr().err
