@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -44,7 +46,7 @@ class Points(Dataset):
 
 
 class Announced(Points):
-    """Wants to know what will be read; so a worker makes all batches but the first, where there is one.
+    """Wants to know what will be read, and draws from the global generators. A worker reads all batches but the first.
 
     Args:
         mark: a file. The process that reads sample 50 makes it, and kills itself; once it is there, nothing happens.
@@ -62,4 +64,5 @@ class Announced(Points):
         if index == 50 and not self.mark.exists():
             self.mark.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
+        x, y = super().__getitem__(index)
+        return x + torch.rand(()) + float(np.random.rand()) + random.random(), y
