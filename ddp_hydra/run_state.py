@@ -69,6 +69,7 @@ class Summary(Struct, kw_only=True):
     stopped_early: str | None = None
     objective: Objective | None = None
     metrics: Metrics = {}
+    matrices: dict[str, list[Any]] | None = None
     best: Best | None = None
     steps: Count | None = None
     samples: float | None = None

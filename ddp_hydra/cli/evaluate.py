@@ -36,6 +36,8 @@ def main(words: Sequence[str]) -> None:
     print(f"{found['checkpoint']} (step {found['step']}){samples}")  # noqa: T201
     for name, value in found["metrics"].items():
         print(f"{name} {value:.6f}")  # noqa: T201
+    for name, rows in found["matrices"].items():
+        print(f"{name} {rows}")  # noqa: T201
 
 
 def evaluate(run: str, which: str = "best", split: str = "val", changes: Sequence[str] = ()) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class TrainResult(Struct, kw_only=True):
     slowest: dict[str, float]
     interrupted: str
     stopped_early: str
+    matrices: dict[str, list[Any]]
 
     def __post_init__(self) -> None:
         self.stopped_early = plain(message_of(self.stopped_early))

@@ -155,6 +155,10 @@ class EvalMetrics:
         self.matrices[name] = value.cpu()
         return {}
 
+    def lists(self) -> dict[str, list[Any]]:
+        """Return the last result's matrices as lists: of a confusion matrix, true class -> predicted class."""
+        return {name: matrix.tolist() for name, matrix in self.matrices.items()}
+
     def show(self, step: int) -> None:
         """Send pictures of the last result's matrices; called on rank 0."""
         for name, matrix in self.matrices.items():

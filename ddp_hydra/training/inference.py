@@ -101,6 +101,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
         stopped = StepConsensus().decide(stop=stop.reason()).stop
         return {
             "metrics": metrics,
+            "matrices": evaluation.metrics.lists(),
             "samples": len(run.data) if hasattr(run.data, "__len__") else None,
             "step": trained.step,
             "interrupted": heartbeat.REASONS[stopped],

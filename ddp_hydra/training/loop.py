@@ -243,4 +243,5 @@ def summarise(run: Run) -> dict[str, Any]:
         "peak_memory": memory.peak_of_all_ranks(run.loader.device),
         "interrupted": heartbeat.REASONS[run.stop],
         "stopped_early": stopped_early,
+        "matrices": run.validation.metrics.lists() if run.validation is not None else {},
     }

@@ -59,6 +59,7 @@ VALUE = {
     "slowest": {"rank": 1, "times": 1.05},
     "interrupted": "",
     "stopped_early": "",
+    "matrices": {},
 }
 
 

@@ -111,3 +111,10 @@ def test_top_5_of_three_classes_is_left_out(train, capsys):
     run = train(parts={"metrics": {"top5": top5}}, data=Named, epochs=1)
     assert run.metrics("val/top5") == []
     assert "metrics.top5 is left out: top_k=5 of 3 classes" in capsys.readouterr().err
+
+
+def test_a_confusion_matrix_is_returned_as_lists(train):
+    run = train(parts=chosen("confusion", "MulticlassConfusionMatrix"), epochs=1)
+    rows = run.value["matrices"]["val/confusion"]
+    assert [len(row) for row in rows] == [3, 3, 3]
+    assert sum(map(sum, rows)) == 5
