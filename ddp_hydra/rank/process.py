@@ -129,6 +129,7 @@ def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs:
     if (numpy := sys.modules.get("numpy")) is not None:
         # Ranks are forks of one process and would all draw the same numbers; Python's own generator reseeds itself.
         numpy.random.seed()
+    torch.default_generator.seed()
     function: Any = pkgutil.resolve_name(target) if isinstance(target, str) else target
     return function(*args, **kwargs)
 

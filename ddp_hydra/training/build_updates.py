@@ -15,6 +15,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR
+from ddp_hydra.training.run import check_updates
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update
@@ -110,6 +111,8 @@ class BuildUpdates:
         run.updates = updates
         run.monitor.watch(updates.values())
         run.frozen_norms = parameter_groups.frozen_norms(self.model)
+        if self.model.training:
+            run.train_mode()  # at once, as in a run that is resumed here
         run.state.unfrozen.append(stage)
 
 
@@ -119,7 +122,10 @@ def updates_of(task: Task) -> list[str]:
     Raises:
         ConfigError: it names none, or parts beside the whole model.
     """
-    names = list(dict.fromkeys(name for step in range(1, UPDATES_REPEAT + 1) for name in task.updates(step)))
+    of_steps = {step: task.updates(step) for step in range(1, UPDATES_REPEAT + 1)}
+    names = list(dict.fromkeys(name for of_step in of_steps.values() for name in of_step))
+    for step, of_step in of_steps.items():
+        check_updates(task, step, of_step)
     if not names or ("" in names and len(names) > 1):
         raise ConfigError(
             f"{type(task).__name__}.updates(step) returned {names}: it must return the names of parts of the model, or "

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra import results
 from ddp_hydra.config import objective
@@ -221,10 +223,83 @@ def schedule(
         update: name of the update whose optimizer it is.
     """
     node = of_update(cfg.scheduler, update, "scheduler")
-    known = {"total_steps": total_steps, "epoch_steps": epoch_steps}
+    known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
+    if takes_mode(node):  # its value is the objective
+        known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
+    built = _with_optimizer(node, known)
+    check_schedule(built, str(node["_target_"]))
+    return built
+
+
+def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
+    """Build a schedule; schedules among its arguments get the optimizer, too."""
     taken = parameters(node["_target_"])
-    arguments = {name: value for name, value in known.items() if name in taken}
-    return make(node, optimizer, **(arguments if taken else {"total_steps": total_steps}))
+    inner = {str(key): value for key, value in node.items() if any(_schedules_in(value))}
+    built = {
+        key: [_with_optimizer(one, known) for one in value] if isinstance(value, ListConfig) else value
+        for key, value in inner.items()
+    }
+    built = {
+        key: _with_optimizer(value, known) if isinstance(value, DictConfig) else value for key, value in built.items()
+    }
+    rest = OmegaConf.masked_copy(node, [key for key in node if key not in inner])
+    given = {name: value for name, value in known.items() if name in taken and name not in node}
+    if "optimizer" in taken:
+        return make(rest, **given, **built)
+    return make(rest, known["optimizer"], **(given if taken else {"total_steps": known["total_steps"]}), **built)
+
+
+def _schedules_in(value: Any) -> Iterator[DictConfig]:
+    """Yield the nodes in an argument that take an optimizer."""
+    for one in value if isinstance(value, ListConfig) else [value]:
+        if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
+            yield one
+
+
+def takes_mode(node: DictConfig) -> bool:
+    """Return whether a node is torch's ReduceLROnPlateau without a mode."""
+    return str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node
+
+
+def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
+    """Refuse a schedule that the loop can't step.
+
+    Raises:
+        ConfigError: its step() needs an argument, or it has ReduceLROnPlateau within.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau) and not nested:
+        return
+    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
+        raise ConfigError(
+            f"scheduler._target_={target} returned a {type(scheduler).__name__}: return a schedule of "
+            "torch.optim.lr_scheduler, or an object with its step(), state_dict() and load_state_dict()"
+        )
+    needed = [
+        name
+        for name, one in inspect.signature(scheduler.step).parameters.items()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    if needed:
+        raise ConfigError(
+            f"scheduler._target_={target}: {type(scheduler).__name__}.step() needs {', '.join(needed)}, but a schedule "
+            "is stepped after each step without an argument; only ReduceLROnPlateau, by itself, is given the "
+            "objective's value, after each validation"
+        )
+    for one in getattr(scheduler, "_schedulers", ()):
+        check_schedule(one, target, nested=True)
+
+
+def depends_on_length(node: Any) -> bool:
+    """Return whether a schedule, or one within it, is told how long the run is."""
+    if isinstance(node, (ListConfig, list)):
+        return any(depends_on_length(one) for one in node)
+    if not isinstance(node, (DictConfig, dict)):
+        return False
+    if "_target_" in node:
+        taken = parameters(str(node["_target_"]))
+        if not taken or ({"total_steps", "epoch_steps"} & set(taken)) - set(node):
+            return True
+    return any(depends_on_length(value) for value in node.values())
 
 
 def device(cfg: DictConfig) -> torch.device:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.console.text import plain
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.storage.files import NotingFile
+from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import not_finite
 from ddp_hydra.training.state import FORMAT, State
 
@@ -25,7 +27,11 @@ def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
     Raises:
         NonFiniteLoss: it names the tensors.
     """
-    if bad := not_finite(content, (name for name, _ in state.model.named_buffers())):
+    unchecked = [name for name, _ in state.model.named_buffers(remove_duplicate=False)]
+    # A frozen parameter may be a mask.
+    unchecked += [name for name, one in state.model.named_parameters(remove_duplicate=False) if not one.requires_grad]
+    unchecked += state.infinite
+    if bad := not_finite(content, unchecked):
         names = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise NonFiniteLoss(
             f"the state after step {content['position']['step']} is not finite ({names}), although losses and "
@@ -45,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = plain(f"{type(error).__name__}: {error}").splitlines()[0]
         raise CheckpointError(
             f"{path} can't be read as a checkpoint ({reason:.140}): it is "
             "damaged or something else; take an earlier step file of the same run"
@@ -69,7 +75,7 @@ def load_fitting(model: nn.Module, path: Path) -> list[str]:
         CheckpointError: the file holds no weights, or fits less than half of the model.
     """
     given = weights_in(path)
-    own = model.state_dict()
+    own = dict(plain_state.tensors(model.state_dict()))
     fitting = {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
     if len(fitting) < len(own) / 2:
         raise CheckpointError(
@@ -89,14 +95,15 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = plain(f"{type(error).__name__}: {error}").splitlines()[0]
         raise CheckpointError(f"{path} can't be read as weights ({reason:.140})") from None
     for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    found = dict(plain_state.tensors(content)) if isinstance(content, dict) else {}
+    if not found or not all(isinstance(name, str) for name in found):
         raise CheckpointError(f"{path} holds no weights: give a state_dict of names and tensors")
-    return {name.removeprefix("module."): value for name, value in content.items()}
+    return {name.removeprefix("module."): value for name, value in found.items()}
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> None:

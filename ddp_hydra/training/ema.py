@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from itertools import chain
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.finite import STATISTICS, is_finite
 
 
 class Ema:
@@ -16,36 +19,57 @@ class Ema:
     Args:
         model: its weights and buffers are averaged.
         decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
+        build: builds the model once more, for one that can't be copied, as with torch's first `weight_norm`.
 
     Attributes:
         model: the average, a copy of the model.
         steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
             from a GPU waits for the GPU.
+        infinite: names of parameters that held infinite values from the beginning, as masks do.
+
+    Raises:
+        ConfigError: the model can't be copied, nor built again.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, build: Callable[[], nn.Module] | None = None) -> None:
         self.decay = decay
-        self.model: nn.Module = copy.deepcopy(model).requires_grad_(False)
+        self.model: nn.Module = _copied(model, build).requires_grad_(False)
         self.steps = 0
+        self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Add the weights after a step to the average."""
         weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
-        for averaged, current in self._by_type(model):
-            if self.steps and averaged[0].is_floating_point():
-                torch._foreach_lerp_(averaged, current, weight)
-            else:  # the first, or counts
+        for (_, kind), (averaged, current) in self._by_type(model).items():
+            if not self.steps or kind == "copied":
                 torch._foreach_copy_(averaged, current)
+            elif kind == "averaged":
+                torch._foreach_lerp_(averaged, current, weight)
+            else:
+                for old, new in zip(averaged, current, strict=True):  # an infinite value has no average
+                    old.copy_(torch.where(old.isfinite(), torch.lerp(old, new, weight), new))
         self.steps += 1
 
-    def _by_type(self, model: nn.Module) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def _by_type(
+        self, model: nn.Module
+    ) -> dict[tuple[torch.dtype, str], tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Return pairs of lists, the average's tensors and the model's, one pair per type: each takes one kernel."""
-        groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
-        for averaged, current in zip(_tensors(self.model), _tensors(model), strict=True):
-            groups[averaged.dtype][0].append(averaged)
-            groups[averaged.dtype][1].append(current)
-        return list(groups.values())
+        groups: dict[tuple[torch.dtype, str], tuple[list[torch.Tensor], list[torch.Tensor]]]
+        groups = defaultdict(lambda: ([], []))
+        for averaged, (name, current, is_buffer) in zip(_tensors(self.model), _tensors(model), strict=True):
+            group = groups[current.dtype, self._kind(name, current, is_buffer)]
+            group[0].append(averaged[1])
+            group[1].append(current)
+        return groups
+
+    def _kind(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> str:
+        """Return what becomes of a tensor: averaged; watched: averaged where it is finite; copied."""
+        is_number = (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
+        if not is_number or tensor.layout != torch.strided:
+            return "copied"
+        may_be_infinite = name in self.infinite or (is_buffer and name.rpartition(".")[2] not in STATISTICS)
+        return "watched" if may_be_infinite else "averaged"
 
     def state_dict(self) -> dict[str, object]:
         """Return the average and its number of steps."""
@@ -57,5 +81,26 @@ class Ema:
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 
 
-def _tensors(model: nn.Module) -> chain[torch.Tensor]:
-    return chain(model.parameters(), model.buffers())
+def _copied(model: nn.Module, build: Callable[[], nn.Module] | None) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a lock, an open file, a tensor that is no leaf
+        reason = " ".join(str(error).split())
+        if build is not None:
+            again = build()
+            given = {name: (value.shape, value.dtype) for name, value, _ in _tensors(model)}
+            if given == {name: (value.shape, value.dtype) for name, value, _ in _tensors(again)}:
+                for (_, old, _), (_, new, _) in zip(_tensors(again), _tensors(model), strict=True):
+                    old.detach().copy_(new.detach())
+                return again
+        raise ConfigError(
+            f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
+            f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null, or build what can't be copied "
+            "elsewhere than in the model (nn.utils.parametrizations has norms that can)"
+        ) from error
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the name of each parameter and buffer, the tensor, and whether it is a buffer."""
+    yield from ((name, parameter, False) for name, parameter in model.named_parameters())
+    yield from ((name, buffer, True) for name, buffer in model.named_buffers())

@@ -20,7 +20,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import replacing
-from ddp_hydra.training import builders
+from ddp_hydra.training import builders, plain_state
 from ddp_hydra.training.export_example import SIZES, Example
 from ddp_hydra.training.load_run import Trained
 
@@ -144,7 +144,10 @@ def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path
         raise missing("safetensors", "safetensors") from None
     config = redact.without({name: trained.config[name] for name in ("model", "task", "data")})
     meta = {"format": "pt", "config": json.dumps(config), "data": json.dumps(trained.data.as_dict())}
+    path.touch()  # by the umask, which save_model does not ask
+    mode = path.stat().st_mode
     save_model(model, str(path), {**meta, "step": str(trained.step)})
+    path.chmod(mode)
     again = builders.model(trained.cfg, trained.data).eval()
     load_model(again, str(path))
     return again, True
@@ -192,7 +195,7 @@ def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tu
     if not all(isinstance(part, Tensor) for part in args):
         raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
     flat, positional = Example(args, {}), Positional(model, names).eval()
-    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    size = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict()))
     inputs = [f"input_{number}" for number in range(len(example.args))] + names
     inputs[: len(example.args)] = ["input"] if len(example.args) == 1 else inputs[: len(example.args)]
     program, dynamic = exported(positional, flat)

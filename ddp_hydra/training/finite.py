@@ -83,20 +83,32 @@ def are_finite(losses: Sequence[Tensor], before: GradientNorms | None = None) ->
     return lambda: bool(on_cpu()) and not (before is not None and before.nonfinite_names())
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor of any type has finite numbers only."""
+    values = tensor.detach()
+    if values.layout is torch.sparse_coo:
+        values = values._values()
+    if values.layout is not torch.strided or not (values.is_floating_point() or values.is_complex()):
+        return True
+    if values.itemsize == 1:  # float8 has no sum
+        values = values.float()
+    # The sum is checked first: it needs no memory.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
 def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[str]:
     """Return the names of tensors that are not finite: weights, their average, statistics, the optimizer's state.
 
     Args:
         content: a captured state, on the CPU.
-        buffers: names of the model's buffers; only those in `STATISTICS` are checked.
+        buffers: names of the model's buffers, of which only those in `STATISTICS` are checked, and of parameters
+            that are not checked.
     """
     unchecked = {name for name in buffers if name.rpartition(".")[2] not in STATISTICS}
-    tensors = [(name, tensor) for name, tensor in _checked(content, unchecked) if tensor.is_floating_point()]
-    # The sum is checked first: it needs no memory.
-    return [name for name, tensor in tensors if not tensor.sum().isfinite() and not tensor.isfinite().all()]
+    return [name for name, value in _checked(content, unchecked) if isinstance(value, Tensor) and not is_finite(value)]
 
 
-def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Tensor]]:
+def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Any]]:
     for prefix, part in (("", content), ("ema: ", content.get("ema") or {"model": {}})):
         yield from ((prefix + name, tensor) for name, tensor in part["model"].items() if name not in unchecked)
     optimizer = content["optimizer"]

@@ -21,7 +21,12 @@ class ZeroGradients(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """Return a scalar that depends on every trained parameter."""
-        return torch.stack([(part * 0).sum() for part in self.model.parameters() if part.requires_grad]).sum()
+        trained = (part for part in self.model.parameters() if part.requires_grad)
+        return torch.stack([(_real(part) * 0).sum() for part in trained]).sum()
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(parameter) if parameter.is_complex() else parameter
 
 
 def prebuild_buckets(ddp: DistributedDataParallel) -> None:

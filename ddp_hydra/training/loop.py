@@ -188,6 +188,8 @@ def decide(run: Run, due: Actions, validated: bool, is_new: bool, amid_epoch: bo
     """
     metric = run.cfg.objective.metric
     counts = validated and (is_new or metric.startswith("val/"))
+    if counts:
+        run.schedule_progress.judge(run.state.scheduler, run.metrics.get(metric))
     is_unknown = counts and objective.is_unknown(metric, run.metrics)
     ends_early = counts and run.early_stopping.update(run.metrics)
     run.state.validation_due = bool(run.stop) or is_unknown  # a resume with another objective validates first

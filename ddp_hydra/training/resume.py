@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from ddp_hydra.config import checkpoint_config, objective
-from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.state import State, each
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.training import builders, plain_state
+from ddp_hydra.training.lr_schedules import FactorLR
+from ddp_hydra.training.state import ByName, State, each
 
 SHOWN = 8
+_PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "threshold_mode", "mode_worse", "min_lrs"}
+"""Attributes of ReduceLROnPlateau that are its arguments."""
 
 
 def restore(state: State, content: dict[str, Any]) -> str:
@@ -33,12 +41,17 @@ def restore(state: State, content: dict[str, Any]) -> str:
     settings = [_Settings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)]
     if any(before.get(part) != now.get(part) for part in ("task", "loss")):
         content = {**content, "epoch_means": None}  # sums of what another task has counted
+    progress = state.extras.get("progress")
+    if progress is not None and progress.total != (content.get("progress") or {}).get("total"):
+        for one in settings:  # what a schedule of torch was told of the run's length is in its state
+            one.is_other_schedule |= one.depends_on_length
     if any(one.is_other_schedule for one in settings):
         for one in settings:
             one.is_other_schedule = True
         # The new schedule starts at 0, and is moved to the run's position later.
-        progress = {**(content.get("progress") or {}), "taken": 0}
-        content = {**content, "scheduler": state.scheduler.state_dict(), "progress": progress}
+        fresh = plain_state.encode(state.scheduler.state_dict(), "scheduler")
+        content = {**content, "scheduler": _with_plateaus(fresh, content["scheduler"], state.scheduler)}
+        content["progress"] = {**(content.get("progress") or {}), "taken": 0}
     state.restore(content)
     for one in settings:
         one.put_back()
@@ -52,6 +65,13 @@ def restore(state: State, content: dict[str, Any]) -> str:
     changes = checkpoint_config.changes(before, now)
     more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
     return ", ".join(changes[:SHOWN]) + more
+
+
+def _with_plateaus(fresh: Any, saved: Any, scheduler: Any) -> Any:
+    """Return a new schedule's state; a ReduceLROnPlateau has learned from validations, and keeps the saved one."""
+    if isinstance(scheduler, ByName):
+        return {name: _with_plateaus(fresh[name], saved.get(name), part) for name, part in scheduler.items()}
+    return saved if isinstance(scheduler, ReduceLROnPlateau) and "num_bad_epochs" in (saved or {}) else fresh
 
 
 class _Settings:
@@ -74,8 +94,19 @@ class _Settings:
         ]
         changed = _changed_keys(before, now, "scheduler", name)
         self.schedule = {key: vars(scheduler)[key] for key in changed if key in vars(scheduler)}
-        self.is_other_schedule = "_target_" in changed
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        is_torchs = not isinstance(scheduler, (FactorLR, ReduceLROnPlateau))
+        # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
+        derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - vars(scheduler).keys()
+        self.is_other_schedule = "_target_" in changed or (is_torchs and bool(changed) and bool(derived))
+        node = now.get("scheduler") or {}
+        self.depends_on_length = is_torchs and builders.depends_on_length(
+            node if "_target_" in node else node.get(name)
+        )
+        if is_plateau and not self.is_other_schedule:
+            self.schedule = {key: vars(scheduler)[key] for key in _PLATEAU & vars(scheduler).keys() if changed}
         self.changed = _changed_keys(before, now, "optimizer", name)
+        self.is_other_optimizer = "_target_" in self.changed
         # If trainer.base_batch_size is set, the learning rate depends on the global batch.
         by_batch = any((config.get("trainer") or {}).get("base_batch_size") for config in (before, now))
         self.has_other_rates = "lr" in self.changed or by_batch
@@ -83,14 +114,45 @@ class _Settings:
     def put_back(self) -> None:
         """Replace the checkpoint's settings by those that changed."""
         for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.update({key: new[key] for key in self.changed if key in new and key != "lr"})
-            if self.schedule:  # torch's schedulers keep some of their settings there
+            changed = self.optimizer.defaults.keys() if self.is_other_optimizer else self.changed
+            group.update({key: new[key] for key in changed if key in new and key != "lr"})
+            if self.is_other_optimizer:
+                for key in group.keys() - new.keys() - {"params", "initial_lr"}:
+                    del group[key]
+            if self.is_other_schedule:  # torch's schedules keep some of their settings there, and cycle others
                 group.update({key: value for key, value in new.items() if key not in self.optimizer.defaults})
-            if self.is_other_schedule:
-                group.update({key: new[key] for key in ("lr", "initial_lr") if key in new})
+                cycled = ("momentum", "betas") if "max_momentum" in new else ()
+                group.update({key: new[key] for key in ("lr", "initial_lr", *cycled) if key in new})
         if self.has_other_rates and not self.is_other_schedule:
             self._set_rates()
         vars(self.scheduler).update(self.schedule)
+        if self.changed - {"lr"}:
+            self._try_step()
+
+    @torch.no_grad()
+    def _try_step(self) -> None:
+        """Take a step with a copy of the smallest parameter, whose state another optimizer may not take.
+
+        Raises:
+            CheckpointError: it doesn't.
+        """
+        kept = self.optimizer.state
+        known = [(one, group) for group in self.optimizer.param_groups for one in group["params"] if kept.get(one)]
+        if not known:
+            return
+        parameter, group = min(known, key=lambda pair: pair[0].numel())
+        trial, stand_in = copy.copy(self.optimizer), torch.zeros_like(parameter)
+        stand_in.grad = torch.zeros_like(parameter)
+        trial.param_groups = [{**group, "params": [stand_in]}]
+        trial.state = defaultdict(dict, {stand_in: copy.deepcopy(kept[parameter])})
+        try:
+            type(trial).step(trial)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has kept {', '.join(map(str, kept[parameter]))}, with which "
+                f"{type(trial).__name__} with its new settings can't go on ({type(error).__name__}: {error!s:.100}): "
+                "resume with the optimizer's former settings, or begin anew from the weights with model.weights=<run>"
+            ) from error
 
     def _set_rates(self) -> None:
         """Scale the learning rates to what they would be if the run had begun with the new config."""

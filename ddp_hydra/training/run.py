@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.cadence import Cadence, LogClock
@@ -210,6 +211,7 @@ class Run:
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
         """Yield each update of the step with its micro-batches, and clear its gradients before."""
         names = self.task.updates(self.step)
+        check_updates(self.task, self.step, names, self.updates)
         if len(names) > 1:
             micro_batches = list(micro_batches)
         for name in names:
@@ -348,6 +350,20 @@ class Run:
         if (stream := self.state.extras.get("stream")) is not None:
             stream.gather(self.consensus.gather_objects)
         self.nonfinite.remember()
+
+
+def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[str] | None = None) -> None:
+    """Refuse a step without an update, or with one that the first steps don't have.
+
+    Raises:
+        ConfigError: with the step.
+    """
+    if not names or (known is not None and not set(names) <= set(known)):
+        raise ConfigError(
+            f"{type(task).__name__}.updates({step}) returned {tuple(names)}: each step has to update something"
+            + (f", one of {', '.join(known)}" if known is not None else "")
+            + "; to train a part less often, return the others in the steps between"
+        )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

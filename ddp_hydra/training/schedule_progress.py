@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.state import Position, each
 
@@ -71,15 +73,28 @@ class ScheduleProgress:
         for part in parts:
             if isinstance(part, FactorLR):
                 part.go_to(self.done)
-        torchs = [part for part in parts if not isinstance(part, FactorLR)]
+        torchs = [part for part in parts if not isinstance(part, (FactorLR, ReduceLROnPlateau))]
         while torchs and self.taken < int(self.done):
             self.taken += 1
             for part in torchs:
                 part.step()
 
+    @staticmethod
+    def judge(scheduler: Any, value: float | None) -> None:
+        """Tell each ReduceLROnPlateau the value of the objective, after a validation.
+
+        Args:
+            scheduler: one, or several by name.
+            value: None if it was not measured.
+        """
+        for _, part in each(scheduler):
+            if isinstance(part, ReduceLROnPlateau) and value is not None:
+                part.step(value)
+
     def state_dict(self) -> dict[str, int]:
         """Return the counts for a checkpoint."""
-        return {"global_batch": self.global_batch, "epoch_steps": self.epoch_steps, "taken": self.taken}
+        counts = {"global_batch": self.global_batch, "epoch_steps": self.epoch_steps, "taken": self.taken}
+        return {**counts, "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the counts of a checkpoint."""

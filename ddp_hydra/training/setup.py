@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,10 @@ def build(
     build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
     updates = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
-    state, changed = build_state(cfg, bare, task, updates, progress, builders.callbacks(cfg), kept, saved)
+    build_again = lambda: builders.model(cfg, train_set).to(device)  # noqa: E731
+    callbacks = builders.callbacks(cfg)
+    state, changed = build_state(cfg, bare, task, updates, progress, callbacks, kept, saved, build_again)
+    state.check()
     state.data = description.as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
@@ -178,15 +181,19 @@ def build_state(
     callbacks: Mapping[str, Callback],
     kept: Mapping[str, Any] | None,
     saved: dict[str, Any],
+    build_again: Callable[[], nn.Module] | None = None,
 ) -> tuple[State, str]:
     """Put together what a checkpoint holds, and restore it from `saved`, a checkpoint, unless that is empty.
+
+    Args:
+        build_again: builds the model once more, for the average of one that can't be copied.
 
     Returns:
         The state; the settings that differ from the checkpoint's, "" for none.
     """
     extras = {
         "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
-        "ema": Ema(model, cfg.trainer.ema_decay) if cfg.trainer.ema_decay else None,
+        "ema": Ema(model, cfg.trainer.ema_decay, build_again) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
         "epoch_means": EpochMeans(task),
         "progress": progress,

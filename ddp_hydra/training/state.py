@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.errors import CheckpointError
+from ddp_hydra.training import plain_state
 from ddp_hydra.training.consensus import world_size
 
 FORMAT = 3
@@ -81,30 +82,52 @@ class State:
     validation_due: bool = False
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        named = self.model.named_parameters(remove_duplicate=False)
+        self.infinite = [name for name, parameter in named if not parameter.detach().sum().isfinite()]
+
     def capture(self) -> dict[str, Any]:
         """Return a copy of the state on the CPU, which later steps don't change."""
         return self.begin_capture()()
 
     def begin_capture(self) -> Callable[[], dict[str, Any]]:
-        """Begin to copy the state to the CPU; return a function that waits for the copy. See `begin_copy`."""
-        return begin_copy(
-            {
-                "format": FORMAT,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict(),
-                **{name: part.state_dict() for name, part in self.extras.items() if part is not None},
-                "position": asdict(self.position),
-                "best": self.best,
-                "validations": self.validations,
-                "validation_due": self.validation_due,
-                **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
-                "config": self.config,
-                "data": dict(self.data),
-                "world_size": world_size(),
-                "torch": str(torch.__version__),
-            }
-        )
+        """Begin to copy the state to the CPU; return a function that waits for the copy. See `begin_copy`.
+
+        Raises:
+            CheckpointError: a value in it can't be saved.
+        """
+        return begin_copy(self._content())
+
+    def check(self) -> None:
+        """Refuse a state that can't be saved, before the first step.
+
+        Raises:
+            CheckpointError: it names the value.
+        """
+        plain_state.encode(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
+        model = self.model.state_dict()
+        if "ema" in parts:  # the average has tensors of its own; other values are the model's
+            others = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
+            parts["ema"]["model"].update(others)
+        return {
+            "format": FORMAT,
+            "model": model,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            **parts,
+            "position": asdict(self.position),
+            "best": self.best,
+            "validations": self.validations,
+            "validation_due": self.validation_due,
+            **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
+            "config": self.config,
+            "data": dict(self.data),
+            "world_size": world_size(),
+            "torch": str(torch.__version__),
+        }
 
     def restore(self, content: dict[str, Any]) -> None:
         """Put a captured state back.
@@ -113,6 +136,7 @@ class State:
             CheckpointError: it is of another model or optimizer.
         """
         load_weights(self.model, content)
+        content = plain_state.decode({name: part for name, part in content.items() if name != "model"})
         try:
             self.optimizer.load_state_dict(content["optimizer"])
             self.scheduler.load_state_dict(content["scheduler"])
@@ -184,7 +208,7 @@ def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
         CheckpointError: they are of another model.
     """
     try:
-        model.load_state_dict(content["model"])
+        model.load_state_dict(plain_state.decode(content["model"]))
     except (KeyError, TypeError, RuntimeError) as error:
         lines = str(error).splitlines()
         raise CheckpointError(
@@ -197,7 +221,7 @@ def begin_copy(value: Any) -> Callable[[], Any]:
 
     Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
     """
-    copied = _copy(value)
+    copied = plain_state.encode(value, copy=_copy)
     if not torch.cuda.is_initialized():
         return lambda: copied
     done = torch.cuda.Event()
@@ -210,13 +234,9 @@ def begin_copy(value: Any) -> Callable[[], Any]:
     return wait
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if not value.is_cuda:
-            return value.detach().clone()
-        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value.detach(), non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _copy(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(part) for part in value)
-    return value
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    if tensor.layout != torch.strided:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
