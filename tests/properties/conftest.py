@@ -1,0 +1,65 @@
+"""One cluster of three workers for all properties, and jobs on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from distributed import Client
+
+import ddp_hydra
+from ddp_hydra.api.run import StartedRun
+from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import Scheduler
+from tests.integration.conftest import (  # noqa: F401  fixtures
+    functions_travel_by_value,
+    local_client,
+    no_rank_left,
+    ranks_alive,
+    warm_server,
+)
+
+PROJECT = Path(__file__).parent / "project"
+QUIET = ("trainer.threads=1", "dispatch.restart_wait_s=5")
+
+
+@pytest.fixture(scope="session")
+def client3(warm_server) -> Iterator[Client]:  # noqa: F811
+    with local_client(3) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def by_hand() -> ModuleType:
+    """The module of the project's models and data, for the loop by hand."""
+    spec = importlib.util.spec_from_file_location("exact_by_hand", PROJECT / "models" / "exact.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(client3, tmp_path, monkeypatch) -> Iterator[Callable[..., StartedRun]]:
+    """Run a job of the project on the cluster; each call has a run directory of its own."""
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(PROJECT))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    of_project = [name for name in sys.modules if name.partition(".")[0] in ("models", "data")]
+    for name in of_project:
+        monkeypatch.delitem(sys.modules, name)
+    connect.use_existing(Scheduler(client3.scheduler.address))
+    count = 0
+
+    def job(*overrides: str) -> StartedRun:
+        nonlocal count
+        count += 1
+        return ddp_hydra.run([*QUIET, *overrides, f"hydra.run.dir={tmp_path / str(count)}"])
+
+    yield job
+    connect.use_existing(None)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("models", "data")]:
+        del sys.modules[name]
