@@ -14,6 +14,8 @@ from ddp_hydra.training import load_run
 class Distillation(Classification):
     """Trains a classifier on the answers of a teacher, too. The teacher is frozen.
 
+    Labels that the loss leaves out count in no part of the loss, and weights of classes in both.
+
     Args:
         teacher: run directory of the teacher, or its URL; each host must be able to read it.
         temperature: both models' scores are divided by it, so that small ones count more.
@@ -28,9 +30,15 @@ class Distillation(Classification):
 
     def step(self, model: Any, batch: Any) -> Step:
         """Add the distance to the teacher's answers to the loss."""
-        step = super().step(model, batch)
+        x, y = self.mixed(batch)  # once: both models see the same
+        step = self._counted(self.criterion, model(x), y)
         with torch.no_grad():
-            goal = (self.teacher(batch[0]) / self.temperature).softmax(-1)
+            goal = (self.teacher(x) / self.temperature).softmax(-1)
         answer = (step.prediction / self.temperature).log_softmax(-1)
-        distance = F.kl_div(answer, goal, reduction="batchmean") * self.temperature**2
-        return step._replace(loss=self.share * distance + (1 - self.share) * step.loss)
+        distance = F.kl_div(answer, goal, reduction="none").sum(-1)
+        if not y.is_floating_point():
+            weights = self.counting.place_weights(y)
+            distance = distance * (y != self.counting.ignore if weights is None else weights.to(distance.dtype))
+        n = len(y) if step.n is None else step.n
+        scale = self.temperature**2 / (1 if step.summed else n)
+        return step._replace(loss=self.share * distance.sum() * scale + (1 - self.share) * step.loss)

@@ -13,26 +13,35 @@ class Step(NamedTuple):
 
     Args:
         loss: a mean over the micro-batch, a scalar.
-        n: the number of things that it is a mean of: samples, pixels, tokens; a scalar on the device where that
-            depends on the data. None: the samples of the micro-batch.
+        n: the number of things that it is a mean of: samples, pixels or tokens that count, the sum of their weights; a
+            scalar on the device where that depends on the data. None: the samples of the micro-batch. The step's
+            gradient is that of the mean over the things of all micro-batches and ranks.
         sums: name -> a sum over the micro-batch: a number, a scalar, or a tensor of any shape. The sums of all
-            micro-batches and ranks are added up in 64 bits, so each sample counts once, whatever the batches.
+            micro-batches and ranks are added up in 64 bits, so each sample counts once, whatever the batches. A pair
+            (sum, count) is divided by its own count instead of by `n`; with None as the count, by nothing.
         prediction: for the metrics that the config names (`metrics=`); None if they can't be used.
         target: what the prediction should be.
+        summed: the loss is a sum over the micro-batch; that of the step is the sum over all micro-batches and ranks.
     """
 
     loss: Tensor
-    n: int | Tensor | None = None
-    sums: Mapping[str, Tensor | float] = {}
+    n: float | Tensor | None = None
+    sums: Mapping[str, Tensor | float | tuple[Tensor | float, Tensor | float | None]] = {}
     prediction: Any = None
     target: Any = None
+    summed: bool = False
 
 
 class Task:
     """Says what a training step means.
 
     A subclass defines `step`. It knows nothing of ranks, micro-batches or precision: the loop handles these.
+
+    Attributes:
+        note: a line of the header on what the loss weighs; "" for none.
     """
+
+    note: str = ""
 
     def step(self, model: Any, batch: Any) -> Step | Tensor:
         """Compute the loss of a micro-batch in training.
@@ -53,17 +62,20 @@ class Task:
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Compute metrics from sums over many batches and all ranks.
 
-        By default, each is divided by `n`.
+        By default, each is divided by its own count, or else by `n`.
 
         Args:
-            sums: name -> sum, float64 on the CPU: those of `Step.sums`, `n`, and `loss` times `n`. With updates that
-                have a name, each name begins with that of its update: "generator/loss", "generator/n".
+            sums: name -> sum, float64 on the CPU: those of `Step.sums`, `n`, and `loss` times `n`. The count of a pair
+                is under "name/n"; a sum that nothing divides is under "name/sum", as that of a loss which is `summed`.
+                With updates that have a name, each name begins with that of its update: "generator/loss".
         """
         found = {}
         for name, total in sums.items():
             prefix, slash, last = name.rpartition("/")
-            n = sums.get(f"{prefix}{slash}n")
-            if last != "n" and n and total.ndim == 0:
+            n = sums.get(f"{name}/n", sums.get(f"{prefix}{slash}n"))
+            if last == "sum":
+                found[prefix] = float(total)
+            elif last != "n" and n and total.ndim == 0:
                 found[name] = float(total / n)
         return found
 

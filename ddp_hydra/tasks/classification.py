@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.counting import Counting
 
 
 class Classification(Task):
@@ -18,7 +19,8 @@ class Classification(Task):
     counts; otherwise only a loss.
 
     Args:
-        criterion: (prediction, target) -> mean loss. Its attribute `for_validation`, if it has one, replaces it there.
+        criterion: (prediction, target) -> mean loss, see `Counting`. Its attribute `for_validation`, if it has one,
+            replaces it there.
         mix: (x, y) -> (x, y): mixes the samples of a micro-batch in training, as mixup does; None: no mixing.
         class_axis: axis of the prediction that holds the classes; see `classes`.
         names: of the classes; predictions name them.
@@ -33,11 +35,18 @@ class Classification(Task):
     ) -> None:
         self.criterion, self.mix, self.class_axis, self.names = criterion, mix, class_axis, names
         self.validation_criterion = getattr(criterion, "for_validation", criterion)
+        self.counting = Counting(criterion)
+        self.note = self.counting.note
 
     def step(self, model: Any, batch: Any) -> Step:
         """Mix the samples, and compute the loss."""
-        x, y = batch if self.mix is None else self.mix(*batch)
+        x, y = self.mixed(batch)
         return self._counted(self.criterion, model(x), y)
+
+    def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a micro-batch, mixed."""
+        x, y = batch if self.mix is None else self.mix(*batch)
+        return x, y
 
     def validation_step(self, model: Any, batch: Any) -> Step:
         """Compute the loss of samples as they are."""
@@ -46,20 +55,23 @@ class Classification(Task):
 
     def _counted(self, criterion: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, y: Tensor) -> Step:
         loss = criterion(prediction, y)
+        counting = self.counting
         with torch.no_grad():
-            pair = classes(prediction, y, self.class_axis)
-            if pair is None:
-                return Step(loss, y.numel(), {}, prediction, y)
-            guess, truth = pair
-            correct = (guess == truth).sum()
-        return Step(loss, truth.numel(), {"correct": correct}, prediction, y)
-
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the mean loss, and the accuracy if there are classes."""
-        found = super().metrics(sums)
-        if "correct" in found:
-            found["accuracy"] = found.pop("correct")
-        return found
+            n = counting.n(prediction, y)
+            sums: dict[str, Any] = {}
+            if (pair := classes(prediction, y, self.class_axis)) is not None:
+                guess, truth = pair
+                correct = guess == truth
+                if truth is not y:  # shares, which all count
+                    counted: Any = truth.numel()
+                elif counting.kind == "classes" and counting.weight is None:
+                    counted = n
+                else:
+                    counted = counting.counted(truth)
+                if truth is y and counting.ignore >= 0:
+                    correct &= truth != counting.ignore
+                sums = {"accuracy": (correct.sum(), counted)}
+        return Step(loss, n, sums, prediction, y, counting.summed)
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric (answers, classes) scores, and as many class numbers; perplexity needs the time axis.
@@ -78,7 +90,9 @@ class Classification(Task):
                 target = target.long()
             metric.update(*(part if part.ndim == 1 else part.reshape(-1, part.shape[-1]) for part in (scores, target)))
         else:
-            metric.update(scores.flatten(0, -2), step.target.flatten())
+            scores, target = scores.flatten(0, -2), step.target.flatten()
+            counted = target != self.counting.ignore
+            metric.update(scores[counted], target[counted])
 
     def predict(self, model: Any, batch: Any) -> dict[str, Any]:
         """Return the likeliest class, its probability, and its name if the classes have names.

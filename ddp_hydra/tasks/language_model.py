@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.counting import IGNORED
 
 
 class LanguageModel(Task):
@@ -20,7 +21,7 @@ class LanguageModel(Task):
     (batch, time + 1), of which each but the last is an input.
 
     Args:
-        ignore: the token of `y` that doesn't count, as for padding; None if all count.
+        ignore: the token of `y` that doesn't count, as for padding; None: -100 doesn't, as for torch.
     """
 
     def __init__(self, ignore: int | None = None) -> None:
@@ -30,16 +31,12 @@ class LanguageModel(Task):
         """Compute the loss, and count the tokens."""
         x, y = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
         logits, y = model(x), y.long()
-        ignore = -100 if self.ignore is None else self.ignore
+        ignore = IGNORED if self.ignore is None else self.ignore
         loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=ignore)
         with torch.no_grad():
-            right = logits.argmax(-1) == y
-            if self.ignore is None:
-                return Step(loss, y.numel(), {"accuracy": right.sum()}, logits, y)
-            counted = y != self.ignore
-            n = counted.sum()
-            # Without any token, the mean is NaN; it counts 0 times.
-            return Step(loss.where(n > 0, 0.0), n, {"accuracy": (right & counted).sum()}, logits, y)
+            counted = y != ignore
+            right = (logits.argmax(-1) == y) & counted
+        return Step(loss, counted.sum(), {"accuracy": right.sum()}, logits, y)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return loss, accuracy and perplexity."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.counting import Counting
 
 
 class Regression(Task):
@@ -17,11 +18,12 @@ class Regression(Task):
     A batch is (x, y), with y float (batch,) or (batch, outputs).
 
     Args:
-        criterion: (prediction, target) -> mean loss.
+        criterion: (prediction, target) -> mean loss, see `Counting`.
     """
 
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.criterion = criterion
+        self.criterion, self.counting = criterion, Counting(criterion)
+        self.note = self.counting.note
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and the sums of errors and squares for each output."""
@@ -34,20 +36,22 @@ class Regression(Task):
         with torch.no_grad():
             error, truth = (part.reshape(len(y), -1).double() for part in (prediction - y, y))
             sums = {
+                "samples": len(y),
                 "absolute_error": error.abs().sum(0),
                 "squared_error": error.square().sum(0),
                 "target": truth.sum(0),
                 "squared_target": truth.square().sum(0),
             }
-        return Step(loss, len(y), sums, prediction, y)
+        return Step(loss, self.counting.n(prediction, y), sums, prediction, y, self.counting.summed)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return loss, mae and r2, means over the outputs; no r2 where the targets are all equal."""
-        n = sums["n"]
+        n = sums["samples"]
         if not n:
             return {}
         variance = sums["squared_target"] - sums["target"].square() / n
-        found = {"loss": float(sums["loss"] / n), "mae": float((sums["absolute_error"] / n).mean())}
+        loss = super().metrics({name: total for name, total in sums.items() if name in ("loss", "loss/sum", "n")})
+        found = {**loss, "mae": float((sums["absolute_error"] / n).mean())}
         if bool((variance > 1e-12 * sums["squared_target"]).all()):
             found["r2"] = float((1 - sums["squared_error"] / variance).mean())
         return found

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.counting import IGNORED, Counting
 
 
 class Segmentation(Task):
@@ -18,16 +18,17 @@ class Segmentation(Task):
     A batch is (images, masks), with masks of class numbers (batch, height, width).
 
     Args:
-        criterion: (logits (batch, classes, height, width), masks) -> mean loss over the pixels; None: cross-entropy.
-        ignore: the mask's number for pixels that don't count; None if all count. A criterion of your own has to leave
-            them out, too.
+        criterion: (logits (batch, classes, height, width), masks) -> mean loss over the pixels, see `Counting`; None:
+            cross-entropy.
+        ignore: the mask's number for pixels that don't count; None: that of the criterion, -100 if it has none. A
+            criterion of your own has to leave them out, too.
     """
 
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor] | None = None, ignore: int | None = None) -> None:
-        self.ignore = ignore
-        self.criterion = criterion or (
-            lambda logits, masks: F.cross_entropy(logits, masks, ignore_index=-100 if ignore is None else ignore)
-        )
+        self.criterion = criterion or nn.CrossEntropyLoss(ignore_index=IGNORED if ignore is None else ignore)
+        self.counting = Counting(self.criterion)
+        self.note = self.counting.note
+        self.ignore = self.counting.ignore if ignore is None else ignore
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and the sums of pixels for each class."""
@@ -41,28 +42,23 @@ class Segmentation(Task):
             )
         loss = self.criterion(logits, masks)
         with torch.no_grad():
-            counted = masks != self.ignore if self.ignore is not None else torch.ones_like(masks, dtype=torch.bool)
+            counted = masks != self.ignore
             guess, truth = logits.argmax(1)[counted], masks[counted]
             n_classes = logits.shape[1]
             both = torch.bincount(guess[guess == truth], minlength=n_classes)
             either = torch.bincount(guess, minlength=n_classes) + torch.bincount(truth, minlength=n_classes) - both
-            n = masks.numel() if self.ignore is None else counted.sum()
-        if self.ignore is not None:
-            loss = loss.where(n > 0, 0.0)  # without any pixel, the mean is NaN; it counts 0 times
-        return Step(loss, n, {"intersection": both, "union": either}, logits, masks)
+            sums = {"intersection": both, "union": either, "pixels": len(truth)}
+            n = self.counting.n(logits, masks)
+        return Step(loss, n, sums, logits, masks, self.counting.summed)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return loss, accuracy and iou; classes that are neither there nor predicted don't count."""
-        n = sums["n"]
-        if not n:
-            return {}
+        found = super().metrics({name: total for name, total in sums.items() if name in ("loss", "loss/sum", "n")})
+        if not sums["pixels"]:
+            return found
         seen = sums["union"] > 0
         iou = (sums["intersection"] / sums["union"].clamp(min=1))[seen].mean()
-        return {
-            "loss": float(sums["loss"] / n),
-            "accuracy": float(sums["intersection"].sum() / n),
-            "iou": float(iou),
-        }
+        return {**found, "accuracy": float(sums["intersection"].sum() / sums["pixels"]), "iou": float(iou)}
 
     def predict(self, model: Any, batch: Any) -> Tensor:
         """Return the class of each pixel, (batch, height, width): uint8, or int32 for more than 256 classes."""

@@ -19,6 +19,7 @@ from ddp_hydra.training.run import check_updates
 from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update
+from ddp_hydra.training.weighing import Weighing
 
 UPDATES_REPEAT = 1000
 """Number of first steps in whose updates the names that a task updates are looked for."""
@@ -68,7 +69,8 @@ class BuildUpdates:
         for name, optimizer in optimizers.items():
             step = self._step(name, optimizer, builders.scaler(cfg, self.device))
             scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
-            updates[name] = Update(name, step, scheduler, self.consensus)
+            weighing = Weighing(self.global_batch // self.consensus.world_size, self.consensus)
+            updates[name] = Update(name, step, scheduler, self.consensus, weighing)
         self._relate(updates)
         return updates
 
@@ -106,7 +108,7 @@ class BuildUpdates:
             old = update.optimizer_step
             extend(update.scheduler, old.optimizer)
             step = self._step(name, old.optimizer, old.scaler)
-            updates[name] = Update(name, step, update.scheduler, self.consensus)
+            updates[name] = Update(name, step, update.scheduler, self.consensus, update.weighing)
         self._relate(updates)
         run.updates = updates
         run.monitor.watch(updates.values())

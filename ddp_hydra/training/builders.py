@@ -28,6 +28,8 @@ from ddp_hydra.training.instantiate import init_parameters, make, parameters
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
 
+WEIGHTS = ("weight", "pos_weight")
+"""Arguments of losses that are tensors."""
 FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
 """Optimizers whose `fused` computes on GPUs."""
 FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
@@ -83,7 +85,7 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
     """Build the task; pass what it takes of the loss, the mix and the classes. Its own models go to the device."""
     taken = init_parameters(str(cfg.task["_target_"]))
     known: dict[str, Callable[[], Any]] = {
-        "criterion": lambda: make(cfg.loss),
+        "criterion": lambda: criterion(cfg),
         "mix": lambda: mix(cfg, data),
         "class_axis": lambda: objective.class_axis(cfg),
         "names": lambda: DataDescription.of(data).classes,
@@ -98,6 +100,17 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         if isinstance(part, nn.Module):
             part.to(device)
     return built
+
+
+def criterion(cfg: DictConfig) -> Any:
+    """Build the loss. Weights of its classes, a list in the config, become a tensor."""
+    weights = {name: cfg.loss[name] for name in WEIGHTS if OmegaConf.is_list(cfg.loss.get(name))}
+    node = OmegaConf.masked_copy(cfg.loss, [key for key in cfg.loss if key not in weights])
+    try:
+        tensors = {name: torch.tensor(list(values), dtype=torch.float32) for name, values in weights.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss.{', loss.'.join(weights)}: give a list of numbers, one for each class") from error
+    return make(node, **tensors)
 
 
 def callbacks(cfg: DictConfig) -> dict[str, Callback]:

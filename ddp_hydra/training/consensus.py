@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,15 +24,21 @@ class Decision:
         stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 to continue.
         bad_rank: the first rank whose step may not count; None if all may.
         log: by the clock, it is time to log.
+        n: what the step's loss is a mean over, of each rank.
     """
 
     stop: int = 0
     bad_rank: int | None = None
     log: bool = False
+    n: tuple[float, ...] = field(default=(), compare=False)
+
+
+FIELDS = 5
+"""Numbers of a vote before those of the ranks."""
 
 
 class StepConsensus:
-    """Reduces votes over all ranks: 40 bytes that travel together with the gradients, so they cost no time.
+    """Reduces votes over all ranks: a few numbers that travel together with the gradients, so they cost no time.
 
     They travel over the CPU, so the values voted on have to be there.
 
@@ -53,6 +61,7 @@ class StepConsensus:
         stop: int = 0,
         log: bool = False,
         send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None,
+        n: float | Callable[[], float] = 0.0,
     ) -> Callable[[], Decision]:
         """Cast this rank's vote; return a function that waits for the decision of all ranks. A collective.
 
@@ -63,12 +72,17 @@ class StepConsensus:
             log: it is time to log.
             send_along: sends the vote with the gradients of the backward pass that follows, see `SharedGradients`;
                 otherwise it travels by itself.
+            n: what this rank's loss is a mean over; as `good`, it may take time.
         """
-        if callable(good):
-            return functools.cache(lambda: self.vote(good(), stop, log)())
+        if callable(good) or callable(n):
+            return functools.cache(
+                lambda: self.vote(good() if callable(good) else good, stop, log, n=n() if callable(n) else n)()
+            )
         counts = (-count for count in self.counts())
+        of_ranks = [0] * self.world_size
+        of_ranks[self.rank] = _bits(n)
         # All are reduced to their maximum over the ranks.
-        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts])
+        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts, *of_ranks])
         wait: Callable[[], Any] = lambda: None  # noqa: E731
         if send_along is not None and not self.alone:
             wait = send_along(votes)
@@ -77,9 +91,11 @@ class StepConsensus:
 
         def decision() -> Decision:
             wait()
-            stop, bad, log, *counts = votes.tolist()
+            numbers = votes.tolist()
+            stop, bad, log, *counts = numbers[:FIELDS]
             self.take([-count for count in counts])
-            return Decision(stop, self.world_size - bad if bad else None, bool(log))
+            n = tuple(map(_number, numbers[FIELDS:]))
+            return Decision(stop, self.world_size - bad if bad else None, bool(log), n)
 
         return decision
 
@@ -107,6 +123,17 @@ class StepConsensus:
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a value that can be pickled from all ranks. A collective."""
         return gather_objects(value, self.group)
+
+
+def _bits(number: float) -> int:
+    """Return a number's 64 bits as an integer that is larger than 0 if the number is not 0. A negative one is NaN."""
+    found: int = struct.unpack("q", struct.pack("d", number if number >= 0 else math.nan))[0]
+    return found & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def _number(bits: int) -> float:
+    found: float = struct.unpack("d", struct.pack("q", bits))[0]
+    return found
 
 
 def world_size() -> int:

@@ -17,12 +17,14 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training import build_data, builders, header, run, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
+from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.instantiate import make
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.schedule_progress import steps_in_epoch
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
+from ddp_hydra.training.weighing import Weighing
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
@@ -63,13 +65,16 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         scaler = builders.scaler(cfg, device)
         optimizer_step = OptimizerStep(parallel, optimizer, scaler, cfg.trainer.clip_norm, update)
         optimizer_step.begin()
+        weighing = Weighing(sampler.global_batch // world_size, StepConsensus())
         for batch in batches:
             with parallel.sync_gradients(batch.last):
                 with autocast:
                     result = parallel(batch.batch)
-                optimizer_step.backward(result.loss * batch.share)
+                optimizer_step.backward(weighing.weigh(result, batch.size))
             meter.add(count(result, batch.size, update))
-        optimizer_step.apply()
+        optimizer_step.rescale(weighing.factor([float(weighing.n)]))
+        if not weighing.is_empty:
+            optimizer_step.apply()
         scheduler.step()
     metrics = named("train", task.metrics(meter.result()))
     losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))

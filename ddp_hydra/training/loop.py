@@ -81,7 +81,8 @@ def fit(run: Run) -> None:
                 nonfinite = update.find_nonfinite(decision, losses, at_once)
                 if nonfinite is not None:
                     break
-                update.optimizer_step.apply()
+                if not update.weighing.is_empty:  # else the weights stay
+                    update.optimizer_step.apply()
                 run.monitor.meter.add(*counts)
             if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches
@@ -110,7 +111,7 @@ def forward_backward(
     """Add up the gradients of an update's micro-batches, and agree with all ranks on their losses. A collective.
 
     Returns:
-        The decision of all ranks; the loss of each micro-batch, times its share of the step; its counts.
+        The decision of all ranks; the loss of each micro-batch, times its weight; its counts.
     """
     losses: list[Tensor] = []
     counts: list[Count] = []
@@ -120,7 +121,7 @@ def forward_backward(
         with update.parallel.sync_gradients(batch.last):
             with run.autocast:
                 result = update.parallel(batch.batch)
-            loss = result.loss if batch.share == 1 else result.loss * batch.share
+            loss = update.weighing.weigh(result, batch.size)
             if run.fault.corrupts(run.step):
                 loss = loss * float("nan")
             losses.append(loss.detach())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,11 @@ def count(step: Step, size: int, update: str = "") -> Count:
     """
     prefix = f"{update}/" if update else ""
     n = size if step.n is None else step.n
-    sums = {"loss": step.loss.double() * n, **step.sums, "n": n}
+    sums = {
+        **_flat({"loss": (step.loss, None)} if step.summed else {"loss": step.loss.double() * n}),
+        **_flat(step.sums),
+    }
+    sums["n"] = n
     on_device = {name: part.detach() for name, part in sums.items() if isinstance(part, Tensor)}
     numbers = {prefix + name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
     shapes = tuple((prefix + name, part.shape) for name, part in on_device.items())
@@ -49,6 +53,17 @@ def count(step: Step, size: int, update: str = "") -> Count:
     if any(part.ndim for part in parts):
         return Count(shapes, torch.cat([part.reshape(-1) for part in parts]), numbers)
     return Count(shapes, torch.stack(parts), numbers)
+
+
+def _flat(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sums with their counts; see `Task.metrics` for the names."""
+    found: dict[str, Any] = {}
+    for name, value in sums.items():
+        total, n = value if isinstance(value, tuple) else (value, ())
+        found[f"{name}/sum" if n is None else name] = total
+        if n is not None and not isinstance(n, tuple):
+            found[f"{name}/n"] = n
+    return found
 
 
 class Meter:

@@ -36,10 +36,12 @@ class Parallel:
     Attributes:
         part: what the step trains: the model, or a part of it.
         same_gradients: all ranks have the same gradients after the backward pass.
+        needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
         send_along: lets a few numbers travel with the next gradients; see `SharedGradients`. None: it can't.
     """
 
     same_gradients = True
+    needs_even = ""
     send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None
 
     def __init__(self, step: TrainStep, wrapped: nn.Module) -> None:
@@ -248,6 +250,7 @@ def _hook(
 
         wrapped.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
     elif name == "powersgd":
+        parallel.needs_even = name  # the errors that it keeps have the weights of former steps
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
         # Its error feedback needs two steps to begin with.
@@ -263,7 +266,7 @@ def _hook(
         state = local_sgd.PostLocalSGDState(None, on_host, start_step)
         wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
         parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
-        parallel.same_gradients = False
+        parallel.same_gradients, parallel.needs_even = False, name
 
 
 def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:

@@ -96,6 +96,7 @@ def build(
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
         header["lines"] += [f"changed   {changed}"] if changed else []
+        header["lines"] += [f"weighs    {task.note}"] if task.note else []
         if "weights" in files:
             header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
         results.emit("start", header, position.step)
@@ -193,6 +194,7 @@ def build_state(
     """
     extras = {
         "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
+        "weighing": together({name: update.weighing for name, update in updates.items()}),
         "ema": Ema(model, cfg.trainer.ema_decay, build_again) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
         "epoch_means": EpochMeans(task),

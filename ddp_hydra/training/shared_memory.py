@@ -23,13 +23,11 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra.training.consensus import has_gloo
+from ddp_hydra.training.consensus import FIELDS, has_gloo
 from ddp_hydra.training.host_barrier import HostBarrier
 
 ALIGN = 64
 """Buckets begin at multiples of this number of bytes."""
-NUMBERS = 8
-"""Maximum count of numbers that travel with the gradients of a step."""
 FEW_RANKS = 4
 """Up to this number of ranks, each rank sums the whole bucket itself: they meet once per bucket instead of twice."""
 
@@ -39,14 +37,15 @@ class SharedGradients:
 
     Args:
         memory: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's numbers and
-            gradients.
+            gradients; see `bytes_of_numbers`.
         barrier: of these ranks.
     """
 
     def __init__(self, memory: torch.Tensor, barrier: HostBarrier) -> None:
-        self.numbers, self.arena = memory[..., : 8 * NUMBERS].view(torch.int64), memory[..., 8 * NUMBERS :]
         self.barrier = barrier
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        ends = bytes_of_numbers(self.ranks)
+        self.numbers, self.arena = memory[..., :ends].view(torch.int64), memory[..., ends:]
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
         self.half_of_numbers = 0
         self.held_s = 0.0  # how long the backward pass has waited in the hook
@@ -56,7 +55,7 @@ class SharedGradients:
     def of(cls, ddp: DistributedDataParallel) -> SharedGradients | None:
         """Register the hook; return None if not all ranks can map the same memory. A collective."""
         sizes = (part.numel() * part.element_size() for part in ddp.module.parameters() if part.requires_grad)
-        n_bytes = 8 * NUMBERS + sum(-(-size // ALIGN) * ALIGN for size in sizes)
+        n_bytes = bytes_of_numbers(dist.get_world_size()) + sum(-(-size // ALIGN) * ALIGN for size in sizes)
         group = None if has_gloo() else dist.new_group(backend="gloo")
         memory = seen_by_all(2 * dist.get_world_size() * n_bytes, group)
         barrier = HostBarrier.between_all(group) if memory is not None else None
@@ -78,7 +77,7 @@ class SharedGradients:
         it.
 
         Args:
-            numbers: (n,) int64, at most `NUMBERS`.
+            numbers: (n,) int64, at most `FIELDS` and one for each rank.
 
         Returns:
             A function that replaces the numbers by their maximum over all ranks, to call after the backward pass.
@@ -111,6 +110,11 @@ class SharedGradients:
         mean(parts, out=parts[0])
         self.barrier.wait()
         return gradients.copy_(rows[0])
+
+
+def bytes_of_numbers(ranks: int) -> int:
+    """Return the length of a row's part for the numbers that travel with the gradients of a step."""
+    return -(-8 * (FIELDS + ranks) // ALIGN) * ALIGN
 
 
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text

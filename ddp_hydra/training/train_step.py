@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_hydra.console.tracebacks import user_path
@@ -62,8 +63,24 @@ class TrainStep(nn.Module):
 
 
 def as_step(result: Step | Tensor) -> Step:
-    """Return what a task returned, which may be a loss alone."""
-    return result if isinstance(result, Step) else Step(result)
+    """Return what a task returned, which may be a loss alone. Where nothing counts, the loss is 0.
+
+    Raises:
+        ValueError: the loss is no scalar.
+    """
+    step = result if isinstance(result, Step) else Step(result)
+    loss, n = step.loss, step.n
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss is {described(loss)}: a task returns a scalar, the mean over the micro-batch; has the criterion "
+            "reduction=none?"
+        )
+    loss = loss.reshape(())
+    if isinstance(n, Tensor) and n.device.type == "cpu":
+        n = n.item()
+    if n is not None and (isinstance(n, Tensor) or not n):
+        loss = loss.where(torch.as_tensor(n, device=loss.device) > 0, 0.0)
+    return step._replace(loss=loss, n=n)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.state import begin_copy
+from ddp_hydra.training.weighing import Weighing
 
 
 class Update:
@@ -25,6 +27,7 @@ class Update:
         optimizer_step: applies gradients.
         scheduler: of the learning rate.
         consensus: votes of the ranks.
+        weighing: of the losses; None: their means are over samples, as many on each rank.
 
     Attributes:
         parallel: the training step among its ranks.
@@ -33,8 +36,16 @@ class Update:
             backward pass of a GPU, but the weights have taken up the gradients by then.
     """
 
-    def __init__(self, name: str, optimizer_step: OptimizerStep, scheduler: Any, consensus: StepConsensus) -> None:
+    def __init__(
+        self,
+        name: str,
+        optimizer_step: OptimizerStep,
+        scheduler: Any,
+        consensus: StepConsensus,
+        weighing: Weighing | None = None,
+    ) -> None:
         self.name, self.optimizer_step, self.scheduler, self.consensus = name, optimizer_step, scheduler, consensus
+        self.weighing = weighing or Weighing(1, consensus)
         self.parallel = optimizer_step.parallel
         self.others: list[nn.Parameter] = []
         self.late = False
@@ -47,6 +58,7 @@ class Update:
         if self.others:
             for _, parameter in self.optimizer_step.trained:
                 parameter.requires_grad_()
+        self.weighing.begin()
         self.optimizer_step.begin()
 
     def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
@@ -57,8 +69,10 @@ class Update:
             stop: why this rank is asked to stop, a number of `heartbeat.REASONS`; 0 if it is not.
             log: by this rank's clock, it is time to log.
         """
-        good = are_finite(losses, self.unchecked)
-        return self.consensus.vote(good, stop, log, self.parallel.send_along)
+        good, n = are_finite(losses, self.unchecked), self.weighing.n
+        arrived = begin_copy(n) if isinstance(n, Tensor) else None
+        on_cpu = n if arrived is None else lambda: float(arrived())
+        return self.consensus.vote(good, stop, log, self.parallel.send_along, on_cpu)
 
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False
@@ -77,6 +91,9 @@ class Update:
             return NonFiniteStep(0, before.loss, names, steps_ago=1)
         if decision.bad_rank is not None:
             return NonFiniteStep(decision.bad_rank, float(sum(losses)))
+        if self.parallel.needs_even:
+            self.weighing.refuse_uneven(decision.n, self.parallel.needs_even)
+        self.optimizer_step.rescale(self.weighing.factor(decision.n))
         gradients = self.optimizer_step.measure(losses)
         if gradients is None:
             return None
@@ -122,6 +139,7 @@ class OptimizerStep:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.trained = [(names[parameter], parameter) for parameter in trained]
         self.gradients: GradientNorms | None = None
+        self.is_unscaled = False
         self.lr = 0.0
         self.grad_norm: Tensor | None = None
         # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
@@ -130,6 +148,7 @@ class OptimizerStep:
     def begin(self) -> None:
         """Clear the last step's gradients."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
+        self.is_unscaled = False
         self.optimizer.zero_grad(set_to_none=not self.in_place)
         if self.in_place:
             for _, parameter in self.trained:
@@ -140,7 +159,7 @@ class OptimizerStep:
         """Add the gradients of a micro-batch.
 
         Args:
-            loss: of the micro-batch, times its share of the step.
+            loss: of the micro-batch, times its weight.
         """
         self.scaler.scale(loss).backward()
 
@@ -156,13 +175,26 @@ class OptimizerStep:
         self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, losses)
         return self.gradients
 
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients, after the backward pass; those of a scaled loss are unscaled before."""
+        if factor == 1:
+            return
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+            self.is_unscaled = True
+        for _, parameter in self.trained:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def apply(self) -> None:
         """Clip the gradients, and update the weights."""
         if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
             self.grad_norm = self.gradients.total_norm
             self.gradients.clip(self.clip_norm)
         elif self.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
+            if not self.is_unscaled:
+                self.scaler.unscale_(self.optimizer)
             self.grad_norm = nn.utils.clip_grad_norm_([parameter for _, parameter in self.trained], self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()

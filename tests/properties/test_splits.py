@@ -114,23 +114,17 @@ def two_parts(model: Any, x: Tensor, y: Tensor, update: str = "one") -> tuple[Te
 
 
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
-CE = "loss._target_=torch.nn.CrossEntropyLoss"
 CASES = {
     "classification": Case(("task=classification",), "classes", classes()),
     "class weights": Case(("task=classification", "loss=weighted"), "classes", classes(weight=WEIGHTS)),
-    "ignored": Case(("task=classification", CE, "~loss.label_smoothing"), "ignored", classes()),
+    "ignored": Case(("task=classification", "loss=torch"), "ignored", classes()),
     "sum": Case(
-        ("task=classification", CE, "~loss.label_smoothing", "+loss.reduction=sum", "optimizer.lr=0.01"),
+        ("task=classification", "loss=torch", "+loss.reduction=sum", "optimizer.lr=0.01"),
         "classes",
         classes(reduction="sum"),
     ),
     "several labels": Case(
-        (
-            "task=classification",
-            "loss._target_=torch.nn.BCEWithLogitsLoss",
-            "~loss.label_smoothing",
-            "task.metric=loss",
-        ),
+        ("task=classification", "loss=several", "task.metric=loss", "task.direction=minimize"),
         "several",
         several,
     ),
@@ -192,6 +186,7 @@ splits = st.fixed_dictionaries(
         "kill": st.sampled_from([5, None, 4, 6]),
         "workers": st.sampled_from([0, 0, 0, 2]),
         "clip": st.sampled_from([0.3, None]),
+        "hook": st.sampled_from(["auto", "none"]),
     }
 )
 
@@ -220,8 +215,9 @@ def trained(case: Case, run: Any, how: Mapping[str, Any]) -> dict[str, Any]:
     """Train with one split, and from some step on with another one."""
     kept = ("trainer.checkpoint_every_steps=1", "results.keep_checkpoints=null", "trainer.log_every_steps=1")
     clip = "null" if how["clip"] is None else how["clip"]
+    kept = (*kept, f"parallel.comm_hook={how['hook']}")
     words = (*BARE, *case.words, f"data.kind={case.kind}", *kept, f"trainer.clip_norm={clip}", "trainer.epochs=2")
-    first = run(*words, *split(how["first"]))
+    first = run(*words, *split(how["first"]), f"data.workers={how['workers']}")
     folder = first.dir / "checkpoints"
     fault = [] if how["kill"] is None else [f"faults=['kill,rank=0,step={max(how['kill'], how['stop'] + 1)}']"]
     last = run(f"resume={folder}/step-{how['stop']:06d}.pt", *split(how["second"]), *fault)

@@ -142,7 +142,7 @@ class Wrapped(nn.Module):
         (nn.MSELoss(), SEVERAL, {"prediction": SEVERAL}),
         (nn.HuberLoss(), ONE, {"prediction": ONE}),
     ],
-    ids=str,
+    ids=["one", "flat", "several", "soft margin", "function", "wrapped", "sigmoid", "squares", "huber"],
 )
 def test_answers_that_do_not_exclude_each_other_are_predicted_each_by_itself(criterion, output, wanted):
     for batch in (output, (output, torch.zeros_like(output))):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from ddp_hydra.tasks import LanguageModel
 from ddp_hydra.training.metrics import Meter, count
+from ddp_hydra.training.train_step import as_step
 
 PAD = 0
 LOGITS = torch.tensor([[[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 1.0]]])
@@ -32,13 +33,13 @@ def test_each_token_counts_unless_one_is_ignored():
 
 def test_a_right_answer_for_an_ignored_token_does_not_count():
     y = torch.tensor([[1, PAD, PAD]])
-    step = LanguageModel(ignore=PAD).step(model, (y, y))
+    step = as_step(LanguageModel(ignore=PAD).step(model, (y, y)))
     assert (int(step.n), int(step.sums["accuracy"])) == (1, 1)
 
 
 def test_a_batch_of_padding_counts_nothing_and_breaks_nothing():
     y = torch.full((1, 3), PAD)
-    step = LanguageModel(ignore=PAD).step(model, (y, y))
+    step = as_step(LanguageModel(ignore=PAD).step(model, (y, y)))
     assert (int(step.n), step.loss.item()) == (0, 0.0)
 
 

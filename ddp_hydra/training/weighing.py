@@ -1,0 +1,142 @@
+"""Weighs losses so that the gradient of a step is that of the mean over the things of all its micro-batches and ranks.
+
+A micro-batch's loss is a mean over `n` things, of which only this rank knows. Gradients are averaged over the ranks. So
+each loss is multiplied by n / N, where all ranks know N, and the averaged gradients by ranks · N / Σ n. Where n is the
+number of samples, the latter is 1 and the former the share of the step's samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Step
+from ddp_hydra.training.consensus import StepConsensus
+
+
+class Weighing:
+    """Weighs the losses of an update.
+
+    Args:
+        samples: of a step, on each rank.
+        consensus: lets the ranks agree on N, once; Σ n travels with each vote.
+
+    Attributes:
+        scale: things for each sample in N: those of the first micro-batches of all ranks; None before these. Another
+            number gives the same gradients but for rounding, so it is in checkpoints.
+        n: things of this rank in the step so far; on the device where they depend on the data there.
+        summed: the losses of the step are sums.
+        is_empty: nothing counted in the step, on any rank.
+    """
+
+    def __init__(self, samples: int, consensus: StepConsensus) -> None:
+        self.samples, self.consensus = samples, consensus
+        self.scale: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.n: float | Tensor = 0.0
+        self.summed = self.is_empty = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what a checkpoint holds."""
+        self.scale = state["scale"]
+
+    def weigh(self, step: Step, size: int) -> Tensor:
+        """Return the loss of a micro-batch with its weight. At the first one a collective.
+
+        Args:
+            step: what the task returned.
+            size: samples of the micro-batch.
+        """
+        n = size if step.n is None else step.n
+        self.n = self.n + n
+        self.summed = step.summed
+        if self.scale is None:
+            self._agree(n, size)
+        if isinstance(n, Tensor):
+            n = n.detach().double()
+            _stop_gradient_where_zero(step.prediction, n)
+        elif not n:
+            return zero(step.loss)
+        if step.summed:
+            return step.loss
+        weight = n / self.denominator
+        return step.loss if not isinstance(weight, Tensor) and weight == 1 else step.loss * weight
+
+    @property
+    def denominator(self) -> float:
+        """N."""
+        return self.samples * (self.scale or 1.0)
+
+    def _agree(self, n: float | Tensor, size: int) -> None:
+        (rows,) = self.consensus.gather([float(n), float(size)])
+        things, samples = (math.fsum(column) for column in zip(*rows, strict=True))
+        if things > 0 and math.isfinite(things):
+            self.scale = things / samples
+
+    def factor(self, n: Sequence[float]) -> float:
+        """Return what the averaged gradients of the step are to be multiplied by.
+
+        Args:
+            n: things of each rank in the step; empty: as many as samples.
+
+        Raises:
+            ValueError: they are negative or not finite.
+        """
+        if self.summed:
+            return float(self.consensus.world_size)
+        if not n:
+            return 1.0
+        total = math.fsum(n)
+        if not (math.isfinite(total) and min(n) >= 0):
+            raise ValueError(f"the task's n is {', '.join(map(str, n))} on the ranks: it must be 0 or more")
+        self.is_empty = total == 0
+        return 1.0 if self.is_empty else len(n) * self.denominator / total
+
+    def refuse_uneven(self, n: Sequence[float], hook: str) -> None:
+        """Refuse steps whose ranks or micro-batches weigh differently, for a hook that can't do them right.
+
+        Raises:
+            ConfigError: this step is one.
+        """
+        if not self.summed and (len(set(n)) > 1 or self.factor(n) != 1):
+            things = ", ".join(f"{one:g}" for one in n)
+            raise ConfigError(
+                f"parallel.comm_hook={hook} is for losses whose mean is over the same number of things in each step "
+                f"and on each rank, but this step's are over {things}: give parallel.comm_hook=auto, fp16 or bf16"
+            )
+
+
+def zero(loss: Tensor) -> Tensor:
+    """Return 0 with a gradient of zero for each parameter that a loss depends on, even where the loss is NaN."""
+    parts = [leaf.flatten()[:0].sum().real for leaf in _leaves(loss)]
+    return torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else loss * 0
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    seen, pending = set(), [loss.grad_fn]
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        pending += [before for before, _ in node.next_functions]
+
+
+def _stop_gradient_where_zero(prediction: Any, n: Tensor) -> None:
+    """Let no gradient reach a prediction of which nothing counts: it is 0 / 0 for some losses."""
+    if isinstance(prediction, Tensor) and prediction.requires_grad:
+        prediction.register_hook(lambda gradient: gradient.where(n > 0, 0.0))

@@ -1,0 +1,103 @@
+"""How a step weighs its micro-batches in the loop: with a loss scale, with clipping, after a resume, and by hooks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.weighing import Weighing
+from tests.ddp_hydra.training.loop_runs import flat, weights
+
+
+class Some(Task):
+    """Counts the samples of class 0 and 1, of which a micro-batch may have none."""
+
+    def __init__(self, metric: str = "loss") -> None:
+        pass
+
+    def step(self, model, batch):
+        x, y = batch
+        counts = y < 2
+        losses = F.cross_entropy(model(x).float(), y, reduction="none")
+        return Step((losses * counts).sum() / counts.sum(), counts.sum())
+
+
+class Sum(Task):
+    """A loss that is a sum."""
+
+    def __init__(self, metric: str = "loss") -> None:
+        pass
+
+    def step(self, model, batch):
+        x, y = batch
+        return Step(F.cross_entropy(model(x), y, reduction="sum"), summed=True)
+
+
+SOME = {
+    "task": {"_target_": f"{__name__}.Some", "metric": "loss"},
+    "objective": {"metric": "val/loss", "direction": "minimize"},
+}
+
+
+def split(train, parts, size, **options):
+    return train(parts={**SOME, "data": {"batch_size": size}}, gradient_accumulation_steps=parts, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-6),
+        ({"clip_norm": 0.05}, 1e-6),
+        ({"precision": "fp16"}, 2e-3),
+        ({"precision": "fp16", "clip_norm": 0.05}, 2e-3),
+        ({"precision": "bf16"}, 2e-2),
+        ({"ema_decay": 0.9}, 1e-6),
+    ],
+    ids=str,
+)
+def test_micro_batches_of_different_weight_make_the_step_of_one_batch(train, options, tolerance):
+    whole = split(train, 1, 4, **options)
+    for parts, size in ((2, 2), (4, 1)):
+        assert torch.allclose(weights(whole), weights(split(train, parts, size, **options)), atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16", "clip_norm": 0.05}], ids=str)
+def test_a_resumed_run_weighs_as_the_uninterrupted_one(train, options):
+    first = split(train, 2, 2, stop_at=("update", 1), **options)
+    resumed = split(train, 2, 2, resume=first.last, **options)
+    assert flat(read(resumed.last)) == flat(read(split(train, 2, 2, **options).last))
+
+
+def test_a_sum_stays_a_sum(train):
+    summed = {**SOME, "task": {"_target_": f"{__name__}.Sum", "metric": "loss"}, "optimizer": {"lr": 0.001}}
+    runs = [
+        train(parts={**summed, "data": {"batch_size": size}}, gradient_accumulation_steps=parts, epochs=1)
+        for parts, size in ((1, 4), (2, 2), (4, 1))
+    ]
+    for run in runs[1:]:
+        assert torch.allclose(weights(runs[0]), weights(run), atol=1e-6)
+
+
+def test_a_hook_that_keeps_errors_refuses_steps_that_weigh_differently(group):
+    weighing = Weighing(4, StepConsensus())
+    loss = nn.Linear(1, 1)(torch.ones(1, 1)).sum()
+    weighing.weigh(Step(loss, 4), 4)
+    weighing.refuse_uneven([4.0, 4.0], "powersgd")
+    for uneven in ([4.0, 3.0], [3.0, 3.0]):
+        with pytest.raises(ConfigError, match=r"comm_hook=powersgd.*over 3|over 4, 3.*comm_hook=auto"):
+            weighing.refuse_uneven(uneven, "powersgd")
+
+
+@pytest.mark.parametrize("n", [math.nan, math.inf, -1.0])
+def test_a_count_that_is_none_is_refused(group, n):
+    weighing = Weighing(4, StepConsensus())
+    with pytest.raises(ValueError, match="it must be 0 or more"):
+        weighing.factor([n])
