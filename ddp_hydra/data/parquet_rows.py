@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddp_hydra.storage import Access, Store, shown
+from ddp_hydra.data import parquet_columns
+from ddp_hydra.data.parquet_files import PartFile, open_files
+from ddp_hydra.errors import ConfigError, DataError
+from ddp_hydra.storage import Access, shown
 from ddp_hydra.storage.base import TransferCounters
-
-SUFFIXES = (".parquet", ".pq")
 
 
 class ParquetRows:
@@ -25,25 +24,28 @@ class ParquetRows:
     The row groups of the files are read when their rows are asked for, and kept in memory. If they do not all fit, take
     sampler=chunked: it reads a few row groups at a time.
 
+    A folder like `band=1` around a file is a column `band`, as Hive and Spark write it. A column of vectors of one
+    length is as many features as they have numbers.
+
     Args:
-        files: URL or path of a Parquet file or of a folder of them, or several.
+        files: URL or path of a Parquet file or of a folder of them, or a pattern with *, ** and ?, or several.
         target: column of the target; None: the samples are x alone.
-        features: columns of the features; None: all the others.
+        features: columns of the features, in this order; None: all the others but the index of pandas.
         fill: replaces missing features; None: they are an error.
         cache_mb: memory for row groups, MiB per rank; one is kept in any case.
         access: arguments of `storage.Access`: endpoint_url, region, anon, client and more.
 
     Attributes:
+        feature_names: columns of the features, in their order.
         shard_lengths: rows of each row group, for the `chunked` sampler.
-        num_classes: number of classes, where the target's are whole numbers and the files say the largest.
+        num_classes: number of classes, where the target's are whole numbers.
+        left_out: columns that hold an index of pandas or Dask.
 
     Raises:
         ValueError: a file is not a Parquet file, lacks a column, or has one that holds no numbers.
         FileNotFoundError: there is no such file.
         ModuleNotFoundError: pyarrow is not installed.
     """
-
-    thread_safe = True
 
     def __init__(
         self,
@@ -58,21 +60,39 @@ class ParquetRows:
             raise ValueError("no files are given: type data.files=…, and data.val_files=… or data.val=null")
         self.traffic = TransferCounters()
         self.access = Access(setting="data.files", traffic=self.traffic, **access)
-        self.target, self.fill, self.cache_mb = target, fill, cache_mb
-        self._groups: list[tuple[Any, int]] = []  # the file of each row group, and its number there
+        self.target = None if target is None else str(target)
+        self.fill, self.cache_mb = fill, cache_mb
+        self._groups: list[tuple[PartFile, int, int]] = []  # file of each row group, its number there, its first row
         self.shard_lengths: list[int] = []
-        largest: list[Any] = []
-        self.features = list(features or ())
         urls = [files] if isinstance(files, str) else files
-        for url in urls:
-            for name, file in self._open(url):
-                self._take_up(name, file, largest)
-        if not self._groups:
+        found = open_files(self.access, urls)
+        parts = [part for part in found if part.file.metadata.num_rows]
+        if not parts:
             raise ValueError(f"{', '.join(map(shown, urls))} has no rows: check data.files=...")
+        self.left_out: list[str] = []
+        self.feature_names = [str(name) for name in features] if features else self._others(parts)
+        if not self.feature_names:
+            raise ValueError(f"{parts[0].name} has no column beside the target: type data.features=[...]")
+        wanted = [*self.feature_names, *([self.target] if self.target is not None else [])]
+        if twice := [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]:
+            raise ValueError(f"{', '.join(twice)} is given twice: type data.target=... or data.features=[...]")
+        for part in parts:
+            self._check(part, wanted)
+            self._take_up(part)
         self._ends = list(accumulate(self.shard_lengths))
-        self.num_classes = None if None in largest or not largest else int(max(largest)) + 1
+        self._widths = [self._width(parts, column) for column in self.feature_names]
+        self._whole = self.target is not None and all(self._is_whole(part) for part in parts)
+        self._range = self._range_of_target(parts) if self._whole else None
+        self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
         self._cache: OrderedDict[int, tuple[np.ndarray, np.ndarray | None]] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._cache, self._lock = OrderedDict(), threading.Lock()
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -87,15 +107,14 @@ class ParquetRows:
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(f"rows go from 0 to {len(self) - 1}")
         groups = np.searchsorted(self._ends, wanted, side="right")
-        x = np.empty((len(wanted), len(self.features)), np.float32)
-        y = None
+        x = np.empty((len(wanted), sum(self._widths)), np.float32)
+        y = None if self.target is None else np.empty(len(wanted), np.int64 if self._whole else np.float32)
         for group in np.unique(groups):
             places = groups == group
             begin = self._ends[group] - self.shard_lengths[group]
             own_x, own_y = self._read(int(group))
             x[places] = own_x[wanted[places] - begin]
-            if own_y is not None:
-                y = np.empty(len(wanted), own_y.dtype) if y is None else y
+            if y is not None and own_y is not None:
                 y[places] = own_y[wanted[places] - begin]
         return torch.from_numpy(x) if y is None else (torch.from_numpy(x), torch.from_numpy(y))
 
@@ -113,74 +132,140 @@ class ParquetRows:
         """End all waiting for retries."""
         self.access.close()
 
-    # -- files -------------------------------------------------------------------------------------------------
+    def described(self) -> str:
+        """Return what the features and the target are, for the header of a run."""
+        names = ", ".join(self.feature_names[:8]) + (f" … ({len(self.feature_names)})" if self._many else "")
+        text = names if self.target is None else f"{names} -> {self.target}"
+        return f"{text}; left out: {', '.join(self.left_out)}, an index" if self.left_out else text
 
-    def _open(self, url: str) -> list[tuple[str, Any]]:
-        """Return the Parquet files of a URL, with their names."""
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise ModuleNotFoundError("Parquet needs pyarrow: type `pip install 'ddp-hydra[parquet]'`") from None
-        if url.endswith(SUFFIXES):
-            store, key = self.access.open(url)
-            found = [(shown(url), store, key, store.size(key))]
-        elif url.endswith(".csv"):
-            name = PurePosixPath(url).with_suffix(".parquet").name
-            convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({shown(url)!r}), {name!r})"
-            raise ValueError(f'{shown(url)} is not a Parquet file: type python -c "{convert}", and data.files={name}')
-        else:
-            store, prefix = self.access.open_folder(url)
-            listed = sorted((key, size) for key, size in store.objects(prefix) if key.endswith(SUFFIXES))
-            found = [(key, store, key, size) for key, size in listed]
-            if not found:
-                where = shown(url)
-                raise FileNotFoundError(f"{where} holds no file that ends with .parquet or .pq: check data.files=...")
-        opened = []
-        for name, store, key, size in found:
-            try:
-                source = io.BufferedReader(StoredFile(store, key, size), 1 << 16)
-                opened.append((name, pyarrow.parquet.ParquetFile(source)))
-            except pyarrow.ArrowException as error:
-                raise ValueError(f"{name} is not a Parquet file ({error}): check data.files=...") from None
-        return opened
+    @property
+    def _many(self) -> bool:
+        return len(self.feature_names) > 8
 
-    def _take_up(self, name: str, file: Any, largest: list[Any]) -> None:
-        """Take up the row groups of a file.
+    def check_classes(self, num_classes: int | None, ignored: int | None = None) -> None:
+        """Refuse targets that can't be class numbers.
 
         Args:
-            name: of the file, for messages.
-            file: the opened file.
-            largest: gets the largest class number of each row group; None if the file does not say it.
-        """
-        import pyarrow
+            num_classes: of the model; None: those of this data set.
+            ignored: a number that the loss takes for no class.
 
-        columns = {field.name: field.type for field in file.schema_arrow}
-        if not self.features:
-            self.features = [column for column in columns if column != self.target]
-        wanted = [*self.features, *([self.target] if self.target is not None else [])]
-        if missing := [column for column in wanted if column not in columns]:
+        Raises:
+            ConfigError: they are fractions, negative, or larger than allowed; or the first classes have no sample.
+        """
+        if self.target is None:
+            return
+        name, where = self.target, self._groups[0][0].name
+        if self._range is None:
+            raise ConfigError(
+                f"the target {name} of {where} holds {self._groups_type()}, and classes are whole numbers from 0: "
+                f"write df[{name!r}].astype('int64'), or type task=regression or another loss"
+            )
+        smallest, largest = self._range
+        shown_range = f"holds {smallest} to {largest}" if smallest < largest else f"holds {smallest} only"
+        write = f"write the numbers of the classes from 0, as pd.factorize(df[{name!r}], sort=True)[0] gives them"
+        if smallest < 0 and smallest != ignored:
+            raise ConfigError(f"the target {name} of {where} {shown_range}, and classes are numbered from 0: {write}")
+        if num_classes is None:
+            if smallest == largest:
+                raise ConfigError(f"the target {name} of {where} {shown_range}: give model.num_classes=<n>, or {write}")
+            if smallest > 0:
+                raise ConfigError(
+                    f"the target {name} of {where} {shown_range}, and classes are numbered from 0: {write}, or give "
+                    f"model.num_classes={largest + 1}"
+                )
+        elif largest >= num_classes and largest != ignored:
+            raise ConfigError(
+                f"the target {name} of {where} {shown_range}, and the model has {num_classes} classes, 0 to "
+                f"{num_classes - 1}: give model.num_classes={largest + 1}, or {write}"
+            )
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def _others(self, parts: Sequence[PartFile]) -> list[str]:
+        """Return all columns but the target and an index; all files must have the same."""
+        found: list[list[str]] = []
+        for part in parts:
+            schema = part.file.schema_arrow
+            index = parquet_columns.index_columns(schema)
+            self.left_out += [name for name in schema.names if name in index and name not in self.left_out]
+            names = [name for name in schema.names if name not in index]
+            names += [name for name in part.partition if name not in schema.names]
+            found.append([name for name in names if name != self.target])
+            if other := set(found[-1]) ^ set(found[0]):
+                has, lacks = (part, parts[0]) if other & set(found[-1]) else (parts[0], part)
+                raise ValueError(
+                    f"{has.name} has the column {', '.join(sorted(other))}, and {lacks.name} has not: name the "
+                    "features with data.features=[...]"
+                )
+        self.left_out = [name for name in self.left_out if name != self.target]
+        return found[0]
+
+    def _check(self, part: PartFile, wanted: Sequence[str]) -> None:
+        """Refuse a file without the columns that are wanted, or with others than numbers in them."""
+        schema = part.file.schema_arrow
+        there = [*schema.names, *(name for name in part.partition if name not in schema.names)]
+        if missing := [column for column in wanted if column not in there]:
             raise ValueError(
-                f"{name} has no column {', '.join(missing)}, only {', '.join(columns)}: type data.target=... or "
+                f"{part.name} has no column {', '.join(missing)}, only {', '.join(there)}: type data.target=... or "
                 "data.features=[...]"
             )
-        kinds = pyarrow.types
-        is_number = [kinds.is_integer, kinds.is_floating, kinds.is_boolean]
-        if texts := [column for column in wanted if not any(check(columns[column]) for check in is_number)]:
-            raise ValueError(
-                f"{name}: the columns {', '.join(texts)} hold no numbers ({columns[texts[0]]}): name others with "
-                "data.features=[...], or write them as numbers"
-            )
-        for group in range(file.metadata.num_row_groups):
-            of_group = file.metadata.row_group(group)
-            if not of_group.num_rows:
+        for column in wanted:
+            if schema.names.count(column) > 1:
+                raise ValueError(f"{part.name} has several columns {column}: write them with different names")
+            kind = self._type(part, column)
+            inner = kind.value_type if kind is not None and parquet_columns.is_vector(kind) else kind
+            if inner is None:
+                if isinstance(part.partition[column], str):
+                    raise ValueError(
+                        f"{part.name}: the folders of {column} hold no numbers ({part.partition[column]}): name other "
+                        "columns with data.features=[...], or write them as numbers"
+                    )
+            elif not parquet_columns.is_number(inner) or (inner is not kind and column == self.target):
+                what = "the target" if column == self.target else "the column"
+                others = "" if column == self.target else "name others with data.features=[...], or "
+                advice = parquet_columns.advice(kind).replace("df[c]", f"df[{column!r}]")
+                raise ValueError(f"{part.name}: {what} {column} holds no numbers ({kind}): {others}{advice}")
+
+    def _type(self, part: PartFile, column: str) -> Any:
+        """Return the pyarrow type of a column; None of one that the folders give."""
+        schema = part.file.schema_arrow
+        return schema.field(column).type if column in schema.names else None
+
+    def _is_whole(self, part: PartFile) -> bool:
+        kind = self._type(part, str(self.target))
+        if kind is None:
+            return isinstance(part.partition[str(self.target)], int)
+        return parquet_columns.is_whole(kind)
+
+    def _groups_type(self) -> str:
+        kinds = {str(self._type(part, str(self.target)) or "fractions") for part, _, _ in self._groups}
+        return " and ".join(sorted(kinds))
+
+    def _width(self, parts: Sequence[PartFile], column: str) -> int:
+        """Return the numbers of a column in each row."""
+        kind = self._type(parts[0], column)
+        return 1 if kind is None else parquet_columns.width_of(parts[0], column, kind)
+
+    def _take_up(self, part: PartFile) -> None:
+        """Take up the row groups of a file."""
+        row = 0
+        for group in range(part.file.metadata.num_row_groups):
+            length = part.file.metadata.row_group(group).num_rows
+            if length:
+                self._groups.append((part, group, row))
+                self.shard_lengths.append(length)
+            row += length
+
+    def _range_of_target(self, parts: Sequence[PartFile]) -> tuple[int, int]:
+        """Return the smallest and the largest target."""
+        found: list[int] = []
+        for part in parts:
+            if self._type(part, str(self.target)) is None:
+                found.append(part.partition[str(self.target)])
                 continue
-            self._groups.append((file, group))
-            self.shard_lengths.append(of_group.num_rows)
-            if self.target is not None and kinds.is_integer(columns[self.target]):
-                stored = map(of_group.column, range(of_group.num_columns))  # a struct has several
-                known = next(column.statistics for column in stored if column.path_in_schema == self.target)
-                largest.append(known.max if known is not None and known.has_min_max else None)
+            groups = [group for other, group, _ in self._groups if other is part]
+            found += parquet_columns.range_of(part, str(self.target), groups)
+        return min(found), max(found)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return a row group: its features, (rows, features), and its targets, (rows,)."""
@@ -188,67 +273,42 @@ class ParquetRows:
             if group in self._cache:
                 self._cache.move_to_end(group)
                 return self._cache[group]
-            file, number = self._groups[group]
-            columns = [*self.features, *([self.target] if self.target is not None else [])]
-            table = file.read_row_group(number, columns=columns)
-            x = np.stack([self._feature(table, column) for column in self.features], axis=1)
-            y = self._target(table.column(self.target)) if self.target is not None else None
+            part, number, first = self._groups[group]
+            columns = [*self.feature_names, *([self.target] if self.target is not None else [])]
+            stored = [column for column in columns if column not in part.partition or self._type(part, column)]
+            table = part.file.read_row_group(number, columns=stored)
+            rows = self.shard_lengths[group]
+            x = np.concatenate(
+                [
+                    self._feature(part, table, column, width, first, rows)
+                    for column, width in zip(self.feature_names, self._widths, strict=True)
+                ],
+                axis=1,
+            )
+            y = self._targets(part, table, first, rows) if self.target is not None else None
             self._cache[group] = x, y
             while len(self._cache) > 1 and sum(map(n_bytes, self._cache.values())) > self.cache_mb * 2**20:
                 self._cache.popitem(last=False)
             return x, y
 
-    def _feature(self, table: Any, name: str) -> np.ndarray:
-        column = table.column(name)
-        if column.null_count and self.fill is None:
-            raise ValueError(f"column {name} has {column.null_count} empty cells in a row group: give data.fill=0")
-        values = np.asarray(column.to_numpy(), np.float32)
-        return values if self.fill is None else np.nan_to_num(values, nan=self.fill, posinf=np.inf, neginf=-np.inf)
+    def _feature(self, part: PartFile, table: Any, name: str, width: int, first: int, rows: int) -> np.ndarray:
+        if name in table.column_names:
+            return parquet_columns.numbers(table.column(name), name, width, self.fill, part.name, first)
+        value = part.partition[name] if part.partition[name] is not None else self.fill
+        if value is None:
+            raise DataError(f"{part.name}: the folder of {name} has no value: give data.fill=0")
+        return np.full((rows, 1), value, np.float32)
 
-    def _target(self, column: Any) -> np.ndarray:
-        if column.null_count:
-            raise ValueError(f"the target {self.target} has {column.null_count} empty cells in a row group")
-        values = column.to_numpy()
-        return values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
+    def _targets(self, part: PartFile, table: Any, first: int, rows: int) -> np.ndarray:
+        name = str(self.target)
+        if name in table.column_names:
+            return parquet_columns.targets(table.column(name), name, self._whole, part.name, first)
+        value = part.partition[name]
+        if value is None:
+            raise DataError(f"{part.name}: the folder of the target {name} has no value: leave these files out")
+        return np.full(rows, value, np.int64 if self._whole else np.float32)
 
 
 def n_bytes(parts: tuple[np.ndarray, np.ndarray | None]) -> int:
     """Return the memory that arrays take."""
     return sum(part.nbytes for part in parts if part is not None)
-
-
-class StoredFile(io.RawIOBase):
-    """A file in a store, read by ranges.
-
-    Args:
-        store: where it is.
-        key: its name there.
-        size: bytes.
-    """
-
-    def __init__(self, store: Store, key: str, size: int) -> None:
-        super().__init__()
-        self.store, self.key, self.length, self.place = store, key, size, 0
-
-    def readable(self) -> bool:
-        """Return whether it can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return whether the position can be moved."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, and return it."""
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
-        return self.place
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on, and return how many bytes were read."""
-        end = min(self.place + len(buffer), self.length)
-        if end <= self.place:
-            return 0
-        content = memoryview(self.store.get_range(self.key, self.place, end)).cast("B")
-        buffer[: len(content)] = content
-        self.place += len(content)
-        return len(content)

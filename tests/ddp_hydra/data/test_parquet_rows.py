@@ -36,7 +36,7 @@ def folder(tmp_path) -> Path:
 
 def test_rows_of_all_files_by_index(folder):
     data = ParquetRows(str(folder), "label")
-    assert (len(data), data.shard_lengths, data.features) == (50, [10, 10, 5, 10, 10, 5], ["a", "b"])
+    assert (len(data), data.shard_lengths, data.feature_names) == (50, [10, 10, 5, 10, 10, 5], ["a", "b"])
     x, y = data.__getitems__([49, 0, 24, 25, 0])
     assert x.tolist() == [[49, 98], [0, 0], [24, 48], [25, 50], [0, 0]]
     assert y.tolist() == [1, 0, 0, 1, 0]

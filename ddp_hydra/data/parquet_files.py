@@ -1,0 +1,234 @@
+"""Finds and opens Parquet files: single ones, patterns, and folders as Spark, Hive, Dask and others leave them."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+from ddp_hydra.data.paths import is_leftover
+from ddp_hydra.storage import Access, Store, is_remote, shown
+
+SUFFIXES = (".parquet", ".pq", ".parq")
+LAKES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
+"""Folders by which tables are known whose files also hold rows that were deleted or replaced."""
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+"""The value that Hive writes for an empty cell."""
+
+
+@dataclass
+class PartFile:
+    """A Parquet file; it can be pickled, and is opened when it is needed.
+
+    Args:
+        name: for messages.
+        store: where it is.
+        key: its name there.
+        size: bytes.
+        partition: column -> value, which the folders around the file give to all its rows; None: an empty cell.
+    """
+
+    name: str
+    store: Store
+    key: str
+    size: int
+    partition: Mapping[str, Any]
+
+    @cached_property
+    def file(self) -> Any:
+        """The opened file, a `pyarrow.parquet.ParquetFile`."""
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(io.BufferedReader(StoredFile(self.store, self.key, self.size), 1 << 16))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "file"}
+
+
+def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
+    """Open Parquet files.
+
+    Args:
+        access: how URLs are read.
+        urls: of files, of folders, which are read with all folders in them, and patterns with *, ** and ?.
+
+    Returns:
+        The files of each URL, sorted by name.
+
+    Raises:
+        ValueError: a file is not a Parquet file, or a folder is a table of Delta Lake or Hudi.
+        FileNotFoundError: there is no such file.
+        ModuleNotFoundError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ModuleNotFoundError("Parquet needs pyarrow: type `pip install 'ddp-hydra[parquet]'`") from None
+    opened = []
+    for url in map(str, urls):
+        found = _find(access, url)
+        values = _typed([_folders_of(inside) for _, _, _, _, inside in found])
+        for (name, store, key, size, _), partition in zip(found, values, strict=True):
+            part = PartFile(name, store, key, size, partition)
+            try:
+                part.file  # noqa: B018  opens it
+            except pyarrow.ArrowException as error:
+                raise ValueError(f"{name} is not a Parquet file ({error}): check data.files=...") from None
+            opened.append(part)
+    return opened
+
+
+Found = tuple[str, Store, str, int, str]
+"""A file: its name for messages, its store, key and size, and its path below the folder that was given."""
+
+
+def _find(access: Access, url: str) -> list[Found]:
+    path = url.rstrip("/")
+    if not is_remote(url) and "://" not in url:
+        local = Path(url).expanduser()
+        if local.is_dir():
+            return _in_folder(access, path or "/")
+        if local.is_file() and not url.endswith((".csv", ".csv.gz")):
+            return [_file(access, path)]
+    if path.endswith((".csv", ".csv.gz")):
+        raise ValueError(f"{shown(url)} is not a Parquet file: type {_conversion(url)}")
+    if not url.startswith(("http://", "https://")) and any(letter in path for letter in "*?["):
+        return _by_pattern(access, path)
+    if path == url and path.lower().endswith(SUFFIXES):
+        try:
+            return [_file(access, path)]
+        except (FileNotFoundError, IsADirectoryError):
+            try:
+                return _in_folder(access, path)  # Spark and Dask call folders so
+            except (OSError, ValueError):
+                pass
+            raise
+    return _in_folder(access, path)
+
+
+def _conversion(url: str) -> str:
+    """Return the command that makes a Parquet file of a CSV file, and what to type then."""
+    name = PurePosixPath(url.removesuffix(".gz")).with_suffix(".parquet").name
+    convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({shown(url)!r}), {name!r})"
+    return f'python -c "{convert}", and data.files={name}'
+
+
+def _file(access: Access, url: str) -> Found:
+    store, key = access.open(url)
+    if not is_remote(url) and Path(url.removeprefix("file://")).is_dir():
+        raise IsADirectoryError(url)
+    return shown(url), store, key, store.size(key), ""
+
+
+def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Found]:
+    store, prefix = access.open_folder(url)
+    found = []
+    for key, size in sorted(store.objects(prefix)):
+        inside = key[len(prefix) :].lstrip("/") if prefix else key
+        if prefix and not key.startswith(f"{prefix}/"):
+            continue
+        for folder in inside.split("/")[:-1]:
+            if folder in LAKES:
+                raise ValueError(
+                    f"{shown(url)} is a table of {LAKES[folder]}, whose files also hold rows that were deleted or "
+                    "replaced: write its rows to Parquet files of their own, and give these with data.files=..."
+                )
+        if not inside.lower().endswith(SUFFIXES) or _is_left(inside):
+            continue
+        if pattern is None or _matches(inside, pattern):
+            found.append((f"{shown(url).rstrip('/')}/{inside}", store, key, size, inside))
+    if not found:
+        where = shown(url) if pattern is None else f"no file matches {shown(url)}/{pattern}: it"
+        raise FileNotFoundError(f"{where} holds no file that ends with .parquet or .pq: check data.files=...")
+    return found
+
+
+def _is_left(inside: str) -> bool:
+    """Return whether a file is no part of the data: hidden, or with an underscore in front as Spark's own files."""
+    own = any(part.startswith("_") and "=" not in part for part in inside.split("/"))
+    return own or is_leftover(inside)
+
+
+def _by_pattern(access: Access, url: str) -> list[Found]:
+    parts = url.split("/")
+    first = next(n for n, part in enumerate(parts) if any(letter in part for letter in "*?["))
+    base = "/".join(parts[:first]) or ("/" if url.startswith("/") else ".")
+    return _in_folder(access, base, "/".join(parts[first:]))
+
+
+def _matches(inside: str, pattern: str) -> bool:
+    """Return whether a path, or a folder around it, fits a pattern; only ** fits several folders."""
+    parts = inside.split("/")
+    return any(_fits(parts[:n], pattern.split("/")) for n in range(1, len(parts) + 1))
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_fits(parts[n:], pattern[1:] or ["*"]) for n in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
+
+
+def _folders_of(inside: str) -> dict[str, str | None]:
+    """Return the values that the folders of a path give, as `band=1` does."""
+    found: dict[str, str | None] = {}
+    for folder in inside.split("/")[:-1]:
+        name, is_value, value = folder.partition("=")
+        if is_value and name:
+            found[unquote(name)] = None if value == NO_VALUE else unquote(value)
+    return found
+
+
+def _typed(files: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
+    """Return the values of each file with numbers for text, where all values of a column are numbers."""
+    types: dict[str, Any] = {}
+    for name in dict.fromkeys(name for file in files for name in file):
+        values = [value for file in files if (value := file.get(name)) is not None]
+        whole = all(re.fullmatch(r"[+-]?\d+", value) for value in values)
+        number = all(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) for value in values)
+        types[name] = int if whole else float if number else str
+    return [{name: None if value is None else types[name](value) for name, value in file.items()} for file in files]
+
+
+class StoredFile(io.RawIOBase):
+    """A file in a store, read by ranges.
+
+    Args:
+        store: where it is.
+        key: its name there.
+        size: bytes.
+    """
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        super().__init__()
+        self.store, self.key, self.length, self.place = store, key, size, 0
+
+    def readable(self) -> bool:
+        """Return whether it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return whether the position can be moved."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move the position, and return it."""
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer from the position on, and return how many bytes were read."""
+        end = min(self.place + len(buffer), self.length)
+        if end <= self.place:
+            return 0
+        content = memoryview(self.store.get_range(self.key, self.place, end)).cast("B")
+        buffer[: len(content)] = content
+        self.place += len(content)
+        return len(content)
