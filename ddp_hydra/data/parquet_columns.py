@@ -167,7 +167,7 @@ def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> 
     if empty.any():
         raise DataError(
             f"{where}: the target {name} has {int(empty.sum())} empty cells or NaN, the first in row "
-            f"{first_row + int(empty.argmax())}: write the file without these rows, as df.dropna(subset=[{name!r}]) does"
+            f"{first_row + int(empty.argmax())}: write the file without these rows, by df.dropna(subset=[{name!r}])"
         )
     if not whole:
         return _floats(column)

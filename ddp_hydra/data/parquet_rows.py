@@ -36,7 +36,7 @@ class ParquetRows:
         access: arguments of `storage.Access`: endpoint_url, region, anon, client and more.
 
     Attributes:
-        feature_names: columns of the features, in their order.
+        features: columns of the features, in their order.
         shard_lengths: rows of each row group, for the `chunked` sampler.
         num_classes: number of classes, where the target's are whole numbers.
         left_out: columns that hold an index of pandas or Dask.
@@ -70,17 +70,17 @@ class ParquetRows:
         if not parts:
             raise ValueError(f"{', '.join(map(shown, urls))} has no rows: check data.files=...")
         self.left_out: list[str] = []
-        self.feature_names = [str(name) for name in features] if features else self._others(parts)
-        if not self.feature_names:
+        self.features = [str(name) for name in features] if features else self._others(parts)
+        if not self.features:
             raise ValueError(f"{parts[0].name} has no column beside the target: type data.features=[...]")
-        wanted = [*self.feature_names, *([self.target] if self.target is not None else [])]
+        wanted = [*self.features, *([self.target] if self.target is not None else [])]
         if twice := [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]:
             raise ValueError(f"{', '.join(twice)} is given twice: type data.target=... or data.features=[...]")
         for part in parts:
             self._check(part, wanted)
             self._take_up(part)
         self._ends = list(accumulate(self.shard_lengths))
-        self._widths = [self._width(parts, column) for column in self.feature_names]
+        self._widths = [self._width(parts, column) for column in self.features]
         self._whole = self.target is not None and all(self._is_whole(part) for part in parts)
         self._range = self._range_of_target(parts) if self._whole else None
         self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
@@ -134,13 +134,13 @@ class ParquetRows:
 
     def described(self) -> str:
         """Return what the features and the target are, for the header of a run."""
-        names = ", ".join(self.feature_names[:8]) + (f" … ({len(self.feature_names)})" if self._many else "")
+        names = ", ".join(self.features[:8]) + (f" … ({len(self.features)})" if self._many else "")
         text = names if self.target is None else f"{names} -> {self.target}"
         return f"{text}; left out: {', '.join(self.left_out)}, an index" if self.left_out else text
 
     @property
     def _many(self) -> bool:
-        return len(self.feature_names) > 8
+        return len(self.features) > 8
 
     def check_classes(self, num_classes: int | None, ignored: int | None = None) -> None:
         """Refuse targets that can't be class numbers.
@@ -274,14 +274,14 @@ class ParquetRows:
                 self._cache.move_to_end(group)
                 return self._cache[group]
             part, number, first = self._groups[group]
-            columns = [*self.feature_names, *([self.target] if self.target is not None else [])]
+            columns = [*self.features, *([self.target] if self.target is not None else [])]
             stored = [column for column in columns if column not in part.partition or self._type(part, column)]
             table = part.file.read_row_group(number, columns=stored)
             rows = self.shard_lengths[group]
             x = np.concatenate(
                 [
                     self._feature(part, table, column, width, first, rows)
-                    for column, width in zip(self.feature_names, self._widths, strict=True)
+                    for column, width in zip(self.features, self._widths, strict=True)
                 ],
                 axis=1,
             )

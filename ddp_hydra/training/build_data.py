@@ -7,6 +7,8 @@ A data set has these methods and attributes:
     __getitems__(indices)             optional: a whole batch at once
     collate(samples) -> batch         optional: makes a batch; default: torch's default_collate
     prepare(batch) -> batch           optional: works on the device; normalises, encodes
+    check_classes(number, ignored)    optional: raises a ConfigError if its targets can't be the numbers of classes
+    described() -> str                optional: features and target, for the header of a run
     classes or num_classes            optional: fills model.num_classes; `classes` are names, for predictions
     features                          optional: names of the columns of x; evaluate and predict compare them
     scaling                           optional: how x is scaled, in words: alike in training and validation, or refused
@@ -46,19 +48,22 @@ A sampler takes n_samples, batch_size, rank, world_size, and the arguments in th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from hydra.utils import get_class
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, made_by
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
 from ddp_hydra.training.consensus import world_size as ranks_in_group
@@ -66,6 +71,8 @@ from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
+CLASSIFYING = (CrossEntropy, nn.CrossEntropyLoss, nn.NLLLoss)
+"""Losses whose targets are the numbers of classes."""
 ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 """Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
@@ -93,19 +100,22 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
 
 
 @contextmanager
-def opened(cfg: DictConfig, split: str, device: torch.device = CPU) -> Iterator[Any]:
+def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = None) -> Iterator[Any]:
     """Build a data set of a run; None if there is none. At the end name its bad samples, and close it. A collective.
 
     Args:
         cfg: the resolved config.
         split: "train" or "val".
         device: where its batches go.
+        like: the training data, whose columns this one reads where its node leaves them open; None for any.
 
     Raises:
         ConfigError: data.workers does not suit.
         DataError: the ranks have different data.
     """
     node, workers = cfg.data.get(split), cfg.data.get("workers")
+    if node is not None and like is not None:
+        fill_features(node, DataDescription.of(like))
     built = kept = dataset(node, cfg.seed)
     if streams.is_stream(built) and workers:
         raise ConfigError(
@@ -232,8 +242,28 @@ def fill_features(node: DictConfig, trained: DataDescription) -> None:
         node: of the data set, changed in place.
         trained: what the model was trained on.
     """
-    if trained.features and "features" in node and node.features is None:
-        node.features = list(trained.features)
+    if trained.features and node.get("features") is None and "features" in parameters(str(node.get("_target_"))):
+        with open_dict(node):
+            node.features = list(trained.features)
+
+
+def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> None:
+    """Refuse data whose targets can't be the classes of a cross-entropy, where the data set can tell.
+
+    Args:
+        cfg: the resolved config.
+        task: that computes the loss.
+        data: the data set, or None.
+        num_classes: those that the model has; 0 if nobody knows.
+
+    Raises:
+        ConfigError: they can't.
+    """
+    criterion = getattr(task, "criterion", None)
+    if not hasattr(data, "check_classes") or not isinstance(criterion, CLASSIFYING):
+        return
+    given = cfg.model.get("num_classes", sys.maxsize)
+    data.check_classes(given or num_classes or None, getattr(criterion, "ignore_index", None))
 
 
 def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
@@ -250,6 +280,8 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     if "num_classes" not in node or node.num_classes is not None:
         return node
     num_classes = DataDescription.of(data).num_classes
+    if not num_classes and hasattr(data, "check_classes"):
+        data.check_classes(None)
     if not num_classes:
         raise ConfigError(
             f"{key}.num_classes is null, and {name_of(data)} has neither `classes` nor `num_classes` to "

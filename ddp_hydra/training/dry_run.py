@@ -34,7 +34,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
         config: the resolved config as plain dicts.
     """
     cfg = OmegaConf.create(dict(config))
-    with opened(cfg, "train") as train_set, opened(cfg, "val") as val_set:
+    with opened(cfg, "train") as train_set, opened(cfg, "val", like=train_set) as val_set:
         results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
 
 
@@ -49,6 +49,8 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     run.seed_step(cfg.seed, 0, 0)  # as the training does
     model, channels_last, _ = setup.build_model(cfg, train_set, device)
     task, meter = builders.task(cfg, train_set, device), Meter(device)
+    for data in (train_set, val_set):
+        build_data.check_classes(cfg, task, data, DataDescription.of(train_set).num_classes)
     model.train()
     loader = build_data.loader(cfg, train_set, device, channels_last)
     loader.prefetch = 0

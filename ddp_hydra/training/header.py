@@ -43,6 +43,8 @@ def describe(
         f"batch     {cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective",
         f"steps     {total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most"),
     ]
+    if hasattr(train_set, "described"):
+        lines.insert(2, f"columns   {train_set.described()}")
     if isinstance(sampler, StreamSampler):
         lines.append(f"stream    {sampler.part.how}")
     if isinstance(train_set, InWorkers) and train_set.asked:

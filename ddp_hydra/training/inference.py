@@ -94,6 +94,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
     with opened(job, files["checkpoint"]) as run:
         cfg, trained = run.trained.cfg, run.trained
         check_labels(run.data)
+        build_data.check_classes(cfg, run.task, run.data, trained.data.num_classes)
         evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.channels_last)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)

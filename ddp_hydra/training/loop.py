@@ -47,7 +47,7 @@ def train(
     heartbeat.at("start", 0)
     paths = {name: Path(path) for name, path in (files or {}).items()}
     device = builders.device(cfg)
-    with opened(cfg, "train", device) as train_set, opened(cfg, "val", device) as val_set:
+    with opened(cfg, "train", device) as train_set, opened(cfg, "val", device, train_set) as val_set:
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)

@@ -72,6 +72,8 @@ def build(
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
     bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
     task = builders.task(cfg, train_set, device)
+    for data in (train_set, val_set):
+        build_data.check_classes(cfg, task, data, description.num_classes)
 
     position = Position()
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)

@@ -1,6 +1,6 @@
 """Writes the files beside it by the tools that people have: python make.py <folder>.
 
-In an environment with pandas 3.1.1, polars 2.1.0, duckdb 2.0.1, dask 2026.8.0, pyarrow 26.0.1, pyspark 4.3.0 and Java 17.
+Made with pandas 3.1.1, polars 2.1.0, duckdb 2.0.1, dask 2026.8.0, pyarrow 26.0.1, pyspark 4.3.0 and Java 17.
 Each holds the rows of ROWS, in this order or sorted by `band`: a = n + 0.5, b = 10 n, y = n % 3, band = n % 2.
 """
 
@@ -33,7 +33,9 @@ def by_pandas(out: Path) -> None:
     frame.set_index(pd.Index(keys, name="id")).to_parquet(out / "pandas-named.parquet")
     two = pd.MultiIndex.from_arrays([list("ppppqqqq"), keys], names=["patient", "visit"])
     frame.set_index(two).to_parquet(out / "pandas-multi.parquet")
-    frame.astype({"a": "Float64", "b": "Int64", "y": "Int8", "band": "category"}).to_parquet(out / "pandas-types.parquet")
+    frame.astype({"a": "Float64", "b": "Int64", "y": "Int8", "band": "category"}).to_parquet(
+        out / "pandas-types.parquet"
+    )
     frame.to_parquet(out / "pandas-hive", partition_cols=["band"])
 
 
@@ -49,7 +51,7 @@ def by_duckdb(out: Path) -> None:
     """Write a table, one with decimals, and one in partitions."""
     frame = pd.DataFrame(ROWS)
     duckdb.sql(f"COPY frame TO '{out}/duckdb.parquet'")
-    decimals = "SELECT a::DECIMAL(8, 2) AS a, b::UBIGINT AS b, y::UTINYINT AS y, band::HUGEINT::INTEGER AS band FROM frame"
+    decimals = "SELECT a::DECIMAL(8, 2) AS a, b::UBIGINT AS b, y::UTINYINT AS y, band::INTEGER AS band FROM frame"
     duckdb.sql(f"COPY ({decimals}) TO '{out}/duckdb-decimals.parquet'")
     duckdb.sql(f"COPY frame TO '{out}/duckdb-hive' (FORMAT parquet, PARTITION_BY (band))")
     del frame

@@ -17,6 +17,7 @@ import torch
 from ddp_hydra.data import ParquetRows
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Chunked
+from ddp_hydra.errors import DataError
 
 
 def write(path: Path, rows: int = 25, begin: int = 0, **columns: Any) -> str:
@@ -36,7 +37,7 @@ def folder(tmp_path) -> Path:
 
 def test_rows_of_all_files_by_index(folder):
     data = ParquetRows(str(folder), "label")
-    assert (len(data), data.shard_lengths, data.feature_names) == (50, [10, 10, 5, 10, 10, 5], ["a", "b"])
+    assert (len(data), data.shard_lengths, data.features) == (50, [10, 10, 5, 10, 10, 5], ["a", "b"])
     x, y = data.__getitems__([49, 0, 24, 25, 0])
     assert x.tolist() == [[49, 98], [0, 0], [24, 48], [25, 50], [0, 0]]
     assert y.tolist() == [1, 0, 0, 1, 0]
@@ -85,11 +86,11 @@ def test_memory_is_bounded_and_threads_read_the_same(folder):
 
 def test_missing_features_are_refused_or_filled(tmp_path):
     path = write(tmp_path / "holes.parquet", a=[None, *range(24)])
-    with pytest.raises(ValueError, match=r"column a has 1 empty cells in a row group: give data\.fill=0"):
+    with pytest.raises(DataError, match=r"column a has 1 empty cells or NaN, the first in row 0: give data\.fill=0"):
         ParquetRows(path, "label")[0]
     assert ParquetRows(path, "label", fill=-1)[0][0].tolist() == [-1, 0]
     path = write(tmp_path / "no target.parquet", label=[None, *range(24)])
-    with pytest.raises(ValueError, match=r"the target label has 1 empty cells"):
+    with pytest.raises(DataError, match=r"the target label has 1 empty cells or NaN, the first in row 0"):
         ParquetRows(path, "label")[0]
 
 
@@ -97,7 +98,7 @@ def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
     with pytest.raises(ValueError, match=r"has no column price, only a, b, label: type data\.target="):
         ParquetRows(str(folder), "price")
     named = write(tmp_path / "named.parquet", name=["x"] * 25)
-    with pytest.raises(ValueError, match=r"the columns name hold no numbers \(string\): name others with"):
+    with pytest.raises(ValueError, match=r"column name holds no numbers \(string\): name others with"):
         ParquetRows(named, "label")
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 but not really")
