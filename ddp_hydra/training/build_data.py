@@ -242,7 +242,8 @@ def fill_features(node: DictConfig, trained: DataDescription) -> None:
         node: of the data set, changed in place.
         trained: what the model was trained on.
     """
-    if trained.features and node.get("features") is None and "features" in parameters(str(node.get("_target_"))):
+    is_open = node.features is None if "features" in node else "features" in parameters(str(node.get("_target_")))
+    if trained.features and is_open:
         with open_dict(node):
             node.features = list(trained.features)
 
