@@ -35,7 +35,7 @@ class Classification(Task):
     ) -> None:
         self.criterion, self.mix, self.class_axis, self.names = criterion, mix, class_axis, names
         self.validation_criterion = getattr(criterion, "for_validation", criterion)
-        self.counting = Counting(criterion)
+        self.counting, self.validation_counting = Counting(criterion), Counting(self.validation_criterion)
         self.note = self.counting.note
 
     def step(self, model: Any, batch: Any) -> Step:
@@ -55,7 +55,7 @@ class Classification(Task):
 
     def _counted(self, criterion: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, y: Tensor) -> Step:
         loss = criterion(prediction, y)
-        counting = self.counting
+        counting = self.counting if criterion is self.criterion else self.validation_counting
         with torch.no_grad():
             n = counting.n(prediction, y)
             sums: dict[str, Any] = {}

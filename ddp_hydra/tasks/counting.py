@@ -51,11 +51,12 @@ class Counting:
         note: says for the header by what it is weighed if what it is a mean over can't be told; else "".
 
     Raises:
-        ConfigError: the criterion returns a loss for each sample.
+        ConfigError: the criterion returns a loss for each sample, or its means can't be put together.
     """
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
-        function, self.options = criterion, dict[str, Any]()
+        function: Any = criterion
+        self.options: dict[str, Any] = {}
         while isinstance(function, partial):
             function, self.options = function.func, {**function.keywords, **self.options}
         self.criterion: Any = function
@@ -66,6 +67,12 @@ class Counting:
         name = getattr(function, "__name__", type(function).__name__)
         if self.reduction == "none":
             raise ConfigError(f"loss.reduction=none of {name} gives a loss for each sample: give mean or sum")
+        smoothing, weight = self._option("label_smoothing", 0.0), self.weight
+        if weight is not None and smoothing and not self.summed and bool((weight == 0).any()):
+            raise ConfigError(
+                f"{name} with label_smoothing={smoothing} and a class of weight 0 has no mean over a batch of "
+                "that class alone: leave the class out by ignore_index, or give label_smoothing=0"
+            )
         known = self.kind or self.summed
         self.note = "" if known else f"{name} by samples; a method n(prediction, target) of it may say otherwise"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class CrossEntropy(nn.Module):
             logits: (batch, [time,] classes).
             target: (batch, [time]) class numbers, or (batch, [time,] classes) shares, as mixup and cutmix make them.
         """
-        options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
         weight = self.weight
         if weight is not None and logits.dtype == torch.float64:
             weight = weight.double()

@@ -47,7 +47,7 @@ class Segmentation(Task):
             n_classes = logits.shape[1]
             both = torch.bincount(guess[guess == truth], minlength=n_classes)
             either = torch.bincount(guess, minlength=n_classes) + torch.bincount(truth, minlength=n_classes) - both
-            sums = {"intersection": both, "union": either, "pixels": len(truth)}
+            sums: dict[str, Any] = {"intersection": both, "union": either, "pixels": len(truth)}
             n = self.counting.n(logits, masks)
         return Step(loss, n, sums, logits, masks, self.counting.summed)
 

@@ -78,7 +78,7 @@ def as_step(result: Step | Tensor) -> Step:
     loss = loss.reshape(())
     if isinstance(n, Tensor) and n.device.type == "cpu":
         n = n.item()
-    if n is not None and (isinstance(n, Tensor) or not n):
+    if n is not None and not step.summed and (isinstance(n, Tensor) or not n):
         loss = loss.where(torch.as_tensor(n, device=loss.device) > 0, 0.0)
     return step._replace(loss=loss, n=n)
 

@@ -70,9 +70,10 @@ class Update:
             log: by this rank's clock, it is time to log.
         """
         good, n = are_finite(losses, self.unchecked), self.weighing.n
-        arrived = begin_copy(n) if isinstance(n, Tensor) else None
-        on_cpu = n if arrived is None else lambda: float(arrived())
-        return self.consensus.vote(good, stop, log, self.parallel.send_along, on_cpu)
+        if not isinstance(n, Tensor):
+            return self.consensus.vote(good, stop, log, self.parallel.send_along, n)
+        arrived = begin_copy(n)
+        return self.consensus.vote(good, stop, log, self.parallel.send_along, lambda: float(arrived()))
 
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False

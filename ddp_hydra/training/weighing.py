@@ -64,13 +64,13 @@ class Weighing:
         self.summed = step.summed
         if self.scale is None:
             self._agree(n, size)
+        if step.summed:
+            return step.loss
         if isinstance(n, Tensor):
             n = n.detach().double()
             _stop_gradient_where_zero(step.prediction, n)
         elif not n:
             return zero(step.loss)
-        if step.summed:
-            return step.loss
         weight = n / self.denominator
         return step.loss if not isinstance(weight, Tensor) and weight == 1 else step.loss * weight
 

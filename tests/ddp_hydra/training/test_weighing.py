@@ -1,0 +1,127 @@
+"""The gradient of a step is that of the mean over all things of its micro-batches and ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Step
+from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.train_step import as_step
+from ddp_hydra.training.update import OptimizerStep, Update
+from ddp_hydra.training.weighing import Weighing, zero
+
+
+class Masked(nn.Module):
+    """The mean of errors that a mask lets through, as users write it: without any it is 0 / 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x, mask):
+        return as_step(Step((self.layer(x).squeeze(-1).square() * mask).sum() / mask.sum(), mask.sum()))
+
+
+def test_a_micro_batch_of_nothing_adds_nothing_although_its_loss_is_0_by_0():
+    torch.manual_seed(0)
+    model, weighing = Masked().double(), Weighing(4, StepConsensus())
+    x = torch.randn(4, 3).double()
+    for part, mask in ((x[:2], torch.tensor([1.0, 1.0])), (x[2:], torch.zeros(2))):
+        weighing.weigh(model(part, mask), 2).backward()
+    found = [part.grad * weighing.factor([float(weighing.n)]) for part in model.parameters()]
+    right = torch.autograd.grad(model(x[:2], torch.ones(2)).loss, list(model.parameters()))
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, right, strict=True))
+
+
+def test_zero_gives_each_parameter_a_gradient_of_zero():
+    model = nn.Linear(2, 2)
+    zero(model(torch.full((1, 2), torch.nan)).sum()).backward()
+    assert [part.grad.abs().max().item() for part in model.parameters()] == [0, 0]
+
+
+def test_samples_alone_need_no_factor():
+    weighing = Weighing(8, StepConsensus())
+    loss = torch.tensor(2.0)
+    assert weighing.weigh(Step(loss), 8) is loss
+    weighing.begin()
+    assert [weighing.weigh(Step(loss), size).item() for size in (6, 2)] == [1.5, 0.5]
+    assert weighing.factor([8.0]) == weighing.factor([8.0, 8.0, 8.0]) == 1
+
+
+def test_where_nothing_counts_the_step_is_empty():
+    weighing = Weighing(2, StepConsensus())
+    assert weighing.factor([0.0, 0.0]) == 1
+    assert weighing.is_empty
+
+
+@pytest.mark.parametrize("n", [[-1.0, 2.0], [float("nan")], [float("inf")]])
+def test_things_are_0_or_more(n):
+    with pytest.raises(ValueError, match="0 or more"):
+        Weighing(2, StepConsensus()).factor(n)
+
+
+def test_a_hook_that_keeps_errors_is_refused_where_n_varies():
+    weighing = Weighing(2, StepConsensus())
+    weighing.refuse_uneven([2.0, 2.0], "powersgd")
+    for n in ([1.0, 3.0], [3.0, 3.0]):
+        with pytest.raises(ConfigError, match=r"parallel.comm_hook=powersgd is for .* give parallel.comm_hook=auto"):
+            weighing.refuse_uneven(n, "powersgd")
+
+
+@pytest.mark.parametrize("n", [0.0, 1e-300, 0.3, 7.0, 2.0**60])
+def test_a_vote_carries_n_exactly(n):
+    assert StepConsensus().vote(n=n)().n == (n,)
+    assert StepConsensus().vote(n=lambda: n)().n == (n,)
+
+
+def test_a_negative_n_does_not_pass_as_0():
+    (found,) = StepConsensus().vote(n=-1.0)().n
+    assert found != found
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
+    """fp16: clipping and the update see gradients of the true size."""
+    from ddp_hydra.training.parallel import Parallel
+
+    def trained(scaler, counts):
+        torch.manual_seed(0)
+        model, x = nn.Linear(3, 2), torch.randn(8, 3)
+        step = nn.Module()
+        step.part = model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrapped = Parallel(step, step)
+        update = Update(
+            "",
+            OptimizerStep(wrapped, optimizer, scaler, clip_norm),
+            None,
+            StepConsensus(),
+            Weighing(8, StepConsensus()),
+        )
+        for rows in counts:
+            update.begin()
+            losses = []
+            for part in rows:
+                loss = update.weighing.weigh(Step(F.mse_loss(model(x[part]), x[part][:, :2]), len(x[part])), 4)
+                losses.append(loss.detach())
+                update.optimizer_step.backward(loss)
+            assert update.find_nonfinite(update.vote(losses, 0)(), losses) is None
+            update.optimizer_step.apply()
+        return model.weight.detach()
+
+    steps = [(slice(0, 1), slice(1, 4)), (slice(0, 7), slice(7, 8)), (slice(0, 2), slice(2, 4))]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    right = trained(torch.amp.GradScaler("cpu", enabled=False), [(slice(a.start, b.stop),) for a, b in steps])
+    assert torch.allclose(trained(scaler, steps), right, atol=1e-6)
+    assert torch.allclose(trained(torch.amp.GradScaler("cpu", enabled=False), steps), right, atol=1e-6)
+
+
+def test_a_loss_that_is_no_scalar_is_refused():
+    with pytest.raises(ValueError, match="reduction=none"):
+        as_step(functools.partial(F.mse_loss, reduction="none")(torch.ones(3), torch.zeros(3)))
