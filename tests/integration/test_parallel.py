@@ -20,14 +20,15 @@ STEPS = 12
 
 
 def wrapped(model: Any, **options: Any) -> Any:
-    """On a rank: a model in DDP, whose output stands where a task's loss does."""
-    from ddp_hydra.tasks import Task
+    """On a rank: a model in DDP, whose output is the task's prediction."""
+    from ddp_hydra.tasks import Step, Task
     from ddp_hydra.training import parallel
     from ddp_hydra.training.train_step import TrainStep
 
     class Output(Task):
         def step(self, model: Any, batch: Any) -> Any:
-            return model(batch)
+            output = model(batch)
+            return Step(output.sum(), prediction=output)
 
     return parallel.ddp(TrainStep(Output(), model), **options)
 
@@ -53,7 +54,7 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     for _ in range(steps):
         share = slice(rank * 64 // world_size, (rank + 1) * 64 // world_size)
         with model.sync_gradients(True):
-            loss = nn.functional.mse_loss(model(x[share]).loss, y[share])
+            loss = nn.functional.mse_loss(model(x[share]).prediction, y[share])
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
@@ -113,7 +114,7 @@ def leave_a_layer_out() -> None:
     layers.forward = layers["used"].forward
     model = wrapped(layers)
     with model.sync_gradients(True):
-        model(torch.ones(2, 8)).loss.sum().backward()
+        model(torch.ones(2, 8)).prediction.sum().backward()
 
 
 def test_a_step_that_leaves_a_layer_out_names_it(client2, gang):
@@ -132,7 +133,7 @@ def descend_with_many_buckets() -> float:
     optimizer = torch.optim.SGD(model.part.parameters(), lr=0.1)
     x = torch.randn(8, 512) + dist.get_rank()
     for _ in range(40):
-        loss = model(x).loss.square().mean()
+        loss = model(x).prediction.square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -19,15 +19,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
 
 
 def wrapped(model: Any, **options: Any) -> Any:
-    """On a rank: a model in DDP, whose loss is its output, or the mean of its squares."""
-    from ddp_hydra.tasks import Task
+    """On a rank: a model in DDP, whose output is the task's prediction."""
+    from ddp_hydra.tasks import Step, Task
     from ddp_hydra.training import parallel
     from ddp_hydra.training.train_step import TrainStep
 
     class Output(Task):
         def step(self, model: Any, batch: Any) -> Any:
             output = model(batch)
-            return output.square().mean() if output.ndim else output
+            return Step(output.sum(), prediction=output)
 
     return parallel.ddp(TrainStep(Output(), model), **options)
 
@@ -59,7 +59,7 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
     model = wrapped(Weights(), comm_hook="shared", bucket_cap_mb=bucket_cap_mb)
     pace, wrong = random.Random(rank), []
     for step in range(steps):
-        loss = model(float(step * (rank + 1))).loss
+        loss = model(float(step * (rank + 1))).prediction
         numbers = torch.tensor([step * 10 + rank, -rank])
         wait = model.send_along(numbers)
         loss.backward()
@@ -100,7 +100,7 @@ def weights_after(comm_hook: str, **options: Any) -> list[torch.Tensor]:
     inputs = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(10):
         optimizer.zero_grad()
-        model(torch.randn(16, 64, generator=inputs)).loss.backward()
+        model(torch.randn(16, 64, generator=inputs)).prediction.square().mean().backward()
         optimizer.step()
     return [weight.detach() for weight in model.part.parameters()]
 
@@ -142,7 +142,7 @@ def told_without(part: str, comm_hook: str) -> str:
         model = wrapped(torch.nn.Linear(2, 2), comm_hook=comm_hook)
     except ConfigError as error:
         return str(error)
-    model(torch.full((1, 2), float(dist.get_rank()))).loss.sum().backward()
+    model(torch.full((1, 2), float(dist.get_rank()))).prediction.sum().backward()
     return str(model.part.weight.grad.tolist())
 
 
@@ -158,7 +158,7 @@ def test_sparse_gradients_travel_as_they_are(client2, gang):
         import torch.distributed as dist
 
         model = wrapped(torch.nn.Embedding(9, 2, sparse=True))
-        model(torch.tensor([dist.get_rank()])).loss.sum().backward()
+        model(torch.tensor([dist.get_rank()])).prediction.sum().backward()
         return model.part.weight.grad.coalesce().indices().flatten().tolist()
 
     assert gang(client2).run(gradient) == [[0, 1]] * 2
@@ -186,7 +186,7 @@ def left_over() -> dict[str, Any]:
 
     before = pipes()
     model = wrapped(torch.nn.Linear(2, 2))
-    model(torch.ones(1, 2)).loss.sum().backward()
+    model(torch.ones(1, 2)).prediction.sum().backward()
     during = found()
     del model
     gc.collect()
@@ -210,7 +210,7 @@ def killed_in_a_step() -> None:
     for step in range(10):
         if step == 5 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        model(torch.ones(1, 2)).loss.sum().backward()
+        model(torch.ones(1, 2)).prediction.sum().backward()
 
 
 def test_a_dead_rank_is_the_cause_and_the_other_says_who_is_gone(client2, gang):
@@ -229,7 +229,7 @@ def error_of_a_lonely_rank() -> str:
         dist.destroy_process_group()
         return ""
     try:
-        model(torch.ones(1, 2)).loss.sum().backward()
+        model(torch.ones(1, 2)).prediction.sum().backward()
     except RuntimeError as error:
         return str(error)
     return "none"
