@@ -255,7 +255,7 @@ def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
     built = {
         key: _with_optimizer(value, known) if isinstance(value, DictConfig) else value for key, value in built.items()
     }
-    rest = OmegaConf.masked_copy(node, [key for key in node if key not in inner])
+    rest = OmegaConf.masked_copy(node, [str(key) for key in node if str(key) not in inner])
     given = {name: value for name, value in known.items() if name in taken and name not in node}
     if "optimizer" in taken:
         return make(rest, **given, **built)

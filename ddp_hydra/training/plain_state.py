@@ -144,7 +144,7 @@ def decode(value: Any) -> Any:
     if isinstance(value, dict):
         if KIND in value:
             return _made(value[KIND], decode(value["value"]))
-        decoded = type(value)()
+        decoded: Any = type(value)()
         for key, part in value.items():
             decoded[decode(key)] = decode(part)
         if metadata := getattr(value, "_metadata", None):

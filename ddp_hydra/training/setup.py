@@ -86,8 +86,7 @@ def build(
     updates = build_updates.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
     build_again = lambda: builders.model(cfg, train_set).to(device)  # noqa: E731
-    callbacks = builders.callbacks(cfg)
-    state, changed = build_state(cfg, bare, task, updates, progress, callbacks, kept, saved, build_again)
+    state, changed = build_state(cfg, bare, task, updates, progress, builders.callbacks(cfg), kept, saved, build_again)
     state.check()
     state.data = description.as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
