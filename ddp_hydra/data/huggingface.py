@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from ddp_hydra.errors import DataError
 
 FILES = ("parquet", "json", "csv", "text", "arrow", "webdataset")
 """Formats of files, which stand in the place of a name on the hub."""
@@ -56,7 +66,7 @@ def load(
     data_files = {"data_files": list(files) if not isinstance(files, str) else files, "split": "train"} if files else {}
     data = datasets.load_dataset(path, subset, **{"split": split, **data_files}, streaming=streaming, **options)
     if transform is not None:
-        data = data.map(transform)
+        data = data.map(transform) if streaming else data.map(transform, new_fingerprint=_fingerprint(data, transform))
     if columns is not None:
         _check(columns, data.column_names)
         data = data.select_columns(list(columns))
@@ -69,9 +79,87 @@ def load(
     for feature in (data.features or {}).values():
         if isinstance(feature, datasets.ClassLabel):
             data.classes = feature.names
-    if collate is not None:
-        data.collate = collate
+    data.collate = collate or collate_columns
     return data
+
+
+def collate_columns(samples: Sequence[Mapping[str, Any]]) -> Any:
+    """Make a batch of samples as torch does; name the column that can't be stacked.
+
+    Args:
+        samples: of dicts.
+
+    Raises:
+        DataError: a column has an empty cell, or tensors of different shapes.
+    """
+    try:
+        batch = default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, ValueError):
+        for name in samples[0]:
+            values = [sample.get(name) for sample in samples]
+            if reason := _unlike(values):
+                raise DataError(_no_batch(name, reason)) from None
+        raise
+    for name, values in batch.items() if isinstance(batch, dict) else ():
+        is_row = isinstance(values, torch.Tensor) and values.ndim == 1 and values.is_floating_point()
+        if is_row and values.isnan().any():  # an empty cell of numbers becomes NaN
+            raise DataError(_no_batch(name, "has empty cells or NaN"))
+    return batch
+
+
+def _no_batch(name: str, reason: str) -> str:
+    return (
+        f"the column {name} {reason}, so it makes no batch: leave it out with data.columns=[...], change it with "
+        "data.transform (images: .convert('RGB') and one size), or stack it with data.collate"
+    )
+
+
+def _unlike(values: Sequence[Any]) -> str:
+    """Return why the values of a column can't be stacked; "" if they can."""
+    if any(value is None for value in values):
+        return "has empty cells"
+    shapes = list(dict.fromkeys(tuple(value.shape) for value in values if isinstance(value, torch.Tensor)))
+    if len(shapes) > 1:
+        return f"has tensors of the shapes {shapes[0]} and {shapes[1]}"
+    try:
+        default_collate(values)
+    except (RuntimeError, TypeError, KeyError, ValueError):
+        return f"has values that differ ({', '.join(dict.fromkeys(type(value).__name__ for value in values))})"
+    return ""
+
+
+def _fingerprint(data: Any, transform: Callable[..., Any]) -> str:
+    """Return the name under which transformed samples are cached: another one for each edit of the user's code.
+
+    `datasets` takes an importable function by its name. What it calls may be anywhere in its project, so that all the
+    Python files count that lie below the entry of sys.path from which it was imported.
+    """
+    from datasets.fingerprint import Hasher
+
+    function: Any = transform
+    while isinstance(function, partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(function).__module__
+    try:
+        parts = [data._fingerprint, Hasher.hash(transform), *_sources(module)]
+    except Exception:  # what can't be pickled has no name: then nothing is found in the cache
+        return uuid.uuid4().hex
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _sources(module: str) -> list[str]:
+    """Return a hash of each Python file of the project, or installed package, that a module belongs to."""
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None)
+    if file is None:
+        return []
+    path = Path(file).resolve()
+    depth = module.count(".") + (path.name == "__init__.py")
+    root = path.parents[depth]
+    if root.name in ("site-packages", "dist-packages"):
+        root = root / module.partition(".")[0]
+    files = sorted(root.rglob("*.py")) if root.is_dir() else [path]
+    return [f"{one.relative_to(root)} {hashlib.sha256(one.read_bytes()).hexdigest()}" for one in files]
 
 
 def _check(names: Any, there: Sequence[str] | None) -> None:

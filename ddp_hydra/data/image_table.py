@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class ImageTable(StoredImages):
         self.labelled = label_column is not None
         columns = (path_column,) if label_column is None else (path_column, label_column)
         paths, *rest = read_columns(self.access, table, columns)
+        _check_slashes(paths, table)
         self._paths = StringArray(paths)
         self._root = _folder_of(table) if root is None else root.rstrip("/")
         self._root_store, self._prefix = self.access.open_folder(self._root)
@@ -115,7 +117,7 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
         The values of each column.
 
     Raises:
-        ValueError: the file is not such a table, lacks a column, or has no rows.
+        ValueError: the file is not such a table, lacks a column, has no rows, or a cell is empty.
     """
     store, key = access.open(table)
     content = store.get(key)
@@ -123,7 +125,26 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
     found = read(content, table, columns)
     if not found[0]:
         raise ValueError(f"{shown(table)} has no rows: check data.table=...")
+    for column, values in zip(columns, found, strict=True):
+        if "" in values:
+            raise ValueError(
+                f"{shown(table)}: the column {column} has {values.count('')} empty cells, the first in row "
+                f"{values.index('') + 1} below the names of the columns: fill them, or leave these rows out"
+            )
     return found
+
+
+def _check_slashes(paths: Sequence[str], table: str) -> None:
+    """Refuse paths as Windows writes them.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if (row := next((row for row, path in enumerate(paths) if "\\" in path), None)) is not None:
+        raise ValueError(
+            f"{shown(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes, below "
+            "data.root=<folder>, as df[c].str.replace('\\\\', '/') does"
+        )
 
 
 def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
@@ -131,6 +152,7 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
         text = (gzip.decompress(content) if table.endswith(".gz") else bytes(content)).decode("utf-8-sig")
         rows = csv.reader(io.StringIO(text, newline=""), strict=True)
         header = next(rows, [])
+        _check_commas(header, columns)
         places = [_place(column, header, table) for column in columns]
         found: list[list[str]] = [[] for _ in columns]
         for row in rows:
@@ -141,7 +163,7 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
             for column, place in zip(found, places, strict=True):
                 column.append(row[place])
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{shown(table)} is not a CSV file ({error}): check data.table=...") from None
+        raise ValueError(f"{shown(table)} is not a CSV file in UTF-8 ({error}): check data.table=...") from None
     except ValueError as error:
         raise ValueError(f"{shown(table)}: {error}: check data.table=...") from None
     return found
@@ -160,7 +182,28 @@ def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list
         read = file.read(columns=list(columns))
     except pyarrow.ArrowException as error:
         raise ValueError(f"{shown(table)} is not a Parquet file ({error}): check data.table=...") from None
-    return [[str(value) for value in read.column(column).to_pylist()] for column in columns]
+    return [[_text(value) for value in read.column(column).to_pylist()] for column in columns]
+
+
+def _text(value: Any) -> str:
+    """Return a cell of a Parquet file as text; "" for an empty one, which pandas stores as NaN among numbers."""
+    if value is None or value != value:
+        return ""
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def _check_commas(header: Sequence[str], columns: Sequence[str]) -> None:
+    """Refuse a table whose fields are separated by something else than commas, as Excel writes it in many countries.
+
+    Raises:
+        ValueError: it is.
+    """
+    for name, separator in (("semicolons", ";"), ("tabs", "\t")):
+        if len(header) == 1 and separator in header[0] and not set(columns) <= set(header):
+            raise ValueError(
+                f"its fields are separated by {name}: write it with commas, as "
+                f"pd.read_csv(file, sep={separator!r}).to_csv(file, index=False) does"
+            )
 
 
 def _place(column: str, header: Sequence[str], table: str) -> int:
@@ -169,15 +212,18 @@ def _place(column: str, header: Sequence[str], table: str) -> int:
             f"there is no column {column!r}, only {', '.join(header) or 'none'}; type data.path_column=... or "
             "data.label_column=..."
         )
+    if list(header).count(column) > 1:
+        raise ValueError(f"there are several columns {column!r}: give them different names")
     return list(header).index(column)
 
 
 def _numbers_by_value(label: str) -> tuple[bool, float, str]:
     """Return a sort key: numbers come before names, and in numerical order."""
     try:
-        return False, float(label), label
+        value = float(label)
     except ValueError:
-        return True, 0.0, label
+        value = math.nan
+    return (False, value, label) if math.isfinite(value) else (True, 0.0, label)  # nan has no order
 
 
 def _folder_of(url: str) -> str:

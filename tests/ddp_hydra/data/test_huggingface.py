@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+from functools import partial
 from typing import Any
 
 import pyarrow
@@ -13,6 +16,7 @@ import torch
 from ddp_hydra.data import huggingface
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.streams import StreamLoader, StreamSampler, is_stream, split
+from ddp_hydra.errors import DataError
 
 pytestmark = pytest.mark.medium
 
@@ -109,3 +113,36 @@ def test_class_names_are_known(load, tmp_path):
     datasets.Dataset.from_dict({"label": [1, 0]}, features=features).to_parquet(str(tmp_path / "named.parquet"))
     assert load(files="named.parquet").classes == ["no", "yes"]
     assert load(files="named.parquet", streaming=True).classes == ["no", "yes"]
+
+
+def test_an_edit_of_the_transform_or_of_what_it_calls_counts(load, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "edited.py").write_text(
+        "import edited_factor\n\ndef scaled(sample, more=0):\n"
+        "    return {'label': sample['label'] * edited_factor.FACTOR + more}\n"
+    )
+
+    def labels(factor: int, **more: int) -> list[int]:
+        (tmp_path / "project" / "edited_factor.py").write_text(f"FACTOR = {factor}\n")
+        for name in ("edited", "edited_factor"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        data = load(columns=["label"], transform=partial(importlib.import_module("edited").scaled, **more))
+        return [int(data[n]["label"]) for n in (1, 2)]
+
+    assert [labels(1), labels(1000), labels(1000, more=7), labels(1)] == [[1, 2], [1000, 2000], [1007, 2007], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1.0], [1.0, 2.0]], r"the column x has tensors of the shapes \(1,\) and \(2,\), so it makes no batch"),
+        ([None, 1.0], r"the column x has empty cells or NaN, so it makes no batch: leave it out with data\.columns"),
+    ],
+)
+def test_a_column_that_makes_no_batch_is_named(load, tmp_path, values, message):
+    pyarrow.parquet.write_table(pyarrow.table({"y": [0, 1], "x": values}), tmp_path / "odd.parquet")
+    with pytest.raises(DataError, match=message):
+        list(Loader(load(files="odd.parquet"), CPU).load([[0, 1]]))

@@ -172,3 +172,49 @@ def test_a_file_that_is_missing_asks_where_the_paths_begin(table, tmp_path):
     said = r"1 of 2 samples of .* is bad.*Paths of the table begin at .*: give another folder with data\.root=<folder>"
     with pytest.raises(ValueError, match=said):
         data[0]
+
+
+def test_the_order_of_classes_is_one(table):
+    data = table("path,label\n1.png,nan\n2.png,10\n3.png,inf\n4.png,9\n5.png,None\n6.png,-1.5\n")
+    assert data.classes == ["-1.5", "9", "10", "None", "inf", "nan"]
+
+
+def test_empty_cells_are_refused_with_their_row(table, tmp_path):
+    with pytest.raises(ValueError, match=r"images\.csv: the column label has 1 empty cells, the first in row 2 below"):
+        table("path,label\na.png,cat\nb.png,\n")
+    with pytest.raises(ValueError, match=r"the column path has 1 empty cells, the first in row 1 below"):
+        table("path,label\n,cat\n")
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    for labels in (["cat", None], [1.0, float("nan")]):
+        pyarrow.parquet.write_table(pyarrow.table({"path": ["a", "b"], "label": labels}), tmp_path / "t.parquet")
+        with pytest.raises(ValueError, match=r"the column label has 1 empty cells, the first in row 2"):
+            table((tmp_path / "t.parquet").read_bytes(), "t.parquet")
+
+
+@pytest.mark.parametrize("path", ["cat\\1.png", "C:\\images\\1.png"])
+def test_paths_of_windows_are_refused(table, path):
+    with pytest.raises(ValueError, match=r"row 2 has a path of Windows, .*: write paths with slashes"):
+        table(f"path,label\ncat/1.png,cat\n{path},dog\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeffpath,label\r\ncat/1.png,cat\r\ndog/1.png,dog\r\n",  # Excel, CSV UTF-8
+        "path,label\rcat/1.png,cat\rdog/1.png,dog\r",  # Excel for Macintosh
+        ",path,label\n0,cat/1.png,cat\n1,dog/1.png,dog\n",  # to_csv of pandas with its index
+        '"","path","label"\n"1","cat/1.png","cat"\n"2","dog/1.png","dog"\n',  # write.csv of R with row names
+    ],
+)
+def test_tables_of_other_programs(table, text):
+    data = table(text)
+    assert (reds(data), data.classes) == ([1, 2], ["cat", "dog"])
+
+
+def test_other_separators_and_equal_names_are_refused(table):
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        with pytest.raises(ValueError, match=rf"images\.csv: its fields are separated by {name}: write it with commas"):
+            table(f"path{separator}label\na.png{separator}cat\n")
+    with pytest.raises(ValueError, match=r"there are several columns 'label'"):
+        table("path,label,label\na.png,cat,dog\n")
