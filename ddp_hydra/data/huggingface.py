@@ -83,7 +83,7 @@ def load(
     return data
 
 
-def collate_columns(samples: Sequence[Mapping[str, Any]]) -> Any:
+def collate_columns(samples: list[Mapping[str, Any]]) -> Any:
     """Make a batch of samples as torch does; name the column that can't be stacked.
 
     Args:
@@ -114,7 +114,7 @@ def _no_batch(name: str, reason: str) -> str:
     )
 
 
-def _unlike(values: Sequence[Any]) -> str:
+def _unlike(values: list[Any]) -> str:
     """Return why the values of a column can't be stacked; "" if they can."""
     if any(value is None for value in values):
         return "has empty cells"
