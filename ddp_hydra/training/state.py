@@ -137,6 +137,8 @@ class State:
         """
         load_weights(self.model, content)
         content = plain_state.decode({name: part for name, part in content.items() if name != "model"})
+        # What each group has to have: torch adds an option to the defaults when it loads a state.
+        needed = {name: set(optimizer.defaults) for name, optimizer in each(self.optimizer)}
         try:
             self.optimizer.load_state_dict(content["optimizer"])
             self.scheduler.load_state_dict(content["scheduler"])
@@ -144,9 +146,9 @@ class State:
                 if part is not None and content.get(name):
                     part.load_state_dict(content[name])
             vars(self.position).update(asdict(Position(**content["position"])))
-            for _, optimizer in each(self.optimizer):
+            for name, optimizer in each(self.optimizer):
                 for group in optimizer.param_groups:
-                    if missing := optimizer.defaults.keys() - group.keys():
+                    if missing := needed[name] - group.keys():
                         raise ValueError(f"it has no {', '.join(sorted(missing))}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

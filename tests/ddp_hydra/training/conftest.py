@@ -31,11 +31,20 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def train(group, tmp_path):
-    """Run the loop; `stop_at` is the place where it is asked to finish."""
+    """Run the loop; `stop_at` is the place where it is asked to finish, `whole` replaces nodes and does not merge."""
     runs = 0
 
     def run(
-        resume=None, stop_at=None, fault=(), val=5, parts=None, start=None, data=Numbers, into=None, **trainer: Any
+        resume=None,
+        stop_at=None,
+        fault=(),
+        val=5,
+        parts=None,
+        start=None,
+        data=Numbers,
+        into=None,
+        whole=None,
+        **trainer: Any,
     ) -> Run:
         nonlocal runs
         runs += 1
@@ -50,7 +59,7 @@ def train(group, tmp_path):
         results.connect(DirectSender(made.records.append, made.folder))
         fault_injection.install(0, 0, {})
         armed = fault_injection.activate(fault)
-        cfg = OmegaConf.merge(config(**trainer), parts or {})
+        cfg = OmegaConf.merge({**config(**trainer), **(whole or {})}, parts or {})
         stop_signal = StopSignal(cfg.trainer.time_limit_s)
         given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}
         run = setup.build(cfg, data(9), data(val) if val else None, given, armed, stop_signal)
