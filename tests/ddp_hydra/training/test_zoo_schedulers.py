@@ -1,0 +1,213 @@
+"""Every schedule of torch: the rates of each step are plain torch's, and those of a run that was resumed, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.checkpoint import read
+from tests.ddp_hydra.training.loop_runs import same
+from tests.ddp_hydra.training.plain_torch import Net, rates
+
+NET = {"_target_": f"{Net.__module__}.Net"}
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}
+STEPS = {"log_every_steps": 1, "decay_all": True}
+VAL_LOSS = {"metric": "val/loss", "direction": "minimize"}
+
+
+def fall(step: int) -> float:
+    """Return the factor of a step."""
+    return 1 / (1 + step)
+
+
+def no_schedule(optimizer: torch.optim.Optimizer) -> int:
+    return len(optimizer.param_groups)
+
+
+def method(name: str) -> dict[str, str]:
+    return {"_target_": "hydra.utils.get_method", "path": f"{__name__}.{name}"}
+
+
+def node(name: str, **options: Any) -> dict[str, Any]:
+    return {"_target_": f"torch.optim.lr_scheduler.{name}", **options}
+
+
+SIMPLE: dict[str, dict[str, Any]] = {
+    "ConstantLR": {"factor": 0.5, "total_iters": 3},
+    "CosineAnnealingLR": {"T_max": 5, "eta_min": 0.01},
+    "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 2, "mode": "triangular2"},
+    "ExponentialLR": {"gamma": 0.7},
+    "LambdaLR": {},
+    "LinearLR": {"start_factor": 0.25, "total_iters": 4},
+    "MultiStepLR": {"milestones": [2, 2, 5], "gamma": 0.5},
+    "MultiplicativeLR": {},
+    "OneCycleLR": {"max_lr": 0.3, "total_steps": 8},
+    "PolynomialLR": {"total_iters": 6, "power": 2.0},
+    "StepLR": {"step_size": 3},
+}
+Make = Callable[[torch.optim.Optimizer], Any]
+TABLE: dict[str, tuple[dict[str, Any], Make]] = {
+    **{
+        name: (
+            node(name, **options),
+            lambda optimizer, name=name, options=options: getattr(lr_scheduler, name)(optimizer, **options),
+        )
+        for name, options in SIMPLE.items()
+    },
+    "LambdaLR": (
+        node("LambdaLR", lr_lambda=method("fall")),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, fall),
+    ),
+    "MultiplicativeLR": (
+        node("MultiplicativeLR", lr_lambda=method("fall")),
+        lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, fall),
+    ),
+    "OneCycleLR, told the length": (
+        node("OneCycleLR", max_lr=0.3),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=8),
+    ),
+    "CyclicLR, a function": (
+        node("CyclicLR", base_lr=0.01, max_lr=0.2, step_size_up=2, scale_fn=method("fall"), cycle_momentum=False),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.2, 2, scale_fn=fall, cycle_momentum=False),
+    ),
+    "SequentialLR": (
+        node(
+            "SequentialLR",
+            schedulers=[node("LinearLR", start_factor=0.2, total_iters=3), node("CosineAnnealingLR", T_max=5)],
+            milestones=[3],
+        ),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.2, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 5)],
+            [3],
+        ),
+    ),
+    "ChainedScheduler": (
+        node("ChainedScheduler", schedulers=[node("ConstantLR", total_iters=2), node("ExponentialLR", gamma=0.8)]),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.8)], optimizer
+        ),
+    ),
+    "ChainedScheduler of a SequentialLR": (
+        node(
+            "ChainedScheduler",
+            schedulers=[
+                node("SequentialLR", schedulers=[node("ConstantLR"), node("StepLR", step_size=1)], milestones=[3]),
+                node("ExponentialLR", gamma=0.5),
+            ],
+        ),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [
+                lr_scheduler.SequentialLR(
+                    optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 1)], [3]
+                ),
+                lr_scheduler.ExponentialLR(optimizer, 0.5),
+            ],
+            optimizer,
+        ),
+    ),
+}
+
+
+def trained(make: Make, **options: Any) -> tuple[list[float], Net]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return rates(model, optimizer, make(optimizer), **options), model
+
+
+def test_the_table_has_all_of_torch():
+    theirs = {
+        name
+        for name, one in vars(lr_scheduler).items()
+        if isinstance(one, type) and issubclass(one, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert theirs - {"LRScheduler", "ReduceLROnPlateau"} == {name for name in TABLE if hasattr(lr_scheduler, name)}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", TABLE)
+def test_each_step_has_the_rate_of_plain_torch_and_so_has_a_resumed_run(name, train):
+    written, make = TABLE[name]
+    parts = {"model": NET, "optimizer": SGD, "scheduler": written}
+    expected, model = trained(make)
+    run = train(whole=parts, **STEPS)
+    assert [rate for _, rate in run.metrics("lr")] == expected
+    for key, value in model.state_dict().items():
+        assert torch.equal(read(run.last)["model"][key], value)
+    stopped = train(whole=parts, stop_at=("forward", 5), **STEPS)
+    assert stopped.value["steps"] in (5, 6)
+    resumed = train(whole=parts, resume=stopped.last, **STEPS)
+    assert resumed.metrics("lr") == run.metrics("lr")[stopped.value["steps"] :]
+    assert same(resumed.last, run.last)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        (VAL_LOSS, {"patience": 0, "threshold": 0.5, "factor": 0.5}),
+        ({"metric": "val/accuracy", "direction": "maximize"}, {"patience": 0, "factor": 0.1, "cooldown": 1}),
+        ({"metric": "val/accuracy", "direction": "maximize"}, {"patience": 1, "mode": "min", "min_lr": 0.05}),
+    ],
+    ids=["loss", "accuracy", "a mode of its own"],
+)
+def test_a_plateau_goes_by_the_objective_after_each_validation(objective, options, train):
+    parts = {"model": NET, "optimizer": SGD, "objective": objective}
+    parts["scheduler"] = node("ReduceLROnPlateau", **options)
+    run = train(whole=parts, epochs=5, **STEPS)
+    values = dict(run.metrics(objective["metric"]))
+    mode = options.get("mode", {"minimize": "min", "maximize": "max"}[objective["direction"]])
+    expected, _ = trained(
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, **{**options, "mode": mode}),
+        epochs=5,
+        judge=lambda epoch: values[4 * epoch],
+    )
+    assert expected[-1] < expected[0]
+    assert [rate for _, rate in run.metrics("lr")] == expected
+    stopped = train(whole=parts, epochs=5, stop_at=("forward", 13), **STEPS)
+    resumed = train(whole=parts, epochs=5, resume=stopped.last, **STEPS)
+    assert resumed.metrics("lr") == run.metrics("lr")[stopped.value["steps"] :]
+    assert same(resumed.last, run.last)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("stop_at", [("forward", 5), None], ids=["amid it", "at its end"])
+def test_one_cycle_of_a_run_that_is_made_longer_is_that_of_the_longer_run(stop_at, train):
+    parts = {"model": NET, "optimizer": SGD, "scheduler": node("OneCycleLR", max_lr=0.3)}
+    first = train(whole=parts, stop_at=stop_at, **STEPS)
+    longer = train(whole=parts, resume=first.last, epochs=3, **STEPS)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = rates(model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=12), epochs=3)
+    assert [rate for _, rate in longer.metrics("lr")] == pytest.approx(expected[first.value["steps"] :], rel=1e-12)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("written", "match"),
+    [
+        (
+            node(
+                "SequentialLR",
+                schedulers=[node("ConstantLR"), node("ReduceLROnPlateau")],
+                milestones=[2],
+            ),
+            "ReduceLROnPlateau",
+        ),
+        (node("SequentialLR", schedulers=[node("ConstantLR")], milestones=[2]), "milestones"),
+        (node("StepLR"), "step_size"),
+        (node("StepLR", step_size=2, gama=0.1), "gama"),
+        ({"_target_": f"{__name__}.no_schedule"}, "returned a int: return a schedule"),
+    ],
+    ids=["a plateau within", "too few milestones", "an argument is missing", "misspelt", "no schedule"],
+)
+def test_what_can_not_be_stepped_is_refused(written, match, train):
+    parts = {"model": NET, "optimizer": SGD, "scheduler": written}
+    with pytest.raises(ConfigError, match=match):
+        train(whole=parts, **STEPS)
