@@ -25,11 +25,12 @@ from ddp_hydra.errors import CheckpointError
 KIND = "ddp_hydra_kind"
 """Key of the dict that stands for a value of another type."""
 
-_AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size)
+_AS_THEY_ARE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _FACTORIES = {kind.__name__: kind for kind in (int, float, complex, bool, str, list, dict, set, tuple)}
 _BY_ARGUMENTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "frozenset": (frozenset, list, frozenset),
+    "bytes": (bytes, lambda v: v.decode("latin-1"), lambda v: v.encode("latin-1")),  # weights_only reads no empty ones
     "bytearray": (bytearray, bytes, bytearray),
     "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
     "slice": (slice, lambda v: [v.start, v.stop, v.step], lambda v: slice(*v)),
