@@ -51,7 +51,19 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
             f"model._target_={target}: {', '.join(lazy)} has no shape yet, as in nn.LazyLinear: give its size, or call "
             "the model with an example in its __init__, because all ranks have to begin with the same weights"
         )
+    give_memory(built)
     return built
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give each number of an expanded buffer a place of its own, without which none can be loaded or averaged."""
+    whole: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            strided = buffer.layout == torch.strided
+            if strided and any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)):
+                whole.setdefault(id(buffer), buffer.clone(memory_format=torch.contiguous_format))
+                module._buffers[name] = whole[id(buffer)]
 
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
