@@ -113,8 +113,6 @@ class BuildUpdates:
         run.updates = updates
         run.monitor.watch(updates.values())
         run.frozen_norms = parameter_groups.frozen_norms(self.model)
-        if self.model.training:
-            run.train_mode()  # at once, as in a run that is resumed here
         run.state.unfrozen.append(stage)
 
 

@@ -59,6 +59,13 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
+    """Put a model into training mode, except for its frozen norm layers."""
+    model.train()
+    for layer in frozen_norms:
+        layer.eval()
+
+
 def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
     """Return the trained parameters, or groups of them, for the optimizer.
 

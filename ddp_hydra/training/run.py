@@ -16,6 +16,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
+from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks.base import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter
@@ -182,9 +183,7 @@ class Run:
 
     def train_mode(self) -> None:
         """Put the model into training mode, except for frozen norm layers."""
-        self.model.train()
-        for layer in self.frozen_norms:
-            layer.eval()
+        parameter_groups.train_mode(self.model, self.frozen_norms)
 
     def steps(self) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step that is left in the epoch; none where only its validation is due."""

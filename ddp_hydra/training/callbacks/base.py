@@ -12,6 +12,7 @@ from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.state import State, each
 
 BINS = 64
@@ -209,6 +210,8 @@ class Callbacks:
             for module, mode in modes:
                 module.training = mode
             unfroze = self.state.unfrozen != before["unfrozen"]
+            if unfroze and self.state.model.training:  # amid an epoch: at once, as in a run that is resumed here
+                parameter_groups.train_mode(self.state.model, parameter_groups.frozen_norms(self.state.model))
             if callback.changes_training or unfroze:
                 continue
             after = self._fingerprint()

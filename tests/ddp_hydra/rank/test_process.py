@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+import torch
+
 from ddp_hydra import heartbeat
 from ddp_hydra.rank import process
 
@@ -38,3 +41,16 @@ def test_what_was_raised_is_told_within_bounds_also_by_an_error_that_cannot_say_
     assert len(json.dumps(process.describe(SystemExit("x" * 10_000_000)))) < 100_000
     assert process.describe(Mute())["message"] == "Mute: (its message is not available: Mute.__str__ raised KeyError)"
     assert process.describe(KeyError())["message"] == "KeyError"
+
+
+def test_each_rank_draws_other_numbers_though_all_are_forks_of_one_process():
+    """The state of both generators is the same before each call, as it is after a fork."""
+    torch.manual_seed(1)
+    np.random.seed(1)
+    torchs, numpys = torch.get_rng_state(), np.random.get_state()
+    drawn = []
+    for _ in range(3):
+        torch.set_rng_state(torchs)
+        np.random.set_state(numpys)
+        drawn.append(process.call_function(lambda: (torch.rand(1).item(), np.random.rand()), (), {}))
+    assert [len(set(values)) for values in zip(*drawn, strict=True)] == [3, 3]

@@ -226,6 +226,27 @@ def test_a_rollback_goes_back_to_where_parameters_were_unfrozen(train, net, call
     assert same(rolled.last, train(on_nonfinite="skip", **given).last)
 
 
+class ThawAmidEpoch(Callback):
+    """Unfreezes a layer and its BatchNorm amid the second epoch."""
+
+    def on_step(self, run: Any) -> None:
+        if run.step == 6:
+            run.unfreeze(["0.*", "1.*"])
+
+
+@pytest.mark.medium
+def test_layers_that_are_unfrozen_amid_an_epoch_change_mode_at_once_as_in_a_resumed_run(train, net):
+    given = {"parts": {**unfrozen(), **with_callbacks(u=(f"{HERE}.ThawAmidEpoch", {}))}, "freeze": ["*", "!2.*"]}
+    given["checkpoint_every_steps"] = 1
+    whole = train(**given)
+    paths = dict(zip(whole.steps_saved, map(path_of, whole.saved), strict=True))
+    means = {step: read(path)["model"]["1.running_mean"] for step, path in paths.items()}
+    # It is called after the step: the next one is the first that counts.
+    assert [torch.equal(means[step], means[step + 1]) for step in (4, 5, 6, 7)] == [True, True, False, False]
+    for step in (5, 6, 7):
+        assert same(train(resume=paths[step], **given).last, whole.last)
+
+
 def path_of(record: Any) -> Path:
     return Path(record.data["source"])
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ddp_hydra.errors import CheckpointError
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import STEPS, Run, flat
 
@@ -76,6 +77,27 @@ def test_a_schedule_may_be_another_one_after_a_resume(first, then, rates, train)
     parts = {"scheduler": then if "_target_" in then else {**first, **then}}
     again = train(resume=before.last, log_every_steps=1, parts=parts)
     assert again.metrics("lr") == [(step, pytest.approx(rate)) for step, rate in zip((5, 6, 7, 8), rates, strict=True)]
+
+
+def optimized(name: str, **options: Any) -> dict[str, Any]:
+    constant = {"_target_": "ddp_hydra.training.lr_schedules.constant"}
+    return {"scheduler": constant, "optimizer": {"_target_": f"torch.optim.{name}", **options}}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("before", "after", "decay"), [("AdamW", "Adam", 0.5), ("Adam", "AdamW", 0.01)])
+def test_another_optimizer_has_the_settings_of_a_fresh_one(before, after, decay, train):
+    first = train(whole=optimized(before), stop_at=("forward", 4))
+    other = optimized(after, weight_decay=decay)
+    assert groups(train(whole=other, resume=first.last)) == groups(train(whole=other))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("before", "after"), [("Adam", "NAdam"), ("SGD", "RMSprop")])
+def test_an_optimizer_that_needs_what_another_has_not_kept_is_refused(before, after, train):
+    first = train(whole=optimized(before), stop_at=("forward", 4))
+    with pytest.raises(CheckpointError, match="the checkpoint does not fit this optimizer"):
+        train(whole=optimized(after), resume=first.last)
 
 
 @pytest.mark.medium
