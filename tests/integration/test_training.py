@@ -96,9 +96,9 @@ def test_perplexity_is_that_of_all_characters_of_all_ranks(client2, project, tmp
     model.load_state_dict(run.checkpoint("last.pt")["model"])
     x, y = judged.prepare(judged.collate(judged.__getitems__(range(len(judged)))))
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
-    (logged,) = [line for line in run.metrics() if "val/perplexity" in line]
+    (logged,) = [line for line in run.metrics() if "val/token_perplexity" in line]
     assert logged["val/loss"] == pytest.approx(loss, rel=1e-5)
-    assert logged["val/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert logged["val/token_perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 # -- early stopping ----------------------------------------------------------------------------------------
