@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra.config import objective
+from ddp_hydra.config import objective, training
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import root_of
@@ -89,6 +89,7 @@ def check(cfg: DictConfig) -> None:
                 f"trainer.{key}={str(trainer[key]).lower()}: there is no validation set (data.val is null): give a "
                 f"set, or trainer.{key}={'0' if key == 'validate_every_steps' else 'false'}"
             )
+    training.check(cfg)
     _check_results(cfg)
     objective.of(cfg)
     ports = cfg.dispatch.port_range

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,21 @@ def redistribute(batch: RankBatch, old_ranks: int, new_ranks: int) -> RankBatch:
     least = -(-per_rank // batch.size)
     count = next((count for count in range(least, 2 * least + 1) if per_rank % count == 0), 0)
     return RankBatch(per_rank // count, count) if count else RankBatch(per_rank, 1)
+
+
+def changed_settings(batch: RankBatch, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the settings of a rank's batch, by their keys.
+
+    DDP's static graph does not go with several micro-batches: then the parameters are looked for in each step.
+
+    Args:
+        batch: of a rank.
+        config: of the job.
+    """
+    settings = {"data.batch_size": batch.size, "trainer.gradient_accumulation_steps": batch.micro_batches}
+    if batch.micro_batches > 1 and config["parallel"].get("static_graph"):
+        settings |= {"parallel.static_graph": False, "parallel.find_unused_parameters": True}
+    return settings
 
 
 def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:

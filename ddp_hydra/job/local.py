@@ -21,7 +21,7 @@ from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
-from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
+from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
 from ddp_hydra.job.job_config import gang_settings, inline_settings
 from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.run_dir import saved_step
@@ -160,7 +160,7 @@ class Job:
             self.steps_before = [before[-1].steps_done]
             self.first_world_size = before[0].world_size or 0
             batch = self.rank_batch(gang.own.spec.world_size)
-            gang.numbers = {"data.batch_size": batch.size, "trainer.gradient_accumulation_steps": batch.micro_batches}
+            gang.numbers = changed_settings(batch, self.config)
         with self.handler(gang.fetch, attempts=lambda: self.attempts(gang)) as handler:
             return self.watch(gang, handler, torchrun.restart_count)
 
@@ -246,8 +246,9 @@ class Job:
             self.first_world_size = world_size
             return Call(TRAIN, (config,), settings, files=self.files)
         batch = self.rank_batch(world_size)
-        config["data"]["batch_size"] = batch.size
-        config["trainer"]["gradient_accumulation_steps"] = batch.micro_batches
+        for key, value in changed_settings(batch, config).items():
+            group, _, name = key.partition(".")
+            config[group][name] = value
         return Call(TRAIN, (config,), settings, files=self.resume_files())
 
     def resume_files(self) -> dict[str, Path]:

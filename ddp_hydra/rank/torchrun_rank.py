@@ -106,7 +106,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
 
 
 def replace_number(config: dict[str, Any], key: str, number: int) -> None:
-    """Replace a number of a config that exists.
+    """Replace a number of a config, or a switch that it need not have.
 
     Args:
         config: nested.
@@ -116,7 +116,7 @@ def replace_number(config: dict[str, Any], key: str, number: int) -> None:
     *groups, name = key.split(".")
     for group in groups:
         config = config[group]
-    assert isinstance(config[name], int), key
+    assert isinstance(config.get(name, False), int), key
     config[name] = number
 
 

@@ -146,16 +146,16 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
     Raises:
         ConfigError: a pattern fits no frozen parameter.
     """
-    names = [
-        name
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and parameter_groups.is_chosen(name, cfg.trainer.freeze)
-    ]
-    chosen = {name for name in names if parameter_groups.is_chosen(name, stage["patterns"])}
-    if not chosen:
+    named = {
+        parameter: names
+        for parameter, names in parameter_groups.with_names(model).items()
+        if not parameter.requires_grad and parameter_groups.is_chosen(names, cfg.trainer.freeze)
+    }
+    fresh = {parameter for parameter, names in named.items() if parameter_groups.is_chosen(names, stage["patterns"])}
+    if not fresh:
+        names = [names[0] for names in named.values()]
         frozen = f"frozen are {', '.join(names[:6])}{', …' if names[6:] else ''}" if names else "nothing is frozen"
         raise ConfigError(f"unfreeze({stage['patterns']}) fits no frozen parameter; {frozen}")
-    fresh = {parameter for name, parameter in model.named_parameters() if name in chosen}
     for parameter in fresh:
         parameter.requires_grad_()
     for part, optimizer in parts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,15 +15,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra import results
-from ddp_hydra.config import objective
+from ddp_hydra.config import objective, training
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
+from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
-from ddp_hydra.training.instantiate import init_parameters, make, parameters
+from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
 
@@ -77,6 +77,8 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
             f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp, which copies the model in each step: "
             "give parallel=ddp, or trainer.compile=null"
         )
+    if world_size() > 1:
+        training.check_static_graph(cfg)
     wrapped: Parallel = make(cfg.parallel, step)
     if cfg.trainer.compile is not None:
         # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
@@ -200,7 +202,10 @@ def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: 
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
     groups = parameter_groups.parameters(model, decay_all=cfg.trainer.decay_all)
-    return make(node, groups, **fused(node, model))
+    built: torch.optim.Optimizer = make(node, groups, **fused(node, model))
+    if needed := needed_arguments(built.step):
+        raise training.needs_closure(str(node["_target_"]), ", ".join(needed))
+    return built
 
 
 def fused(node: DictConfig, model: nn.Module) -> dict[str, bool]:
@@ -299,12 +304,7 @@ def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
             f"scheduler._target_={target} returned a {type(scheduler).__name__}: return a schedule of "
             "torch.optim.lr_scheduler, or an object with its step(), state_dict() and load_state_dict()"
         )
-    needed = [
-        name
-        for name, one in inspect.signature(scheduler.step).parameters.items()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    if needed:
+    if needed := needed_arguments(scheduler.step):
         raise ConfigError(
             f"scheduler._target_={target}: {type(scheduler).__name__}.step() needs {', '.join(needed)}, but a schedule "
             "is stepped after each step without an argument; only ReduceLROnPlateau, by itself, is given the "

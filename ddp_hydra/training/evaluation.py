@@ -17,6 +17,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training import buffers
 from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.train_step import as_step, explained
@@ -56,8 +57,7 @@ class Evaluation:
         rank, ranks = 0, world_size()
         if ranks > 1:
             rank = dist.get_rank()
-            for buffer in model.buffers():  # BatchNorm's statistics may differ; rank 0's are saved
-                dist.broadcast(buffer, src=0)
+            buffers.broadcast(model.buffers())  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
         meter = Meter(self.loader.device)
         for batch, indices in self.loader.each_once(self.batch_size, rank, ranks):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hydra.training.state import begin_copy
+from ddp_hydra.training.plain_state import begin_copy
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that are computed from data. Others may be infinite on purpose, as attention masks are."""

@@ -45,4 +45,4 @@ def prebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 def has_sparse(model: nn.Module) -> bool:
     """Return whether a layer has sparse gradients."""
-    return any(getattr(part, "sparse", False) for part in model.modules())
+    return any(getattr(part, "sparse", False) is True for part in model.modules())

@@ -70,6 +70,15 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's arguments that have no default."""
+    return [
+        name
+        for name, one in inspect.signature(function).parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+
+
 def init_parameters(target: str) -> set[str]:
     """Return the arguments of a class, also those that it hands on to its base class by **options."""
     taken: set[str] = set()

@@ -13,7 +13,8 @@ import torch
 from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training.checkpoint import refuse_nonfinite
-from ddp_hydra.training.state import State, begin_copy
+from ddp_hydra.training.plain_state import begin_copy
+from ddp_hydra.training.state import State
 
 SHOWN = 64
 """A message names so many sample ids; the record has all of them."""

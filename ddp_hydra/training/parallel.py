@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training import buffers
 from ddp_hydra.training.consensus import gather_objects, world_size
 from ddp_hydra.training.gradient_buckets import has_sparse, prebuild_buckets
 from ddp_hydra.training.shared_memory import SharedGradients
@@ -217,6 +218,9 @@ def ddp(
         return OneRank(step, uses_all)
     if sync_batchnorm:
         nn.SyncBatchNorm.convert_sync_batchnorm(step)
+    unsent = buffers.left_out(step)
+    buffers.broadcast(unsent.values())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, list(unsent))
     wrapped = DistributedDataParallel(
         step,
         bucket_cap_mb=bucket_cap_mb,

@@ -16,13 +16,26 @@ from torch.utils.checkpoint import checkpoint
 from ddp_hydra.errors import ConfigError
 
 
-def is_chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether patterns like "layer1.*" choose a name. The last one that fits counts; "!" excludes."""
+def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether patterns like "layer1.*" choose a tensor.
+
+    Args:
+        names: of the tensor; a tied one has several.
+        patterns: the last one that fits one of the names counts; "!" excludes.
+    """
     chosen = False
     for pattern in patterns:
-        if fnmatchcase(name, pattern.removeprefix("!")):
+        if any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
             chosen = not pattern.startswith("!")
     return chosen
+
+
+def with_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return each parameter with all of its names."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -35,15 +48,16 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     Raises:
         ConfigError: a pattern fits no parameter, or nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
+    named = with_names(model)
+    names = [name for several in named.values() for name in several]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
             raise ConfigError(
                 f"trainer.freeze has {pattern!r}, but no parameter has such a name; some names: "
                 f"{', '.join(names if len(names) <= 6 else [*names[:3], '…', *names[-3:]])}"
             )
-    for name, parameter in model.named_parameters():
-        if is_chosen(name, patterns):
+    for parameter, several in named.items():
+        if is_chosen(several, patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

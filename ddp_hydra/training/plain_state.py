@@ -1,4 +1,4 @@
-"""Turns the values of a state into those that `torch.load(weights_only=True)` reads, and back.
+"""Turns the values of a state into those that `torch.load(weights_only=True)` reads, and back; copies a state.
 
 A value of another type is saved as a dict with the key `KIND`. A type that is not known here is refused by its name.
 """
@@ -192,3 +192,29 @@ def _imported(name: str, base: type) -> Any:
 def tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model's state_dict, which may hold other values for `get_extra_state`."""
     return ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
+
+
+def begin_copy(value: Any) -> Callable[[], Any]:
+    """Begin to copy all tensors of a nested state to the CPU; return a function that waits for the copy.
+
+    Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
+    """
+    copied = encode(value, copy=_copy)
+    if not torch.cuda.is_initialized():
+        return lambda: copied
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> Any:
+        done.synchronize()
+        return copied
+
+    return wait
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    if tensor.layout != torch.strided:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

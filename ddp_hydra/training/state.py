@@ -16,6 +16,7 @@ from torch import nn
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.consensus import world_size
+from ddp_hydra.training.finite import is_finite
 
 FORMAT = 3
 
@@ -84,19 +85,19 @@ class State:
 
     def __post_init__(self) -> None:
         named = self.model.named_parameters(remove_duplicate=False)
-        self.infinite = [name for name, parameter in named if not parameter.detach().sum().isfinite()]
+        self.infinite = [name for name, parameter in named if not is_finite(parameter)]
 
     def capture(self) -> dict[str, Any]:
         """Return a copy of the state on the CPU, which later steps don't change."""
         return self.begin_capture()()
 
     def begin_capture(self) -> Callable[[], dict[str, Any]]:
-        """Begin to copy the state to the CPU; return a function that waits for the copy. See `begin_copy`.
+        """Begin to copy the state to the CPU; return a function that waits for it. See `plain_state.begin_copy`.
 
         Raises:
             CheckpointError: a value in it can't be saved.
         """
-        return begin_copy(self._content())
+        return plain_state.begin_copy(self._content())
 
     def check(self) -> None:
         """Refuse a state that can't be saved, before the first step.
@@ -216,29 +217,3 @@ def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
         ) from None
-
-
-def begin_copy(value: Any) -> Callable[[], Any]:
-    """Begin to copy all tensors of a nested state to the CPU; return a function that waits for the copy.
-
-    Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
-    """
-    copied = plain_state.encode(value, copy=_copy)
-    if not torch.cuda.is_initialized():
-        return lambda: copied
-    done = torch.cuda.Event()
-    done.record()
-
-    def wait() -> Any:
-        done.synchronize()
-        return copied
-
-    return wait
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor.clone()
-    if tensor.layout != torch.strided:
-        return tensor.cpu()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -13,7 +13,7 @@ from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.state import begin_copy
+from ddp_hydra.training.plain_state import begin_copy
 from ddp_hydra.training.weighing import Weighing
 
 

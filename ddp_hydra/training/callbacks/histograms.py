@@ -26,7 +26,7 @@ class Histograms(Callback):
         if run.rank or not is_due(run.step, self.every_steps):
             return
         for name, parameter in run.model.named_parameters():
-            if is_chosen(name, self.parameters):
+            if is_chosen([name], self.parameters):
                 run.histogram(f"weights/{name}", parameter)
                 if self.gradients and parameter.grad is not None:
                     run.histogram(f"gradients/{name}", parameter.grad)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.job.global_batch import RankBatch, describe_change, redistribute
+from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,14 @@ def test_the_global_batch_stays_wherever_it_divides_and_comes_back_with_the_rank
     else:
         assert shared == batch
     assert redistribute(batch, before, before) == batch
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "static", "given_up"), [(2, True, True), (1, True, False), (2, False, False), (2, None, False)]
+)
+def test_a_static_graph_is_given_up_where_fewer_ranks_bring_micro_batches(micro_batches, static, given_up):
+    config = {"parallel": {} if static is None else {"static_graph": static}}
+    settings = changed_settings(RankBatch(8, micro_batches), config)
+    batch = {"data.batch_size": 8, "trainer.gradient_accumulation_steps": micro_batches}
+    switches = {"parallel.static_graph": False, "parallel.find_unused_parameters": True}
+    assert settings == batch | (switches if given_up else {})

@@ -33,6 +33,26 @@ def test_of_the_patterns_that_fit_the_last_counts(patterns, trained):
     assert [name for name, part in model.named_parameters() if part.requires_grad] == trained
 
 
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        (["scores.weight"], ["scores.bias"]),
+        (["scores.*"], []),
+        (["embed.*"], ["scores.bias"]),
+        (["*", "!scores.*"], ["embed.weight", "scores.bias"]),
+        (["*", "!embed.*"], ["embed.weight"]),
+        (["*", "!scores.*", "embed.*"], ["scores.bias"]),
+    ],
+)
+def test_a_tied_tensor_has_all_of_its_names(patterns, trained):
+    model = nn.Sequential()
+    model.embed, model.scores, model.last = nn.Embedding(5, 4), nn.Linear(4, 5), nn.Linear(1, 1)
+    model.scores.weight = model.embed.weight
+    parameter_groups.freeze(model, [*patterns, "!last.*"])
+    found = [name for name, part in model.named_parameters() if part.requires_grad]
+    assert found == [*trained, "last.weight", "last.bias"]
+
+
 def test_what_the_model_has_frozen_itself_stays_so():
     model = network()
     model.body[0].weight.requires_grad_(False)

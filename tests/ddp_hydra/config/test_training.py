@@ -1,0 +1,53 @@
+"""Settings of the training that don't go together are refused before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_hydra.config import validate
+from ddp_hydra.errors import ConfigError
+from tests.ddp_hydra.config.test_schema import composed
+
+ACCUMULATES = ("parallel.static_graph=true", "trainer.gradient_accumulation_steps=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            (*ACCUMULATES, "cluster=local", "cluster.n_workers=2"),
+            "^parallel.static_graph=true does not go with trainer.gradient_accumulation_steps=2",
+        ),
+        ((*ACCUMULATES, "cluster=ssh", "dispatch.ranks=3"), "^parallel.static_graph=true does not go"),
+        (
+            ("optimizer={_target_: torch.optim.LBFGS, lr: 1.0}",),
+            r"^optimizer._target_=torch.optim.LBFGS: its step\(\) needs closure, .* such as optimizer=sgd",
+        ),
+        (
+            ("optimizer={one: {_target_: torch.optim.SGD, lr: 1.0}, two: {_target_: torch.optim.LBFGS, lr: 1.0}}",),
+            "needs closure",
+        ),
+        (
+            ("parallel=dp", "trainer.activation_checkpointing=[Block]"),
+            r"^trainer.activation_checkpointing=\['Block'\] does not go with parallel=dp",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        validate.check(composed(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*ACCUMULATES, "cluster=inline"),
+        (*ACCUMULATES, "cluster=local", "cluster.n_workers=1"),
+        (ACCUMULATES[0], "cluster.n_workers=2"),
+        (ACCUMULATES[1], "cluster.n_workers=2"),
+        ("parallel=dp",),
+        ("trainer.activation_checkpointing=[Block]",),
+    ],
+)
+def test_what_goes_together_is_not(overrides):
+    validate.check(composed(*overrides))

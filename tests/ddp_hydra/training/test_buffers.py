@@ -1,0 +1,84 @@
+"""Buffers that torch's collectives can't send train, are validated and saved, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from ddp_hydra.tasks.classification import Classification
+from ddp_hydra.training import buffers
+from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.parallel import ddp
+from ddp_hydra.training.train_step import TrainStep
+
+ODD = {
+    "int16": lambda: torch.tensor([1, -300], dtype=torch.int16),
+    "uint16": lambda: torch.tensor([1, 60000], dtype=torch.uint16),
+    "float8": lambda: torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+    "one": lambda: torch.tensor(7, dtype=torch.int16),
+    "turned": lambda: torch.arange(6, dtype=torch.int16).reshape(2, 3).T,
+    "none": lambda: torch.zeros(0, dtype=torch.int16),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "expanded": lambda: torch.ones(1, 4).expand(3, 4),
+}
+
+
+class Odd(nn.Linear):
+    """One layer with buffers of all these types, and frozen parameters of two."""
+
+    def __init__(self, in_features: int = 4, out_features: int = 3) -> None:
+        super().__init__(in_features, out_features)
+        for name, make in ODD.items():
+            self.register_buffer(name, make())
+        self.table = nn.Parameter(ODD["int16"](), requires_grad=False)
+        self.scale = nn.Parameter(ODD["float8"](), requires_grad=False)
+
+
+MODEL = {"_target_": f"{__name__}.Odd"}
+
+
+def test_they_train_and_are_saved_and_resumed(train):
+    parts = {"model": MODEL}
+    first = train(parts=parts, epochs=1, ema_decay=0.9)
+    saved = read(first.last)["model"]
+    assert saved["expanded"].equal(torch.ones(3, 4))
+    assert saved["float8"].dtype == torch.float8_e4m3fn
+    assert train(parts=parts, epochs=2, ema_decay=0.9, resume=first.last).last.exists()
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_what_can_be_sent(name):
+    assert not buffers.can_be_sent(ODD[name]())
+    for kind in buffers.SENT:
+        assert buffers.can_be_sent(torch.ones(2, 3, dtype=kind).T)
+
+
+def rank(number: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=number, world_size=2)
+    model: Any = Odd()
+    if number == 1:
+        for name in ("int16", "uint16", "one", "turned", "table"):
+            getattr(model, name).data.fill_(3)
+        model.float8.copy_(torch.zeros(2))
+    wrapped = ddp(TrainStep(Classification(nn.CrossEntropyLoss()), model))
+    for _ in range(2):
+        wrapped((torch.ones(2, 4) * number, torch.tensor([0, 1]))).loss.backward()
+    assert model.weight.grad is not None
+    for name in ("int16", "uint16", "one", "turned"):
+        assert getattr(model, name).equal(ODD[name]()), name
+    assert model.table.equal(ODD["int16"]())
+    assert model.float8.float().equal(ODD["float8"]().float())
+    model.int16.fill_(number)
+    buffers.broadcast(model.buffers())
+    assert model.int16.tolist() == [0, 0]
+    dist.destroy_process_group()
+
+
+def test_two_ranks_begin_with_those_of_rank_0(tmp_path: Path):
+    mp.spawn(rank, (str(tmp_path / "store"),), nprocs=2)
