@@ -20,11 +20,11 @@ ACCUMULATES = ("parallel.static_graph=true", "trainer.gradient_accumulation_step
         ),
         ((*ACCUMULATES, "cluster=ssh", "dispatch.ranks=3"), "^parallel.static_graph=true does not go"),
         (
-            ("optimizer={_target_: torch.optim.LBFGS, lr: 1.0}",),
+            ("optimizer._target_=torch.optim.LBFGS",),
             r"^optimizer._target_=torch.optim.LBFGS: its step\(\) needs closure, .* such as optimizer=sgd",
         ),
         (
-            ("optimizer={one: {_target_: torch.optim.SGD, lr: 1.0}, two: {_target_: torch.optim.LBFGS, lr: 1.0}}",),
+            ("optimizer=gan_adam", "optimizer.discriminator._target_=torch.optim.LBFGS"),
             "needs closure",
         ),
         (
