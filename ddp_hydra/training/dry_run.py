@@ -19,9 +19,11 @@ from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription
+from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.instantiate import make
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.schedule_progress import steps_in_epoch
+from ddp_hydra.training.state import Position, State, together
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
 from ddp_hydra.training.weighing import Weighing
@@ -59,6 +61,11 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         order = numbered(order, 0, 0, sampler.global_batch, 0)
     batches = list(next(loader.steps(order, cfg.trainer.gradient_accumulation_steps)))
     autocast = builders.autocast(cfg, device)
+    average = None
+    if cfg.trainer.ema_decay:
+        average = Ema(model, cfg.trainer.ema_decay, lambda: builders.model(cfg, train_set).to(device))
+    optimizers: dict[str, Any] = {}
+    schedulers: dict[str, Any] = {}
     for update in updates_of(task):
         step = TrainStep(task, model, update)
         parallel = make(cfg.parallel, step)
@@ -78,6 +85,10 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         if not weighing.is_empty:
             optimizer_step.apply()
         scheduler.step()
+        optimizers[update], schedulers[update] = optimizer, scheduler
+    if average is not None:
+        average.update(model)
+    State(model, together(optimizers), together(schedulers), Position(), {}, {"ema": average}).check()
     metrics = named("train", task.metrics(meter.result()))
     losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
     with torch.no_grad(), autocast:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training.dry_run import first_step
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
@@ -85,3 +86,35 @@ def test_a_segmentation_works():
 def test_what_a_first_step_would_die_of_is_found(given, error, said):
     with pytest.raises(error, match=said):
         dry(**given)
+
+
+class Locked(torch.nn.Linear):
+    """Can't be copied, and builds another layer each time."""
+
+    sizes = iter(range(1, 1000))
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.lock = threading.Lock()
+        self.register_buffer("size", torch.zeros(next(self.sizes)))
+
+
+class Remembers(torch.optim.SGD):
+    """Its state has an object that no checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "memory": object()}
+
+
+def test_it_builds_the_average_of_the_weights():
+    parts = {"model": {"_target_": f"{__name__}.Locked"}}
+    assert dry(**parts)[-1] == "dry run: all of it works"
+    with pytest.raises(ConfigError, match=r"^trainer\.ema_decay needs a copy of the model, and Locked can't be copied"):
+        dry(**parts, trainer={"ema_decay": 0.9})
+
+
+def test_it_finds_a_state_that_cannot_be_saved():
+    with pytest.raises(
+        CheckpointError, match=r"^optimizer: memory is a builtins\.object, which a checkpoint can't hold"
+    ):
+        dry(optimizer={"_target_": f"{__name__}.Remembers"})
