@@ -12,46 +12,24 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import cloudpickle
-import dask
-import psutil
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
-from ddp_hydra.cluster.connection import QUIET
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.rank import fork_client
 from ddp_hydra.results import Record
 from tests.integration.support.warm_commands import WarmCommands
 from tests.support.s3_server import png, s3  # noqa: F401 (fixtures)
+from tests.support.warm_server import alive, local_client, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = {"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver"}
 """For commands that nobody kills: those leave a folder behind."""
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """Poll until something is true, and return it."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
-        time.sleep(0.02)
-    return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits for its parent to notice does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(name="wait_for", scope="session")
@@ -65,47 +43,8 @@ def alive_function():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_server(private_folders) -> Iterator[psutil.Process]:
-    """The warm server of these tests, in an environment without anybody's settings."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("AWS_", "DASK_", "HYDRA_", "DDP_HYDRA_")) or name.lower().endswith("_proxy"):
-                patch.delenv(name)
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("DDP_HYDRA_KEEP_WARM_S", "0")
-        fork_client.release()
-        fork_client.hold()
-        address = str(fork_client.socket_path())
-        server = wait_for(lambda: _listener_on(address), 30, "a warm server that listens")
-        yield server
-        fork_client.release()
-        wait_for(lambda: not alive(server.pid), 20, "the end of the warm server, which nobody needs any more")
-        assert not Path(address).exists()
-
-
-def _listener_on(address: str) -> psutil.Process | None:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            named = any("ddp_hydra" in word for word in process.cmdline())
-            if named and any(connection.laddr == address for connection in process.net_connections("unix")):
-                return process
-    return None
-
-
-@pytest.fixture(scope="session")
-def ranks_alive(warm_server) -> Callable[[], list[str]]:
-    """The titles of the ranks that these tests have running."""
-
-    def titles() -> list[str]:
-        found = []
-        for process in warm_server.children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                title = " ".join(process.cmdline())
-                if process.status() != psutil.STATUS_ZOMBIE and " rank " in title:
-                    found.append(title)
-        return found
-
-    return titles
+def started(warm_server) -> None:
+    """All of these tests have the warm server."""
 
 
 @pytest.fixture(autouse=True)
@@ -124,19 +63,6 @@ def functions_travel_by_value(request) -> Iterator[None]:
 
 
 # -- clusters ----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def local_client(n_workers: int) -> Iterator[Client]:
-    with (
-        patch.dict(os.environ),  # Dask leaves there what it sets for its workers
-        dask.config.set(QUIET),
-        LocalCluster(
-            n_workers=n_workers, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
 
 
 @pytest.fixture(scope="session")

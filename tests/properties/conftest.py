@@ -15,20 +15,15 @@ import ddp_hydra
 from ddp_hydra.api.run import StartedRun
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
-from tests.integration.conftest import (  # noqa: F401  fixtures
-    functions_travel_by_value,
-    local_client,
-    no_rank_left,
-    ranks_alive,
-    warm_server,
-)
+from tests.integration.conftest import functions_travel_by_value, no_rank_left, started  # noqa: F401  fixtures
+from tests.support.warm_server import local_client
 
 PROJECT = Path(__file__).parent / "project"
 QUIET = ("trainer.threads=1", "dispatch.restart_wait_s=5")
 
 
 @pytest.fixture(scope="session")
-def client3(warm_server) -> Iterator[Client]:  # noqa: F811
+def client3(warm_server) -> Iterator[Client]:
     with local_client(3) as client:
         yield client
 

@@ -1,0 +1,101 @@
+"""The warm server of tests that start ranks, and clusters on it: one for a session, whichever tests are the first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """Poll until something is true, and return it."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits for its parent to notice does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="session")
+def warm_server(private_folders) -> Iterator[psutil.Process]:
+    """The warm server of these tests, in an environment without anybody's settings."""
+    from ddp_hydra.rank import fork_client
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("AWS_", "DASK_", "HYDRA_", "DDP_HYDRA_")) or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("DDP_HYDRA_KEEP_WARM_S", "0")
+        fork_client.release()
+        fork_client.hold()
+        address = str(fork_client.socket_path())
+        server = wait_for(lambda: _listener_on(address), 30, "a warm server that listens")
+        yield server
+        fork_client.release()
+        wait_for(lambda: not alive(server.pid), 20, "the end of the warm server, which nobody needs any more")
+        assert not Path(address).exists()
+
+
+def _listener_on(address: str) -> psutil.Process | None:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            named = any("ddp_hydra" in word for word in process.cmdline())
+            if named and any(connection.laddr == address for connection in process.net_connections("unix")):
+                return process
+    return None
+
+
+@pytest.fixture(scope="session")
+def ranks_alive(warm_server) -> Callable[[], list[str]]:
+    """The titles of the ranks that these tests have running."""
+
+    def titles() -> list[str]:
+        found = []
+        for process in warm_server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                title = " ".join(process.cmdline())
+                if process.status() != psutil.STATUS_ZOMBIE and " rank " in title:
+                    found.append(title)
+        return found
+
+    return titles
+
+
+@contextlib.contextmanager
+def local_client(n_workers: int) -> Iterator[Client]:
+    """Yield a client of a new cluster. Most tests start none, so Dask is imported here."""
+    import dask
+    from distributed import Client, LocalCluster
+
+    from ddp_hydra.cluster.connection import QUIET
+
+    with (
+        patch.dict(os.environ),  # Dask leaves there what it sets for its workers
+        dask.config.set(QUIET),
+        LocalCluster(
+            n_workers=n_workers, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
