@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -16,7 +16,7 @@ from ddp_hydra.storage.s3_messages import check_name, explain, find_endpoint
 class Bucket(Remote):
     """Lists, reads and writes the objects of one bucket; see `Retrying`.
 
-    Credentials come from the environment, from a profile or a shared config file where boto3 is installed, or from
+    Credentials come from the environment, from a profile or a shared config file where botocore is installed, or from
     the machine's role or web identity; none is ever kept here but the ones given. Those that expire are renewed.
 
     Args:
@@ -128,8 +128,30 @@ class Bucket(Remote):
         return explain(error, self, key)
 
 
-def _profile_credentials() -> Any:
-    """Return boto3's credentials where a profile or a shared config file is in use, else None.
+class _ProfileCredentials:
+    """Credentials of botocore's session, in the form that obstore asks for; see `_profile_credentials`."""
+
+    TTL = timedelta(minutes=30)
+    """How long obstore uses credentials before it asks again; botocore renews its own in good time."""
+
+    def __init__(self, session: Any, credentials: Any) -> None:
+        region = session.get_config_variable("region")
+        self.config = {} if region is None else {"region": region}  # obstore reads this attribute
+        self._credentials = credentials
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the credentials that are valid now."""
+        frozen = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + self.TTL,
+        }
+
+
+def _profile_credentials() -> _ProfileCredentials | None:
+    """Return botocore's credentials where a profile or a shared config file is in use, else None.
 
     The client itself knows the environment and the machine's roles, but not these files.
     """
@@ -143,14 +165,13 @@ def _profile_credentials() -> Any:
     if "AWS_PROFILE" not in environment and not any(Path(file).expanduser().is_file() for file in files):
         return None
     try:
-        from obstore.auth.boto3 import Boto3CredentialProvider
+        from botocore.exceptions import ProfileNotFound
+        from botocore.session import Session
     except ImportError:
         return None
-    from botocore.exceptions import ProfileNotFound
-
+    session = Session()
     try:
-        return Boto3CredentialProvider()
+        credentials = session.get_credentials()
     except ProfileNotFound as error:
         raise PermissionError(f"{error}: check AWS_PROFILE=...") from None
-    except ValueError:  # the files hold no credentials
-        return None
+    return None if credentials is None else _ProfileCredentials(session, credentials)

@@ -105,7 +105,7 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
         public = ", or type data.anon=true for a public bucket" if is_data else ""
         return PermissionError(
             f"no credentials were found for {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
-            f"the environment (of the workers, too), or AWS_PROFILE and `pip install boto3`{public}"
+            f"the environment (of the workers, too), or AWS_PROFILE and `pip install botocore`{public}"
         )
     if "without LOCATION" in text or code in _OTHER_REGION:
         return _other_region(text, bucket, where, endpoint)
