@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from typing import Any, NoReturn
+
+from ddp_hydra import forked
 
 
 def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Turn this fork into a rank with its own output, cores and environment, and run it."""
-    code = 1
-    try:
+
+    def run() -> int:
         control, output, shared_status, launch_file, *listener = fds
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -27,11 +28,6 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
         from ddp_hydra.rank import process
 
         its_listener = listener[0] if listener else None
-        code = process.main(request["title"], launch_file, control, shared_status, its_listener)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        return process.main(request["title"], launch_file, control, shared_status, its_listener)
+
+    forked.run_and_exit(run)

@@ -7,19 +7,17 @@ sends and prints, and says how it ended.
 from __future__ import annotations
 
 import base64
-import contextlib
 import faulthandler
 import json
 import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_hydra import heartbeat, results
+from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.console.signals import SIGNALS
 from ddp_hydra.rank import environment, fault_injection, network, return_values, torchrun_meeting
 from ddp_hydra.rank.processes import die_with_parent
@@ -36,8 +34,8 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
         output: pipe for stdout and stderr.
         shared_status_fd: the page of memory in which this rank writes where it is.
     """
-    code = 1
-    try:
+
+    def work() -> int:
         os.setsid()  # Ctrl-C is for the parent
         die_with_parent(parent)
         for number in SIGNALS:
@@ -51,14 +49,9 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(2)
         faulthandler.register(signal.SIGUSR1, 2)  # by which the parent requests the stacks
-        code = run(spec, control, heartbeat.SharedStatus.of(shared_status_fd))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+        return run(spec, control, heartbeat.SharedStatus.of(shared_status_fd))
+
+    forked.run_and_exit(work)
 
 
 def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedStatus) -> int:

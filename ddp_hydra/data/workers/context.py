@@ -6,7 +6,7 @@ They need neither named semaphores nor a process that tracks them, so a rank tha
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import io
 import mmap
 import os
@@ -25,9 +25,11 @@ from typing import Any
 
 from ddp_hydra.data.workers import helper
 
-_LENGTH = struct.Struct("<QI")
 _EXIT = struct.Struct("<q")
-_FDS_AT_ONCE = 200
+_IN_DATAGRAM = 1024
+"""Bytes of an item that travel in the datagram itself."""
+_MOST_FDS = 200
+"""Descriptors of an item."""
 
 
 def anonymous_file(name: str) -> int:
@@ -132,23 +134,21 @@ def _readable(fd: int, timeout: float | None) -> bool:
 class Queue:
     """A queue with many writers and one reader, which also carries descriptors.
 
-    Writers take turns by the lock of a file, which ends with the process that holds it. In a worker, a thread writes:
-    a worker that waited for the rank to read, while the rank waits for it, would wait for ever.
+    An item is one datagram, which arrives whole or not at all: of one that was cut off by the end of its writer, the
+    reader would wait for the rest for ever, or take the next writer's item for it. What is too large for a datagram
+    is in a file that goes along. In a worker, a thread writes: a worker that waited for the rank to read, while the
+    rank waits for it, would wait for ever.
     """
 
     def __init__(self) -> None:
-        self.reader, self.writer = socket.socketpair()
-        self.turn = anonymous_file("turn")
+        self.reader, self.writer = socket.socketpair(type=socket.SOCK_DGRAM)
         self.waiting: queue.SimpleQueue[Any] | None = None
-        self.here = threading.Lock()
 
-    def __getstate__(self) -> tuple[Any, Any, Any]:
-        return tuple(reduction.DupFd(fd) for fd in (self.reader.fileno(), self.writer.fileno(), self.turn))  # type: ignore[return-value]
+    def __getstate__(self) -> tuple[Any, Any]:
+        return reduction.DupFd(self.reader.fileno()), reduction.DupFd(self.writer.fileno())  # type: ignore[return-value]
 
-    def __setstate__(self, fds: tuple[Any, Any, Any]) -> None:
-        reader, writer, self.turn = (fd.detach() for fd in fds)
-        self.reader, self.writer = socket.socket(fileno=reader), socket.socket(fileno=writer)
-        self.here = threading.Lock()
+    def __setstate__(self, fds: tuple[Any, Any]) -> None:
+        self.reader, self.writer = (socket.socket(fileno=fd.detach()) for fd in fds)
         self.waiting = queue.SimpleQueue()
         threading.Thread(target=self._write_all, name="worker-queue", daemon=True).start()
 
@@ -167,21 +167,17 @@ class Queue:
 
     def _write_all(self) -> None:
         assert self.waiting is not None
-        with contextlib.suppress(OSError):  # the rank has ended
+        with contextlib.suppress(ConnectionError):  # the rank has ended
             while True:
                 self._write(*self.waiting.get())
 
     def _write(self, data: bytes, fds: list[int]) -> None:
         try:
-            with self.here:
-                fcntl.lockf(self.turn, fcntl.LOCK_EX)
-                try:
-                    self.writer.sendall(_LENGTH.pack(len(data), len(fds)))
-                    for begin in range(0, len(fds), _FDS_AT_ONCE):
-                        socket.send_fds(self.writer, [b"f"], fds[begin : begin + _FDS_AT_ONCE])
-                    self.writer.sendall(data)
-                finally:
-                    fcntl.lockf(self.turn, fcntl.LOCK_UN)
+            if in_file := len(data) > _IN_DATAGRAM:
+                fds.append(anonymous_file("item"))
+                with open(fds[-1], "wb", closefd=False) as file:
+                    file.write(data)
+            socket.send_fds(self.writer, [bytes([in_file]) + (b"" if in_file else data)], fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -191,25 +187,21 @@ class Queue:
 
         Raises:
             queue.Empty: none came in time.
+            OSError: this process may open no more files.
         """
         if not _readable(self.reader.fileno(), timeout):
             raise queue.Empty
-        length, n_fds = _LENGTH.unpack(self._read(_LENGTH.size))
-        fds: list[int] = []
-        while len(fds) < n_fds:
-            fds += socket.recv_fds(self.reader, 1, _FDS_AT_ONCE)[1]
+        data, fds, flags, _ = socket.recv_fds(self.reader, 1 + _IN_DATAGRAM, _MOST_FDS)
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, f"this process may open {_most_files()} files, too few for batches of workers")
+        if data[0]:
+            with os.fdopen(fds.pop(), "rb") as file:
+                file.seek(0)
+                data = file.read()
+        else:
+            data = data[1:]
         _received.fds = fds
-        return reduction.ForkingPickler.loads(self._read(length))
-
-    def _read(self, length: int) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
-        while view:
-            n = self.reader.recv_into(view)
-            if not n:
-                raise EOFError("the other processes of a queue have ended")
-            view = view[n:]
-        return data
+        return reduction.ForkingPickler.loads(data)
 
     def cancel_join_thread(self) -> None:
         """Do nothing: nobody waits for the thread."""
@@ -221,7 +213,6 @@ class Queue:
         with contextlib.suppress(AttributeError, OSError):
             self.reader.close()
             self.writer.close()
-            os.close(self.turn)
 
 
 _received = threading.local()
@@ -347,3 +338,7 @@ def _allow_many_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _most_files() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

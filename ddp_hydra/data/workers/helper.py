@@ -16,8 +16,10 @@ import struct
 import subprocess
 import sys
 import threading
-import traceback
+from functools import partial
 from typing import Any, NoReturn
+
+from ddp_hydra import forked
 
 MOST_FDS = 64
 """Descriptors of one request."""
@@ -76,6 +78,8 @@ def take_helper() -> None:
     """Fork the helper of this process: call this before there are threads, a process group or a GPU."""
     global _current
     ours, theirs = socket.socketpair()
+    for stream in (sys.stdout, sys.stderr):  # what waits there would be printed by the workers, too
+        stream.flush()
     pid = os.fork()
     if pid == 0:
         _serve_alone(theirs)
@@ -120,17 +124,15 @@ def inherited(number: int) -> int:
 
 def _serve_alone(requests: socket.socket) -> NoReturn:
     """Serve in a fork; keep nothing of the process that was forked but its output."""
-    code = 1
-    try:
+
+    def work() -> int:
         keep = requests.fileno()
         os.closerange(3, keep)
         os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 2**20)
         serve(requests)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        return 0
+
+    forked.run_and_exit(work)
 
 
 def serve(requests: socket.socket) -> None:
@@ -172,25 +174,21 @@ def _fork(payload: int, fds: list[int], sockets: list[socket.socket], pipes: lis
         pid = os.fork()
     except OSError as error:
         return -(error.errno or 1)
-    if pid:
-        return pid
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in sockets:
-            end.close()
-        for pipe in pipes:
-            os.close(pipe)
-        _inherited[:] = fds
-        code = _run(payload)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+    if not pid:
+        forked.run_and_exit(partial(_work, payload, fds, sockets, pipes))
+    return pid
+
+
+def _work(payload: int, fds: list[int], sockets: list[socket.socket], pipes: list[int]) -> int:
+    """Keep of the helper what this worker was given, and work."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for end in sockets:
+        end.close()
+    for pipe in pipes:
+        os.close(pipe)
+    _inherited[:] = fds
+    return _run(payload)
 
 
 def _run(payload: int) -> int:

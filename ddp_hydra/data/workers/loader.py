@@ -185,7 +185,7 @@ class Workers:
                 pending.popleft()
                 yield batch
         except RuntimeError as error:
-            if codes := [code for code in self.context.exit_codes() if code]:
+            if codes := self.context.exit_codes():
                 raise _gone(codes[0]) from None
             raise error
 

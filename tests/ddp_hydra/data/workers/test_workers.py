@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -22,7 +23,9 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.data.workers import InWorkers, helper, made_by
+from ddp_hydra.data.workers.context import Queue
 from ddp_hydra.data.workers.loader import number_of
+from ddp_hydra.data.workers.shared_batch import SharedBatch
 from ddp_hydra.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -52,7 +55,6 @@ class Rows:
         if index == self.bad_index:
             raise KeyError(f"row {index} is not there")
         if index == self.dies:
-            time.sleep(0.3)  # its last batch is sent: torch waits for ever for the rest of one that was cut off
             os.kill(os.getpid(), signal.SIGKILL)
         row = torch.full((3, 2), index, dtype=torch.int16)
         return Row(row, os.getpid(), self.epoch, len(self.told), f"row {index}")
@@ -209,6 +211,46 @@ def test_an_error_has_the_frames_of_the_user(loader):
 def test_a_worker_that_is_killed_is_named(loader):
     with pytest.raises(ConnectionError, match=r"has ended by signal 9; .* data\.workers or data\.memory_mb"):
         list(loader(Rows(dies=9)).load(batches(20)))
+
+
+def test_a_worker_that_ends_itself_is_named(loader):
+    class Leaving(Rows):
+        def __getitem__(self, index: int) -> Row:
+            return os._exit(0) if index == 9 else super().__getitem__(index)
+
+    with pytest.raises(ConnectionError, match=r"has ended with code 0; what it printed stands above"):
+        list(loader(Leaving()).load(batches(20)))
+
+
+class Wordy(Rows):
+    """Samples whose text needs more room than a socket has."""
+
+    def __getitem__(self, index: int) -> Row:
+        row = super().__getitem__(index)
+        return row._replace(text=row.text * 200_000)
+
+
+def test_a_worker_that_is_killed_while_it_sends_is_named(loader):
+    one = loader(Wordy(), 1)
+    loaded = one.load(batches(60))
+    for _ in range(2):
+        next(loaded)
+    time.sleep(0.5)  # it sends what nobody takes yet
+    os.kill(one.workers.context.started[0].pid, signal.SIGKILL)
+    with pytest.raises(ConnectionError, match=r"has ended by signal 9"):
+        list(loaded)
+
+
+def test_a_rank_without_room_for_batches_says_so():
+    sent = Queue()
+    sent.put(SharedBatch(torch.ones(3)))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="may open 3 files, too few"):
+            sent.get(timeout=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_signals_to_the_whole_group_leave_the_workers_at_work(loader):
