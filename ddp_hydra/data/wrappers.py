@@ -1,35 +1,64 @@
-"""Looks into torch's `Subset`, which `random_split` makes, and `ConcatDataset`: what the data set inside offers counts.
+"""Looks into data sets that hold others: what those offer counts.
 
-A wrapper of torch has neither the classes nor the normalisation of the data set inside, and hands whole batches on.
+torch's `Subset`, which `random_split` makes, and `ConcatDataset` have neither the classes nor the normalisation of the
+data sets inside. A wrapper of the user makes samples of its own, but what the data sets inside are told and what they
+count must not stop at it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.errors import ConfigError
 
 
-def opened(data: Any) -> Any:
-    """Return a data set that offers what lies in a wrapper of torch, nested ones, too; any other data set as it is.
+def opened(data: Any, around: tuple[Any, ...] = ()) -> Any:
+    """Return a data set that offers what lies in a wrapper, nested ones, too; any other data set as it is.
+
+    Args:
+        data: the data set.
+        around: the wrappers in which it lies.
 
     Raises:
-        ConfigError: the parts of a `ConcatDataset` prepare their batches in different ways.
+        ConfigError: the parts of a `ConcatDataset` prepare their batches in different ways, or a wrapper of the user
+            hides how those of the data set inside are made.
     """
     methods = [getattr(type(data), name, None) for name in ("__getitem__", "__getitems__")]
     if isinstance(data, Subset) and methods == [Subset.__getitem__, Subset.__getitems__]:
-        return OpenedSubset(data, opened(data.dataset))
+        return OpenedSubset(data, opened(data.dataset, (*around, data)))
     if isinstance(data, ConcatDataset) and methods == [ConcatDataset.__getitem__, None]:
-        return OpenedConcat(data, [opened(part) for part in data.datasets])
+        return OpenedConcat(data, [opened(part, (*around, data)) for part in data.datasets])
+    if parts := held(data, around):
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+            return OpenedOwn(data, parts)
+        _refuse_hidden(data, parts, _MADE_BY)
     return data
+
+
+def held(data: Any, around: tuple[Any, ...] = ()) -> list[Any]:
+    """Return what another data set holds in its attributes and has methods that the training loop calls.
+
+    Args:
+        data: the data set.
+        around: the wrappers in which it lies.
+    """
+    if type(data).__module__.partition(".")[0] in _LIBRARIES:
+        return []
+    values = list(getattr(data, "__dict__", {}).values())
+    for value in tuple(values):
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    outer = {id(one) for one in (*around, data)}
+    found = [value for value in values if isinstance(value, Dataset) or _offers(value, "set_epoch")]
+    parts = [opened(value, (*around, data)) for value in found if id(value) not in outer]
+    return [part for part in parts if any(_offers(part, name) for name in (*_TOLD, *_MADE_BY))]
 
 
 def inside(data: Any) -> Any:
@@ -40,7 +69,7 @@ def inside(data: Any) -> Any:
 def own_getitems(data: Any) -> bool:
     """Return whether a data set reads a whole batch in its own way."""
     if isinstance(data, Opened):
-        return all(own_getitems(part) for part in data.parts)
+        return all(own_getitems(part) for part in ([data.wrapper] if isinstance(data, OpenedOwn) else data.parts))
     read = getattr(data, "__getitems__", None)
     return read is not None and getattr(read, "__func__", None) is not StackDataset.__getitems__
 
@@ -126,7 +155,7 @@ class Opened(Dataset):
 
         def tell(*args: Any) -> None:
             for part in self.parts:
-                if hasattr(part, name):
+                if _offers(part, name):
                     getattr(part, name)(*args)
 
         return tell
@@ -149,13 +178,13 @@ class Opened(Dataset):
         """Return the sum of what reading has cost in each part."""
         totals: defaultdict[str, float] = defaultdict(float)
         for part in self.parts:
-            for name, value in (part.stats() if hasattr(part, "stats") else {}).items():
+            for name, value in (part.stats() if _offers(part, "stats") else {}).items():
                 totals[name] += value
         return dict(totals)
 
     def _merged(self, name: str) -> dict[str, Any]:
         """Return what the parts hold by name, together."""
-        return {key: value for part in self.parts for key, value in (getattr(part, name, None) or {}).items()}
+        return {key: value for part in self.parts if _offers(part, name) for key, value in getattr(part, name).items()}
 
     def _targets_of_samples(self) -> np.ndarray:
         """Return the class number of each sample."""
@@ -199,6 +228,53 @@ class OpenedSubset(Opened):
         shards = np.searchsorted(ends, np.asarray(self.wrapper.indices, np.int64) % max(1, ends[-1]), side="right")
         cuts = np.flatnonzero(np.diff(shards)) + 1
         return np.diff([0, *cuts, len(shards)]).tolist() if len(shards) else []
+
+
+class OpenedOwn(Opened):
+    """A data set of the user that holds others: the samples are its own, and all that it offers.
+
+    Args:
+        wrapper: the user's.
+        parts: the data sets inside.
+
+    Raises:
+        ConfigError: the wrapper hides how the batches of a data set inside are made.
+    """
+
+    def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
+        super().__init__(wrapper, parts)
+        self.thread_safe = is_thread_safe(wrapper)
+        preparing = [part for part in self.parts if hasattr(part, "prepare")]
+        self.preparing = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
+        _refuse_hidden(wrapper, self.parts, ("collate",) if self.preparing is not None else _MADE_BY)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.wrapper[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wrapper", "parts", "preparing"):  # while it is unpickled
+            raise AttributeError(name)
+        if hasattr(self.wrapper, name):
+            return getattr(self.wrapper, name)
+        if name == "prepare" and self.preparing is not None:
+            return self._prepare
+        if name in _TOLD and any(_offers(part, name) for part in self.parts):
+            return _SUMMED[name](self)
+        if name == "max_bad_fraction" and (having := [part for part in self.parts if hasattr(part, name)]):
+            return min(part.max_bad_fraction for part in having)
+        raise AttributeError(f"{type(self.wrapper).__name__} has no {name}")
+
+    def _prepare(self, batch: Any) -> Any:
+        """Prepare a batch as the data set inside does.
+
+        Raises:
+            ConfigError: it can't, as the wrapper makes other samples.
+        """
+        try:
+            return self.preparing.prepare(batch)
+        except Exception as error:
+            reason = f"can't take its batches ({type(error).__name__}: {error})"
+            raise ConfigError(_hidden(self.wrapper, self.preparing, "prepare", reason)) from error
 
 
 class OpenedConcat(Opened):
@@ -262,8 +338,53 @@ _SUMMED: dict[str, Callable[[Any], Any]] = {
     "skipped": lambda data: data._merged("skipped"),
 }
 """What counts even if only some parts offer it."""
+_TOLD = ("set_epoch", "share", "close", "stats", "bad", "bad_counts", "skipped")
+"""What has to do with no sample in particular, so that it passes a wrapper of the user."""
+_MADE_BY = ("prepare", "collate")
+"""What makes a batch of samples."""
+_LIBRARIES = ("datasets", "webdataset", "ddp_hydra")
+"""Packages whose data sets are known."""
 _SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns", "features", "scaling")
 """What must be alike in all parts."""
+
+
+def _offers(part: Any, name: str) -> bool:
+    """Return whether a data set has a method, or samples by name, and not something of its own under this name."""
+    found = getattr(part, name, None)
+    return isinstance(found, Mapping) if name in ("bad", "bad_counts", "skipped") else callable(found)
+
+
+def _is_ours(method: Any) -> bool:
+    return str(getattr(method, "__module__", "")).startswith("ddp_hydra.")
+
+
+def _refuse_hidden(wrapper: Any, parts: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuse a wrapper of the user without a method by which a data set inside makes batches.
+
+    Args:
+        wrapper: the user's.
+        parts: the data sets inside.
+        names: of the methods.
+
+    Raises:
+        ConfigError: it has no such method.
+    """
+    for name in names:
+        for part in parts:
+            is_torchs = name == "collate" and _is_ours(getattr(part, name, None))  # does what torch's does
+            if _offers(part, name) and not hasattr(wrapper, name) and not is_torchs:
+                raise ConfigError(_hidden(wrapper, part, name, "is hidden by it"))
+
+
+def _hidden(wrapper: Any, part: Any, name: str, what: str) -> str:
+    own, argument = type(wrapper).__name__, {"prepare": "batch", "collate": "samples"}[name]
+    attribute = next((key for key, value in vars(wrapper).items() if value is inside(part)), "dataset")
+    is_ready = "`return batch`, if its samples are ready for the model"
+    return (
+        f"{own} holds {type(inside(part)).__name__}, whose {name}() {what}: define it in {own}, as `def {name}(self, "
+        f"{argument}): return self.{attribute}.{name}({argument})`, or with "
+        f"{is_ready if name == 'prepare' else '`return default_collate(samples)`, of torch.utils.data'}"
+    )
 
 
 def _recipe(part: Any, name: str) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_hydra.data import draws
+from ddp_hydra.data import draws, wrappers
 from ddp_hydra.data.summary import summary
 
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
@@ -69,8 +69,7 @@ class Part:
             state: of the data set at this position; None to read again what lies before it.
         """
         self.stopped, self.n_read, self.first = False, 0, []
-        inside: Any = getattr(self.dataset, "dataset", None)  # of a DataLoader
-        for data in (self.dataset, inside):
+        for data in (self.dataset, *wrappers.held(self.dataset)):
             if hasattr(data, "set_epoch"):
                 data.set_epoch(epoch)
         if state is not None:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, random_split
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, random_split
 
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.streams import Part
 from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.data.wrappers import opened, own_getitems
@@ -162,3 +163,112 @@ def test_one_thread_at_a_time_reads_a_data_set_and_transforms_its_images(photos)
     list(Loader(data, CPU).load([[0, 1], [4, 5]]))
     data.close()
     assert threads == {threading.main_thread()}
+
+
+class Flipped(Dataset):
+    """A wrapper of a user, as many write it for the two parts of a random_split."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        x, y = self.inner[index]
+        return x.flip(-1), y
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_users_wrapper_passes_on_what_a_data_set_inside_is_told_and_counts(photos, split):
+    inside = folder(photos, TrainTransform(16))
+    data = opened(Flipped(Subset(inside, list(range(8))) if split else inside))
+    for epoch in (0, 1):
+        data.set_epoch(epoch)
+        (x, y), *_ = Loader(data, CPU).load([[7, 1, 4]])
+        (right, targets), *_ = Loader(inside, CPU).load([[7, 1, 4]])
+        assert torch.equal(x, right.flip(-1))
+        assert torch.equal(y, targets)
+    assert list(data.bad) == ["all/cats/1.png"]
+    assert data.max_bad_fraction == 0.5
+    assert data.stats()["samples"] == 12
+    assert not hasattr(data, "classes")  # the wrapper may have changed the targets
+    assert not is_thread_safe(data)
+    assert len(pickle.loads(pickle.dumps(data))) == 8
+    data.close()
+
+
+class Scaled(Rows):
+    seen = 0
+
+    def __getitem__(self, index):
+        return torch.tensor([index], dtype=torch.uint8), 0
+
+    def prepare(self, batch):
+        return batch[0] / 255, batch[1]
+
+    def set_epoch(self, epoch):
+        self.seen = epoch
+
+
+def test_a_users_wrapper_that_hides_how_batches_are_made_is_refused(photos):
+    with pytest.raises(
+        ConfigError, match=r"Flipped holds Scaled, whose prepare\(\) is hidden by it: define it in Flipped"
+    ):
+        opened(Flipped(Scaled()))
+
+    class Open(Flipped):
+        def prepare(self, batch):
+            return self.inner.prepare(batch)
+
+    data = opened(Open(Scaled()))
+    data.set_epoch(3)
+    assert data.parts[0].seen == 3
+    ((x, _),) = Loader(data, CPU).load([[0, 5]])
+    assert x.flatten().tolist() == pytest.approx([0, 5 / 255])
+    paired = StackDataset(folder(photos), folder(photos))
+    with pytest.raises(ConfigError, match=r"StackDataset holds S3ImageFolder, whose prepare\(\) is hidden by it"):
+        opened(paired)
+
+    class Numbered(Flipped):
+        def __getitem__(self, index):
+            return *super().__getitem__(index), index
+
+    with pytest.raises(ConfigError, match=r"whose prepare\(\) can't take its batches \(ValueError: .*return batch"):
+        list(Loader(opened(Numbered(folder(photos))), CPU).load([[2, 3]]))
+
+    class Streamed(IterableDataset):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __iter__(self):
+            return map(self.inner.__getitem__, range(len(self.inner)))
+
+    with pytest.raises(ConfigError, match=r"Streamed holds S3ImageFolder, whose prepare\(\) is hidden"):
+        opened(Streamed(folder(photos)))
+
+
+def test_what_a_data_set_inside_does_for_itself_stays_there():
+    class Own(Rows):
+        stats = (0.5, 0.2)  # mean and deviation
+        bad = 3
+
+    data = Flipped(Own())
+    data.me = data
+    data.others = [data, Rows()]
+    assert opened(data) is data
+
+
+def test_streams_inside_a_chain_are_told_the_epoch():
+    class Numbers(IterableDataset):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([self.epoch] * 2)
+
+    part = Part(ChainDataset([Numbers(), Numbers()]))
+    part.open(5)
+    assert part.take(4) == [5] * 4
