@@ -51,7 +51,9 @@ def main(words: Sequence[str]) -> None:
     out = Path(options.out or f"model{SUFFIXES[options.format]}").expanduser()
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} exists: give overwrite=true, or another file")
-    trained = load_run.load(options.run, options.which, overrides)
+    if options.split not in ("val", "train"):
+        raise ConfigError(f"split={options.split}: give val or train")
+    trained = load_run.load(options.run, options.which, overrides, None if options.input_shape else options.split)
     example = export_example.example_of(trained, options.split, options.input_shape)
     found = export.export(trained, example, options.format, out, options.tolerance)
     sizes = " and ".join(map(str, found["sizes"]))

@@ -101,7 +101,7 @@ class Classification(Task):
         one, and with the likeliest class where the batch holds class numbers.
         """
         output, head = model(inputs(batch)).float(), head_of(self.criterion)
-        if self.class_axis is not None:
+        if self.class_axis is not None and output.shape[self.class_axis] > 1:
             shares = {"logits": output.sigmoid(), "probabilities": output}.get(head, output.softmax(self.class_axis))
             probability, best = shares.max(self.class_axis)
             return {"class": best, **self._named(best), "probability": probability}

@@ -8,18 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_hydra.console import text
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.classification import head_of
 from ddp_hydra.tasks.counting import IGNORED, Counting
 
 
 class Segmentation(Task):
     """Computes the loss, the accuracy of the pixels, and the mean intersection over union (IoU) of the classes.
 
-    A batch is (images, masks), with masks of class numbers (batch, height, width).
+    A batch is (images, masks), with masks of class numbers (batch, height, width). A model of one channel tells
+    class 1 from class 0: its output is the logit of class 1, or the probability where the criterion takes that.
 
     Args:
         criterion: (logits (batch, classes, height, width), masks) -> mean loss over the pixels, see `Counting`; None:
-            cross-entropy.
+            cross-entropy. With one channel, a criterion as torch's BCEWithLogitsLoss is given the outputs and the
+            targets of the pixels that count, (pixels,) floats.
         ignore: the mask's number for pixels that don't count; None: that of the criterion, -100 if it has none. A
             criterion of your own has to leave them out, too.
     """
@@ -27,7 +32,7 @@ class Segmentation(Task):
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor] | None = None, ignore: int | None = None) -> None:
         self.criterion = criterion or nn.CrossEntropyLoss(ignore_index=IGNORED if ignore is None else ignore)
         self.counting = Counting(self.criterion)
-        self.note = self.counting.note
+        self.note, self.head = self.counting.note, head_of(self.criterion)
         self.ignore = self.counting.ignore if ignore is None else ignore
 
     def step(self, model: Any, batch: Any) -> Step:
@@ -40,16 +45,43 @@ class Segmentation(Task):
                 f"the model's output is {tuple(logits.shape)} and the masks are {tuple(masks.shape)}: segmentation "
                 "needs an output of (batch, classes, height, width) and masks of (batch, height, width)"
             )
-        loss = self.criterion(logits, masks)
+        counted, n_classes = masks != self.ignore, max(logits.shape[1], 2)
+        prediction, target = self._pair(logits, masks, counted)
+        loss = self.criterion(prediction, target)
         with torch.no_grad():
-            counted = masks != self.ignore
-            guess, truth = logits.argmax(1)[counted], masks[counted]
-            n_classes = logits.shape[1]
+            guess, truth = self._classes(logits)[counted], masks[counted]
+            own, guessed = (torch.bincount(part, minlength=n_classes) for part in (truth, guess))
+            if len(own) > n_classes:
+                raise ConfigError(
+                    f"the masks hold class {len(own) - 1}, and the model's output has "
+                    f"{text.counted(logits.shape[1], 'channel')}, which tells classes 0 to {n_classes - 1}: give "
+                    "masks of these numbers, or task.ignore=<class>"
+                )
             both = torch.bincount(guess[guess == truth], minlength=n_classes)
-            either = torch.bincount(guess, minlength=n_classes) + torch.bincount(truth, minlength=n_classes) - both
-            sums: dict[str, Any] = {"intersection": both, "union": either, "pixels": len(truth)}
-            n = self.counting.n(logits, masks)
+            sums: dict[str, Any] = {"intersection": both, "union": guessed + own - both, "pixels": len(truth)}
+            n = self.counting.n(prediction, target)
         return Step(loss, n, sums, logits, masks, self.counting.summed)
+
+    def _pair(self, logits: Tensor, masks: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the criterion is given.
+
+        Raises:
+            ConfigError: it is a loss of several classes, and the model has one channel.
+        """
+        if logits.shape[1] > 1:
+            return logits, masks
+        if self.counting.kind == "classes":
+            raise ConfigError(
+                "the model's output has one channel, whose cross-entropy is 0 whatever it is: give the model two "
+                "channels, or the loss of one, 'task.criterion={_target_: torch.nn.BCEWithLogitsLoss}'"
+            )
+        return (logits[:, 0][counted], masks[counted].to(logits.dtype)) if self.head else (logits, masks)
+
+    def _classes(self, logits: Tensor) -> Tensor:
+        """Return the class of each pixel, (batch, height, width)."""
+        if logits.shape[1] > 1:
+            return logits.argmax(1)
+        return (logits[:, 0] > (0.5 if self.head == "probabilities" else 0.0)).long()
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return loss, accuracy and iou; classes that are neither there nor predicted don't count."""
@@ -60,7 +92,20 @@ class Segmentation(Task):
         iou = (sums["intersection"] / sums["union"].clamp(min=1))[seen].mean()
         return {**found, "accuracy": float(sums["intersection"].sum() / sums["pixels"]), "iou": float(iou)}
 
+    def update_metric(self, metric: Any, step: Step) -> None:
+        """Give a metric the output and the masks; metrics of classes get the pixels that count alone.
+
+        With one channel, the output is the probability of class 1, (batch, height, width).
+        """
+        scores, masks = step.prediction.float(), step.target
+        if scores.shape[1] == 1:
+            scores = scores[:, 0] if self.head == "probabilities" else scores[:, 0].sigmoid()
+        if type(metric).__module__.startswith("torchmetrics.classification."):
+            counted = masks != self.ignore
+            scores, masks = (scores if scores.ndim == 3 else scores.movedim(1, -1))[counted], masks[counted]
+        metric.update(scores, masks)
+
     def predict(self, model: Any, batch: Any) -> Tensor:
         """Return the class of each pixel, (batch, height, width): uint8, or int32 for more than 256 classes."""
         logits = model(inputs(batch))
-        return logits.argmax(1).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
+        return self._classes(logits).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)

@@ -15,6 +15,7 @@ from ddp_hydra.data import streams
 from ddp_hydra.data.batch import described, mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import build_data, builders
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.load_run import Trained
 
 SIZES = (2, 3)
@@ -80,6 +81,7 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
     split = split if cfg.data.get(split) else "train"
     build_data.fill_features(cfg.data[split], trained.data)
     with build_data.opened(cfg, split) as data:
+        trained.data.check_model(DataDescription.of(data), f"data.{split}")
         loader = build_data.loader(cfg, data, trained.device, channels_last=False)
         if streams.is_stream(data):
             with closing(loader.each_once(SIZES[0], 0, 1)) as batches:  # type: ignore[type-var]

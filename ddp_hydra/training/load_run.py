@@ -49,7 +49,7 @@ class Trained:
         return build_data.dataset(self.cfg.data.train, self.cfg.seed)
 
 
-def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) -> Trained:
+def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), split: str | None = None) -> Trained:
     """Load a run's model.
 
     Args:
@@ -57,6 +57,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
         which: the checkpoint of a run directory, "best" or "last".
         overrides: "key=value" changes of the run's config, such as data.source=<path>; keys that interpolate them
             follow.
+        split: the only data set that will be read, as by `checkpoint_config.composed`, if the run has it; None: any.
 
     Raises:
         CheckpointError: there is no run, or no complete checkpoint.
@@ -66,7 +67,8 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = ()) ->
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         content = needed(read(RunRef.of(run).checkpoint(which, Path(folder))))
     content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
-    return restore(content, checkpoint_config.composed(content["config"]))
+    split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
+    return restore(content, checkpoint_config.composed(content["config"], overrides, split=split))
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:

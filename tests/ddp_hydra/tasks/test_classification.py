@@ -179,3 +179,12 @@ def test_a_metric_of_binary_answers_gets_probabilities_and_whole_targets(shape):
         for metric in metrics:
             of_the_loss.update_metric(metric, step)
     assert metrics[0].compute() == pytest.approx(float(((logits > 0) == target.bool()).float().mean()))
+
+
+@pytest.mark.parametrize(("criterion", "key"), [(nn.BCEWithLogitsLoss(), "probability"), (nn.MSELoss(), "prediction")])
+def test_one_output_is_never_taken_for_the_likeliest_of_one_class(criterion, key):
+    output = torch.tensor([[2.0], [-2.0]])
+    for class_axis in (None, -1):
+        found = task(class_axis, criterion).predict(lambda x: x, output)
+        assert list(found) == [key]
+        assert found[key].tolist() == (output.sigmoid() if key == "probability" else output).tolist()

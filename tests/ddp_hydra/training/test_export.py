@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import export
+from ddp_hydra.training import export, load_run
 from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.export_example import Example
+from ddp_hydra.training.export_example import Example, example_of
 from ddp_hydra.training.load_run import Trained
-from tests.ddp_hydra.training.loop_runs import config
+from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 EXAMPLE = Example((torch.randn(2, 4),), {})
 
@@ -51,3 +52,33 @@ def test_weights_beside_an_onnx_file_have_its_name_and_stay_where_another_export
     session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {"input": EXAMPLE.args[0].numpy()})
     torch.testing.assert_close(torch.from_numpy(found), run.model(*EXAMPLE.args).detach())
+
+
+class Shifted(Numbers):
+    """Numbers of named classes, moved by a transform."""
+
+    def __init__(self, n: int, transform: float = 0.0, classes: tuple[str, ...] = ("a", "b", "c")) -> None:
+        super().__init__(n)
+        self.x, self.classes = self.x + transform, list(classes)
+
+
+SHIFTED = {"_target_": f"{__name__}.Shifted"}
+DATA = {"data": {"train": {**SHIFTED, "n": 9, "transform": 100.0}, "val": {**SHIFTED, "n": 5, "transform": 1.0}}}
+
+
+@pytest.mark.medium
+def test_the_example_is_read_as_validation_data_are_and_compared_with_the_training_data(train, tmp_path, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").touch()
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.setattr("ddp_hydra.config.project.starter", lambda: tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = train(data=Shifted, parts=DATA)
+    for split, n in (("val", 5), ("train", 9)):
+        example = example_of(load_run.load(run.last, split=split), split, None)
+        assert torch.equal(example.args[0], Numbers(n).x[:2] + 1)
+    other = load_run.load(run.last, overrides=["+data.val.classes=[b,a,c]"], split="val")
+    with pytest.raises(ConfigError, match=r"data\.val are b, a, c, and the model was trained on a, b, c"):
+        example_of(other, "val", None)
+    alone = train(data=Shifted, parts={"data": {**DATA["data"], "val": None}, "objective": {"metric": "train/loss"}})
+    assert torch.equal(example_of(load_run.load(alone.last, split="val"), "val", None).args[0], Numbers(9).x[:2] + 100)
