@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task
 from ddp_hydra.tasks.counting import IGNORED
-
-_SHIFTS = re.compile(r"ForCausalLM$|LMHeadModel$|DoubleHeadsModel$")
-_DOES_NOT = re.compile(r"^(XLM|Flaubert)WithLMHeadModel$|^XLNetLMHeadModel$")
-"""Classes of transformers whose labels are not shifted, although their names look so."""
-TRIES = 4
-"""Number of first batches whose loss may tell what it is a mean over: on a GPU, it is waited for."""
+from ddp_hydra.tasks.model_counting import ModelCounting
 
 
 class ModelLoss(Task):
@@ -34,9 +27,7 @@ class ModelLoss(Task):
     """
 
     def __init__(self, without: tuple[str, ...] = ("labels", "label"), shift: bool | None = None) -> None:
-        self.without, self.shift = tuple(without), shift
-        self.guess: bool | None = None
-        self.tries = TRIES
+        self.without, self.counting = tuple(without), ModelCounting(shift)
 
     def step(self, model: Any, batch: Any) -> Step:
         """Take the loss from the output, and count the labels that it is a mean of."""
@@ -47,41 +38,12 @@ class ModelLoss(Task):
                 f"{type(model).__name__} returned a {type(output).__name__} without a loss: it must have `loss`, a "
                 "scalar. Does the batch hold the labels?"
             )
-        loss, logits = loss.reshape(()), found(output, "logits")
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor):
-            return Step(loss)
+        logits = found(output, "logits")
         with torch.no_grad():
-            return self._counted(bare(model), loss, logits if isinstance(logits, Tensor) else None, labels)
-
-    def _counted(self, model: Any, loss: Tensor, logits: Tensor | None, labels: Tensor) -> Step:
-        config, name = getattr(model, "config", None), type(model).__name__
-        if name.endswith("ForCTC"):
-            return Step(loss, summed=getattr(config, "ctc_loss_reduction", "mean") == "sum")
-        if labels.is_floating_point():
-            return Step(loss, labels.numel(), {}, logits, labels)
-        ignore = IGNORED
-        if name.endswith("ForSemanticSegmentation"):
-            ignore = getattr(config, "semantic_loss_ignore_index", IGNORED)
-        shift = labels.ndim == 2 and self._shifts(model, loss, logits, labels)
-        counted = labels[:, 1:] if shift else labels
-        if logits is not None and shift and logits.shape[:2] == labels.shape:
-            logits = logits[:, :-1]
-        return Step(loss, (counted != ignore).sum(), {}, logits, counted)
-
-    def _shifts(self, model: Any, loss: Tensor, logits: Tensor | None, labels: Tensor) -> bool:
-        """Return whether the model predicts the labels after the first one of each row."""
-        if self.shift is not None:
-            return self.shift
-        names = [one.__name__ for one in type(model).__mro__]
-        if any(map(_DOES_NOT.search, names)) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            return False
-        if any(map(_SHIFTS.search, names)):
-            return True
-        if self.guess is None and logits is not None and self.tries:
-            self.tries -= 1
-            self.guess = shifts(float(loss), logits, labels)
-        return bool(self.guess)
+            parts = {"logits": logits, "start_logits": found(output, "start_logits")}
+            n, labels, summed = self.counting.count(bare(model), batch, loss.detach().reshape(()), parts)
+        prediction = logits if isinstance(logits, Tensor) and labels is not None else None
+        return Step(loss.reshape(()), n, {}, prediction, labels, summed)
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric the logits and the labels that count: (answers, classes) and (answers,) for class numbers."""
@@ -109,22 +71,6 @@ class ModelLoss(Task):
         return logits if logits is not None else output
 
 
-def shifts(loss: float, logits: Tensor, labels: Tensor) -> bool | None:
-    """Return whether a loss is the cross-entropy of labels[:, 1:] rather than of all labels; None if it is neither."""
-    if logits.shape[:-1] != labels.shape or logits.shape[-1] < 2:
-        return None
-    logits, labels = logits.float(), labels.long()
-    pairs = ((logits, labels), (logits[:, :-1], labels[:, 1:]))
-    if int(labels.max()) >= logits.shape[-1] or bool((labels[labels < 0] != IGNORED).any()):
-        return None
-    same, shifted = (
-        abs(float(F.cross_entropy(scores.reshape(-1, logits.shape[-1]), right.reshape(-1))) - loss)
-        for scores, right in pairs
-    )
-    near, far = min(same, shifted), max(same, shifted)
-    return shifted < same if near < 0.01 * max(loss, 0.01) and near < 0.5 * far else None
-
-
 def bare(model: Any) -> Any:
     """Return a model without what torch wraps around it."""
     for name in ("_orig_mod", "module"):
@@ -145,6 +91,7 @@ def found(output: Any, name: str) -> Any:
         return output.get(name)
     if hasattr(output, name):
         return getattr(output, name)
-    if isinstance(output, (tuple, list)):
-        return output[0 if name == "loss" else -1]
+    if isinstance(output, (tuple, list)) and output and name in ("loss", "logits"):
+        has_loss = len(output) > 1 and isinstance(output[0], Tensor) and output[0].numel() == 1
+        return output[1 if name == "logits" and has_loss else 0]
     return output if name == "loss" else None
