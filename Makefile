@@ -8,6 +8,7 @@ JOBS ?= 3
 FAST_JOBS ?= 2
 DEVICE ?= cuda
 REPORT ?=
+OLD ?=
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SLURM_INTERFACE ?= lo
 VENV14 ?= .venv-hydra14
@@ -37,7 +38,7 @@ endef
 
 BENCHMARKS := launch overhead recovery data train on_ray exchange scale step_cost sweep runs
 
-.PHONY: demo gpu-report test test-fast test-all test-slurm test-ray test-dask-cuda test-hydra14 test-lowest test-newest docs casts dist check format clean
+.PHONY: demo gpu-report golden test test-fast test-all test-slurm test-ray test-dask-cuda test-hydra14 test-lowest test-newest docs casts dist check format clean
 
 demo: $(DEMO)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
@@ -74,6 +75,9 @@ test-lowest:  ## the unit tests with the lowest versions that are allowed, and t
 
 test-newest:  ## the unit tests with the newest versions, pre-releases included; needs uv
 	$(call unit_tested,.venv-newest,--prerelease allow)
+
+golden: $(READY)  ## short jobs come to the same weights, bit for bit, as with an older wheel: OLD=<wheel>
+	$(BIN)/python -m tests.golden $(OLD)
 
 docs: export NO_MKDOCS_2_WARNING := true  # of a version that mkdocs-material does not take, which pyproject.toml leaves out
 docs: $(READY)  ## build the site into build/site; a link, an anchor or a page that is missing is an error

@@ -1,10 +1,11 @@
-"""Short jobs whose final state has to stay the same, bit for bit, through every refactoring.
+"""Short jobs whose trained state has to be that of an older wheel, bit for bit, through every refactoring.
 
-python -m tests.golden record golden.json     # before a change
-python -m tests.golden compare golden.json    # after it: exits 1 where a job came to something else
+make golden OLD=ddp_hydra-0.2.0-py3-none-any.whl
+python -m tests.golden ddp_hydra-0.2.0-py3-none-any.whl --only "digits, 2 ranks" resumed
 
-The digests hold for one kind of CPU and one version of torch; they are not committed. Some jobs are resumed, killed or
-rolled back on the way: they have to come to what another job comes to, on any machine.
+Both sides run in turn on this machine, with the same torch. A state depends on the kind of CPU, so none is kept in a
+file. Some jobs are resumed, killed, rolled back or run in another way: they have to come to what another job comes to.
+The words of the jobs are those that older wheels know.
 """
 
 from __future__ import annotations
@@ -13,45 +14,154 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Iterator
+import venv
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
-DIGITS = ("experiment=digits", "trainer.epochs=2", "trainer.threads=1", "trainer.checkpoint_every_steps=5")
+PROJECT = ROOT / "tests" / "support" / "golden_project"
+SHORT = ("trainer.epochs=2", "trainer.threads=1", "trainer.checkpoint_every_steps=5")
+DIGITS = ("experiment=digits", *SHORT)
 NAMES = ("experiment=pet_names", "data.batch_size=512", "cluster.n_workers=2", "trainer.epochs=2", "trainer.threads=1")
 BF16 = ("trainer.precision=bf16", "data.image_size=32")
 """With 16 pixels, one gradient of ResNet-18 in bf16 comes out different each time: see docs/training.md."""
+LSTM = ("model=lstm", "model.num_layers=2", "model.hidden_size=32", "optimizer=adamw")
+TOKENS = ("data=sentences", "task=language_model", *LSTM, *SHORT)
+PADDED = (*TOKENS, "data.padded=true")
+STREAM = ("data=digit_stream", "model=mlp", "trainer.ema_decay=0.9", *SHORT)
+TORCHRUN = "cluster=torchrun"
 JOBS: dict[str, tuple[str, ...]] = {
     "digits, 2 ranks": DIGITS,
+    "digits, 1 rank": (*DIGITS, "cluster.n_workers=1"),
+    "digits, 3 ranks": (*DIGITS, "cluster.n_workers=3"),
     "digits, 4 ranks": (*DIGITS, "cluster.n_workers=4", "data.batch_size=32"),
+    "digits, inline": (*DIGITS, "cluster=inline"),
+    "digits, torchrun": (*DIGITS, TORCHRUN),
     "accumulation": (*DIGITS, "data.batch_size=32", "trainer.gradient_accumulation_steps=2"),
     "bf16 with clipping": (*DIGITS, *BF16, "trainer.clip_norm=1", "optimizer=adamw"),
     "without an average": (*DIGITS, "trainer.ema_decay=null", "scheduler=one_cycle"),
+    "resumed": ("resume='{runs}/digits, 2 ranks/checkpoints/step-000015.pt'", *DIGITS),
+    "resumed with 3 ranks": (
+        "resume='{runs}/digits, 2 ranks/checkpoints/step-000015.pt'", *DIGITS, "cluster.n_workers=3",
+    ),
+    "killed": (*DIGITS, "+fault=kill,rank=1,step=14"),
+    "a step left out": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=skip"),
+    "rolled back": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=rollback"),
     "pet names": (*NAMES, "data.source={names}", "scheduler=step"),
     "chunked shards": (
         "data=wids", "data.index={shards}/index.json", "data.val_index={shards}/index.json", "sampler=chunked",
         "data.image_size=16", "data.batch_size=32", "trainer.max_steps=12", "trainer.threads=1",
-        "data.cache_dir={cache}", "scheduler.warmup_steps=4",
+        "data.cache_dir={runs}/cache", "scheduler.warmup_steps=4",
     ),
-    "resumed": ("resume='{digits}/checkpoints/step-000015.pt'", *DIGITS),
-    "killed and restarted": (*DIGITS, "+fault=kill,rank=1,step=14"),
-    "a step left out": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=skip"),
-    "rolled back": (*DIGITS, "+fault=nan,rank=1,step=14", "trainer.on_nonfinite=rollback"),
+    "tokens, 2 ranks": TOKENS,
+    "tokens, 1 rank": (*TOKENS, "cluster.n_workers=1"),
+    "tokens, 3 ranks": (*TOKENS, "cluster.n_workers=3"),
+    "tokens, accumulation": (*TOKENS, "data.batch_size=8", "trainer.gradient_accumulation_steps=2"),
+    "tokens, resumed": ("resume='{runs}/tokens, 2 ranks/checkpoints/step-000010.pt'", *TOKENS),
+    "tokens, killed": (*TOKENS, "+fault=kill,rank=0,step=8"),
+    "tokens, torchrun": (*TOKENS, TORCHRUN),
+    "padded tokens, 1 rank": (*PADDED, "cluster.n_workers=1"),
+    "padded tokens, 2 ranks": PADDED,
+    "padded tokens, killed": (*PADDED, "+fault=kill,rank=1,step=18"),
+    "stream, 2 ranks": STREAM,
+    "stream, 1 rank": (*STREAM, "cluster.n_workers=1"),
+    "stream, 3 ranks": (*STREAM, "cluster.n_workers=3"),
+    "stream, resumed": ("resume='{runs}/stream, 2 ranks/checkpoints/step-000025.pt'", *STREAM),
+    "stream, killed": (*STREAM, "+fault=kill,rank=1,step=29"),
+    "stream, torchrun": (*STREAM, TORCHRUN),
+    "regression": ("experiment=regression", *SHORT),
+    "segmentation": ("experiment=segmentation", "trainer.epochs=1", "trainer.threads=1"),
+    "a model's own loss": ("experiment=digit_tokens", "trainer.epochs=1", "trainer.threads=1"),
+    "two updates": ("experiment=gan_digits", *SHORT),
 }  # fmt: skip
 SAME = {
+    "digits, inline": "digits, 1 rank",
+    "digits, torchrun": "digits, 2 ranks",
     "resumed": "digits, 2 ranks",
-    "killed and restarted": "digits, 2 ranks",
+    "killed": "digits, 2 ranks",
     "rolled back": "a step left out",
+    "tokens, resumed": "tokens, 2 ranks",
+    "tokens, killed": "tokens, 2 ranks",
+    "tokens, torchrun": "tokens, 2 ranks",
+    "padded tokens, killed": "padded tokens, 2 ranks",
+    "stream, resumed": "stream, 2 ranks",
+    "stream, killed": "stream, 2 ranks",
+    "stream, torchrun": "stream, 2 ranks",
 }
 """Jobs that have to come to what another comes to."""
+PADDING = "each token that counts weighs the same; before, each rank's mean did"
+CHANGED = dict.fromkeys(("padded tokens, 1 rank", "padded tokens, 2 ranks", "padded tokens, killed"), PADDING)
+"""Jobs that come to something else on purpose than in wheels before the change, with the reason."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Runs the jobs with one version of the code. A `with` block ends the fork server that it has warm.
+
+    Args:
+        python: the interpreter that imports it.
+        folder: for its runs; it is made.
+        path: folders that the interpreter looks in first.
+    """
+
+    python: str
+    folder: Path
+    path: str = ""
+
+    def __enter__(self) -> Side:
+        (self.folder / "warm").mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.command("-m", "ddp_hydra", "warm", "stop")
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of this version."""
+        own = {
+            "PYTHONPATH": self.path,
+            "DDP_HYDRA_PROJECT": str(PROJECT),
+            "XDG_RUNTIME_DIR": str(self.folder / "warm"),
+            "DDP_HYDRA_KEEP_WARM_S": "600",
+        }
+        return subprocess.run(
+            [self.python, *words],
+            cwd=self.folder,
+            env={**os.environ, **own},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def run(self, job: str, places: dict[str, Path]) -> str:
+        """Run a job and return the digest of its last checkpoint, or how it failed."""
+        words = [word.format(**places, runs=self.folder) if "{" in word else word for word in JOBS[job]]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if TORCHRUN in words else []
+        run_dir = self.folder / job
+        ended = self.command(*launcher, "-m", "ddp_hydra", *words, f"hydra.run.dir='{run_dir}'", "seed=3")
+        if ended.returncode:
+            print(ended.stdout[-2000:], ended.stderr[-4000:], sep="\n", file=sys.stderr)
+            return f"exit {ended.returncode}"
+        return digest(run_dir / "checkpoints" / "last.pt")[:8]
+
+
+def installed(wheel: Path, folder: Path) -> str:
+    """Install a wheel beside the packages of this interpreter, so that both sides have the same; return its Python."""
+    venv.create(folder)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    zipfile.ZipFile(wheel).extractall(site)
+    # A path in such a file comes last, and the .pth files there, as of this editable checkout, are not read.
+    (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "bin" / "python")
 
 
 def digest(checkpoint: Path) -> str:
@@ -78,17 +188,17 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def prepare(folder: Path) -> dict[str, str]:
-    """Write the data that the jobs read, and return where it is."""
+def prepare(folder: Path) -> dict[str, Path]:
+    """Write the data that the jobs read, and return where they are."""
     chance = random.Random(0)
     syllables = ("lu", "na", "bel", "la", "max", "co", "per", "mi", "lo", "ro", "xy", "ze", "us", "da", "isy")
     names = ["".join(chance.choices(syllables, k=chance.randint(1, 4))) for _ in range(600)]
     (folder / "names.json").write_text(json.dumps(names))
     write_digits(folder / "images")
     make = [sys.executable, "-m", "ddp_hydra.data.shards", "make", "images", "shards", "--shard-mb", "0.03"]
-    subprocess.run(make, cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
-    places = {"names": "names.json", "shards": "shards", "cache": "cache", "digits": "digits, 2 ranks"}
-    return {name: str(folder / place) for name, place in places.items()}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(make, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return {"names": folder / "names.json", "shards": folder / "shards"}
 
 
 def write_digits(folder: Path) -> None:
@@ -103,53 +213,52 @@ def write_digits(folder: Path) -> None:
         Image.fromarray((pixels * 15).astype("uint8")).resize((16, 16)).save(place)
 
 
-def environment() -> dict[str, str]:
-    """Return the environment in which the code of this checkout runs, from any folder."""
-    return {**os.environ, "DDP_HYDRA_PROJECT": str(ROOT), "PYTHONPATH": str(ROOT)}
+def compare(before: Side, now: Side, jobs: Sequence[str], places: dict[str, Path]) -> bool:
+    """Run jobs on both sides, print a row for each, and return whether all came to what they have to come to."""
+    found: dict[str, str] = {}
+    wrong = []
+    print(f"{'job':24}{'before':10}now", flush=True)
+    for job in jobs:
+        old, found[job] = before.run(job, places), now.run(job, places)
+        faults = list(find_faults(job, old, found))
+        wrong += [job] if faults else []
+        verdict = ", ".join(faults) or ("equal" if old == found[job] else f"changed: {CHANGED[job]}")
+        print(f"{job:24}{old:10}{found[job]:10}{verdict}", flush=True)
+    print(f"wrong: {'; '.join(wrong)}" if wrong else f"all {len(jobs)} jobs are right")
+    return not wrong
 
 
-def run(folder: Path, name: str, places: dict[str, str]) -> str:
-    """Run a job and return the digest of its last checkpoint."""
-    given = [word.format(**places) if "{" in word else word for word in JOBS[name]]
-    command = [sys.executable, "-m", "ddp_hydra", *given, f"hydra.run.dir='{folder / name}'", "seed=3"]
-    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{name}: exit {ended.returncode}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
-    return digest(folder / name / "checkpoints" / "last.pt")
+def find_faults(job: str, old: str, found: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong with a job.
 
-
-def arithmetic() -> dict[str, str]:
-    """Return what the digests depend on besides the code: torch's version and the CPU's vector instructions."""
-    cpus = Path("/proc/cpuinfo")
-    words = cpus.read_text().split() if cpus.exists() else [platform.processor()]
-    vectors = {word for word in words if word.startswith(("avx", "amx", "fma", "sve", "asimd"))}
-    return {"torch": torch.__version__, "vectors": " ".join(sorted(vectors))}
+    Args:
+        job: its name.
+        old: what it came to with the old wheel.
+        found: what the jobs so far, and this one, came to with this checkout.
+    """
+    new = found[job]
+    if new.startswith("exit"):
+        yield "FAILED"
+    elif new != old and job not in CHANGED:
+        yield "DIFFERS"
+    other = SAME.get(job)
+    if other in found and found[other] != new:
+        yield f"NOT AS {other}"
 
 
 def main() -> int:
-    """Record or compare; return the exit code."""
+    """Compare; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("record", "compare"))
-    parser.add_argument("file", type=Path, help="JSON: a digest of each job")
-    parser.add_argument("--only", choices=JOBS, nargs="*", default=list(JOBS), help="these jobs alone")
+    parser.add_argument("wheel", type=Path, help="an older wheel")
+    parser.add_argument("--only", choices=JOBS, nargs="*", default=list(JOBS), metavar="JOB", help="these jobs alone")
     given = parser.parse_args()
-    here, found = arithmetic(), {}
-    before = json.loads(given.file.read_text()) if given.command == "compare" else {"arithmetic": here}
-    if (there := before.get("arithmetic")) != here:
-        raise SystemExit(f"{given.file} was recorded with {there}, and here is {here}: record it anew")
+    if not given.wheel.is_file():
+        parser.error(f"there is no file {given.wheel}: type make golden OLD=<wheel>, as make dist writes it into dist/")
     with tempfile.TemporaryDirectory(prefix="golden-") as name:
         folder = Path(name)
-        places = prepare(folder)
-        for job in given.only:
-            found[job] = run(folder, job, places)
-            print(f"{found[job][:16]}  {job}", flush=True)
-    wrong = [f"{job}: not as {other}" for job, other in SAME.items() if job in found and found[job] != found.get(other)]
-    if given.command == "record":
-        given.file.write_text(json.dumps({"arithmetic": here, "digests": found}, indent=2) + "\n")
-    else:
-        wrong += [f"{job}: not as recorded" for job in found if before["digests"].get(job) != found[job]]
-    print("\n".join(wrong) or "all the same")
-    return int(bool(wrong))
+        old = Side(installed(given.wheel, folder / "venv"), folder / "before")
+        with old as before, Side(sys.executable, folder / "now", str(ROOT)) as now:
+            return int(not compare(before, now, given.only, prepare(folder)))
 
 
 if __name__ == "__main__":
