@@ -12,6 +12,7 @@ from benchmarks import commands, report
 from benchmarks.report import Figure, Goal
 
 RANKS = 2
+SGD = ("optimizer.lr=0.01", "optimizer.nesterov=false", "optimizer.weight_decay=0")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Work:
         skip: the first steps, which are not counted.
         options: further overrides.
         script: the loop by hand.
+        what: for its name in the table, where another work has the same model.
     """
 
     model: str
@@ -33,11 +35,16 @@ class Work:
     batch_size: int
     steps: int
     skip: int
-    options: tuple[str, ...] = ("optimizer.lr=0.01", "optimizer.nesterov=false", "optimizer.weight_decay=0")
+    options: tuple[str, ...] = SGD
     script: str = "ddp_loop.py"
+    what: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return its name in the table."""
+        return f"{self.model}{self.what} x {self.batch_size}"
 
 
-ADAM = ("optimizer=adam", "optimizer.lr=0.001")
 LARGE_GAN = ("model.size=16", "model.noise=64", "model.width=1024")
 WORK = (
     Work("lstm", "Windows", 64, 600, 100),
@@ -45,9 +52,19 @@ WORK = (
     Work(
         "fields", "Fields", 64, 1500, 200, ("task=model_loss", "optimizer=adam", "optimizer.lr=0.001"), "tasks_loop.py"
     ),
+    Work(
+        "lstm",
+        "PaddedWindows",
+        64,
+        600,
+        100,
+        ("task=language_model", *SGD),
+        "tasks_loop.py",
+        " on counted tokens",
+    ),
     Work("gan", "Pictures", 64, 300, 50, ("task=adversarial", "optimizer=gan_adam", *LARGE_GAN), "tasks_loop.py"),
 )
-"""The last two: a dict batch of 20 tensors, and a step of two updates with an optimizer each."""
+"""The last three: a dict batch of 20 tensors, steps that count a varying number of tokens, steps of two updates."""
 
 
 def measure(repeats: int) -> Iterator[Figure]:
@@ -59,11 +76,11 @@ def measure(repeats: int) -> Iterator[Figure]:
                 sides = ((ours, job), (theirs, by_hand))
                 for speeds, side in sides if turn % 2 == 0 else reversed(sides):
                     speeds.append(side(work, Path(folder)))
-            report.progress(f"{work.model}: ddp_hydra {ours[-1]:,.0f} samples/s, by hand {theirs[-1]:,.0f}")
-        hand = report.speeds(f"{work.model} x {work.batch_size}, by hand", theirs)
-        whole = report.speeds(f"{work.model} x {work.batch_size}, ddp_hydra", ours)
+            report.progress(f"{work.name}: ddp_hydra {ours[-1]:,.0f} samples/s, by hand {theirs[-1]:,.0f}")
+        hand = report.speeds(f"{work.name}, by hand", theirs)
+        whole = report.speeds(f"{work.name}, ddp_hydra", ours)
         yield from (hand, whole)
-        yield report.paired(f"{work.model} x {work.batch_size}, ddp_hydra / by hand", ours, theirs, Goal(0.97))
+        yield report.paired(f"{work.name}, ddp_hydra / by hand", ours, theirs, Goal(0.97))
 
 
 def in_memory(work: Work) -> tuple[str, ...]:

@@ -128,6 +128,15 @@ class Windows(InMemory):
         return F.one_hot(x.long(), self.num_classes).float(), y.long()
 
 
+class PaddedWindows(Windows):
+    """Windows of which 1 to 8 characters count, so that each step counts another number; the others are -100."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__(n_samples)
+        lengths = torch.randint(1, 9, (n_samples, 1))
+        self.y = self.y.short().where(torch.arange(8) < lengths, -100)
+
+
 class Fields(InMemory):
     """Random samples of 20 fields and a class, in a dict."""
 

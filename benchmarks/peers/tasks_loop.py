@@ -1,4 +1,4 @@
-"""By hand: DDP training loops for a dict batch of 20 tensors, and for a GAN. Run by torchrun."""
+"""By hand, in DDP: a dict batch of 20 tensors; a GAN; an LSTM of whose tokens some count. Run by torchrun."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads import Fields, FieldsModel, Pictures
+from benchmarks.workloads import Fields, FieldsModel, PaddedWindows, Pictures
+from models.char_lstm import CharLSTM
 from models.gan import GAN
+
+IGNORED = -100
+"""The token that the loss of torch leaves out."""
 
 
 class Log:
@@ -26,10 +30,11 @@ class Log:
         path: of the file.
         global_batch: samples of all ranks in a step.
         names: of the means.
+        counted: the values are sums, and the last is the number of things that they are of; otherwise they are means.
     """
 
-    def __init__(self, path: str, global_batch: int, *names: str) -> None:
-        self.names, self.global_batch, self.step = names, global_batch, 0
+    def __init__(self, path: str, global_batch: int, *names: str, counted: bool = False) -> None:
+        self.names, self.global_batch, self.counted, self.step = names, global_batch, counted, 0
         self.sums = torch.zeros(len(names), dtype=torch.float64)
         self.file = Path(path).open("w", buffering=1) if dist.get_rank() == 0 else None  # noqa: SIM115
 
@@ -40,7 +45,7 @@ class Log:
         self.sums += torch.stack([value.double() for value in values])
         if self.step % 10 == 0:
             dist.all_reduce(self.sums)
-            means = (self.sums / 10 / dist.get_world_size()).tolist()
+            means = (self.sums / (self.sums[-1] if self.counted else 10 * dist.get_world_size())).tolist()
             if self.file is not None:
                 line = {"time": time.time(), "step": self.step, "samples": self.step * self.global_batch}
                 print(json.dumps(line | dict(zip(self.names, means, strict=True))), file=self.file)
@@ -103,10 +108,29 @@ def gan(steps: int, size: int, log: Log) -> None:
         log.add(loss.detach(), deceived.detach(), right)
 
 
+def lstm(steps: int, size: int, log: Log) -> None:
+    """Train on the mean over the tokens that count, of all ranks; their number travels during the forward pass."""
+    data = PaddedWindows(steps * size * dist.get_world_size())
+    ddp = DistributedDataParallel(CharLSTM(data.num_classes), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=True)
+    for indices in batches(len(data), steps, size):
+        x, y = data.prepare((data.x[indices], data.y[indices]))
+        n = (y != IGNORED).sum()
+        n_of_all = n.clone()
+        arrival = dist.all_reduce(n_of_all, async_op=True)
+        logits = ddp(x)
+        total = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
+        arrival.wait()
+        optimizer.zero_grad()
+        (total * (dist.get_world_size() / n_of_all)).backward()
+        optimizer.step()
+        log.add(total.detach(), (logits.argmax(-1) == y).sum(), n)
+
+
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=("fields", "gan"), required=True)
+    parser.add_argument("--model", choices=("fields", "gan", "lstm"), required=True)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--metrics", required=True)
@@ -114,9 +138,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    names = ("loss",) if given.model == "fields" else ("discriminator", "generator", "accuracy")
-    log = Log(given.metrics, given.batch_size * dist.get_world_size(), *names)
-    {"fields": fields, "gan": gan}[given.model](given.steps, given.batch_size, log)
+    names = {
+        "fields": ("loss",),
+        "gan": ("discriminator", "generator", "accuracy"),
+        "lstm": ("loss", "accuracy", "tokens"),
+    }[given.model]
+    log = Log(given.metrics, given.batch_size * dist.get_world_size(), *names, counted=given.model == "lstm")
+    {"fields": fields, "gan": gan, "lstm": lstm}[given.model](given.steps, given.batch_size, log)
     dist.destroy_process_group()
     os._exit(0)  # a thread of torch's aborts some regular exits, after all is done
 
