@@ -85,5 +85,7 @@ def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
     with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
         cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
         repository: Any = getattr(GlobalHydra.instance().config_loader(), "repository", None)
-    unknown_keys.check_typed(cfg, cfg.hydra.overrides.task, cfg.hydra.runtime.choices, repository)
+    unknown_keys.check_typed(
+        cfg, cfg.hydra.overrides.task, cfg.hydra.runtime.choices, repository, config_name or "config"
+    )
     return cfg

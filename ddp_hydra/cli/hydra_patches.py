@@ -1,6 +1,7 @@
 """Changes Hydra inside the command.
 
-It composes once, lists options quickly, saves configs without secrets, and completes all values of a key.
+It composes once, checks what it has composed, lists options quickly, saves configs without secrets, and completes all
+values of a key.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.types import RunMode
 from omegaconf import BooleanNode, DictConfig, EnumNode, OmegaConf
 
-from ddp_hydra.config import redact
+from ddp_hydra.config import redact, unknown_keys
 from ddp_hydra.config.hydra_compat import IS_1_3
 
 
@@ -68,6 +69,29 @@ def composed_once(multirun: bool) -> Iterator[None]:
     finally:
         ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
         Hydra.get_mode = find_mode  # type: ignore[method-assign]
+
+
+@contextmanager
+def checked_as_composed() -> Iterator[None]:
+    """Check what was typed, and the experiment, when Hydra has composed a job, so that `--cfg job` refuses it, too."""
+    original: Any = Hydra.compose_config
+
+    def compose_config(
+        self: Any, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **more: Any
+    ) -> Any:
+        cfg = original(self, config_name, overrides, run_mode, *args, **more)
+        if run_mode is RunMode.RUN:  # a sweep composes its jobs later
+            repository = self.config_loader.repository
+            unknown_keys.check_typed(
+                cfg, cfg.hydra.overrides.task, cfg.hydra.runtime.choices, repository, config_name or "config"
+            )
+        return cfg
+
+    Hydra.compose_config = compose_config  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.compose_config = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -72,9 +72,11 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.job.run import run_job
 
     prestart.end_unless(connect.is_local(cfg.cluster))
-    loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
-    repository = getattr(loader, "repository", None)
-    unknown_keys.check_typed(cfg, hydra_cfg.overrides.task, hydra_cfg.runtime.choices, repository)
+    if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed
+        loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+        repository = getattr(loader, "repository", None)
+        words, name = hydra_cfg.overrides.task, hydra_cfg.job.config_name
+        unknown_keys.check_typed(cfg, words, hydra_cfg.runtime.choices, repository, name)
     if cfg.resume and "://" not in cfg.resume and hydra_cfg.job.chdir:
         cfg.resume = str(project.typed_in() / cfg.resume)
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
@@ -114,6 +116,7 @@ def compose_and_run() -> None:
             layered(given.config_dir) as folder,
             hydra_patches.listed_without_copies(),
             hydra_patches.composed_once(given.multirun),
+            hydra_patches.checked_as_composed(),
             hydra_patches.saved_without_secrets(),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()

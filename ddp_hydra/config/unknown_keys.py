@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from ddp_hydra.config import experiments
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ConfigError
 
@@ -110,14 +111,17 @@ def _initials(name: str) -> str:
     return "".join(part[0] for part in name.split("_") if part)
 
 
-def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any) -> None:
-    """Refuse texts where the group's own file has a number or a boolean; warn of new keys that nothing reads.
+def check_typed(
+    cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any, main: str = "config"
+) -> None:
+    """Refuse texts where the group's own file has a number or a boolean, and experiments that lose; warn of new keys.
 
     Args:
         cfg: the composed config.
         typed: the overrides.
         choices: the chosen option of each group.
         repository: Hydra's config repository, which reads the files of the search path; None if it is not known.
+        main: name of the main config.
 
     Raises:
         ConfigError: with the value in the group's file.
@@ -125,7 +129,7 @@ def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
     if repository is not None:
-        _check_chosen(typed, choices, repository)
+        experiments.check(cfg, typed, choices, repository, main)
     for word in typed:
         key = word.partition("=")[0]
         group, _, name = key.partition(".")
@@ -139,29 +143,6 @@ def check_typed(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any
         if isinstance(usual, bool | int | float):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
-
-
-def _check_chosen(typed: Sequence[str], choices: Mapping[str, Any], repository: Any) -> None:
-    """Refuse an experiment whose choice of a group lost against `override` in the main config, as Hydra has it.
-
-    Raises:
-        ConfigError: with both, and what to write instead.
-    """
-    given = {word.lstrip("+~").partition("=")[0] for word in typed}
-    wanted: dict[str, tuple[str, str]] = {}
-    for group in ("experiment", "hparams_search", "debug"):  # a later one wins over those before
-        option = choices.get(group)
-        found = repository.load_config(f"{group}/{option}") if isinstance(option, str) else None
-        for entry in found.defaults_list if found is not None else ():
-            if entry.is_override() and isinstance(getattr(entry, "value", None), str):
-                wanted[str(entry.group).lstrip("/")] = entry.value, f"{group}={option}"
-    for key, (value, by) in wanted.items():
-        if key not in given and isinstance(choices.get(key), str) and choices[key] != value:
-            raise ConfigError(
-                f"{by} chooses {key}={value}, and `override {key}: {choices[key]}` of the main config wins over it in "
-                f"Hydra: move that line with its values into a file of conf/experiment, and name this one in the main "
-                f"config, `- experiment: <name>`; or type {key}={value}, too"
-            )
 
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:

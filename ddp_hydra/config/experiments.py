@@ -1,0 +1,146 @@
+"""Refuses an experiment that loses against the main config: Hydra lets the later one of a defaults list win."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_hydra.config.checkpoint_config import leaves
+from ddp_hydra.errors import ConfigError
+
+GROUPS = ("experiment", "hparams_search", "debug")
+"""Groups whose options choose and set what belongs to others; a later one wins over those before."""
+_OF_A_SWEEP = ("resume", "trainer.pause_after_validations")
+"""Keys that a sweep sets in the configs of its jobs."""
+
+
+def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any, main: str) -> None:
+    """Refuse an experiment whose choice of a group, or whose value, lost against the main config.
+
+    Args:
+        cfg: the composed config.
+        typed: the overrides, which win over all.
+        choices: the chosen option of each group.
+        repository: Hydra's config repository, which reads the files of the search path.
+        main: name of the main config.
+
+    Raises:
+        ConfigError: with both, and what to write instead.
+    """
+    given = [word.lstrip("+~").partition("=")[0] for word in typed]
+    chosen: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
+    for group in GROUPS:
+        for option in _options(choices.get(group)):
+            groups, content = _read(repository, f"{group}/{option}")
+            chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
+            own = dict(leaves(content))
+            values = {key: pair for key, pair in values.items() if not any(_meet(key, other) for other in own)}
+            values |= {key: (value, f"{group}={option}") for key, value in own.items()}
+    lists = _read(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
+    for key, (value, by) in chosen.items():
+        found = choices.get(key, lists.get(key, value))
+        if key not in given and _options(found) != _options(value):
+            raise ConfigError(
+                f"{by} chooses {key}={_shown(value)}, and `override {key}: {_shown(found)}` of the main config "
+                "wins over it in Hydra: move that line with its values into a file of conf/experiment, and name this "
+                f"one in the main config, `- experiment: <name>`; or type {key}={_shown(value)}, too"
+            )
+    set_by_hand = [word for word in given if word not in choices]
+    _check_values(cfg, {key: pair for key, pair in values.items() if not any(_meet(key, word) for word in set_by_hand)})
+
+
+def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
+    """Refuse values of experiments that are not those of the config, which has types.
+
+    Raises:
+        ConfigError: with both.
+    """
+    tops = {key.partition(".")[0] for key in values} - {"hydra"}
+    part = OmegaConf.masked_copy(cfg, [key for key in cfg if key in tops])
+    OmegaConf.set_struct(part, False)
+    for key, (value, by) in values.items():
+        if key.partition(".")[0] not in tops or value in ("???", {}) or key in _OF_A_SWEEP:
+            continue
+        before = _plain(part, key)
+        try:
+            OmegaConf.update(part, key, value, merge=True)
+        except OmegaConfBaseException:  # a node that is text, as an interpolation is
+            continue
+        if _plain(part, key) != before:
+            raise ConfigError(
+                f"{by} sets {key}={_shown(value)}, and {key}={_shown(before)} of the main config wins over it: in "
+                "Hydra the later one of a defaults list does, and a file without `_self_` in its list is last. Write "
+                f"`- job`, `- _self_` and `- experiment: …` in this order; or type {key}={_shown(value)}, too"
+            )
+
+
+def _plain(cfg: DictConfig, key: str) -> Any:
+    """Return a value with its interpolations as they are written; None if there is none."""
+    node: Any = cfg
+    for name in key.split("."):
+        node = node._get_node(name) if isinstance(node, DictConfig) and not node._is_none() else None
+        if node is None or (OmegaConf.is_config(node) and node._is_interpolation()):
+            return None
+    return OmegaConf.to_container(node, enum_to_str=True) if OmegaConf.is_config(node) else node._value()
+
+
+def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the groups that an option chooses and the values that it sets, with those that it is based on."""
+    found = repository.load_config(path)
+    if found is None:
+        return {}, {}
+    own = OmegaConf.to_container(found.config) if found.header.get("package") == "_global_" else {}
+    groups: dict[str, Any] = {}
+    merged, is_in = OmegaConf.create({}), False
+    for entry in found.defaults_list:
+        if entry.is_self():
+            merged, is_in = _merged(merged, own), True
+        elif not entry.is_override():
+            inner = getattr(entry, "path", None)
+            if inner is None and is_in:  # its values win over those of this file, wherever they are
+                own, merged = {}, OmegaConf.create({})
+            for option in (inner,) if isinstance(inner, str) else ():
+                base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")
+                of_base, content = _read(repository, base)
+                groups |= of_base
+                merged = _merged(merged, content)
+    groups |= dict(_chosen(found.defaults_list))
+    content = OmegaConf.to_container(merged if is_in else _merged(merged, own))
+    assert isinstance(content, dict)
+    return groups, {str(key): value for key, value in content.items()}
+
+
+def _chosen(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the groups that a defaults list overrides, each with its option, or several."""
+    for entry in entries:
+        if entry.is_override():
+            package = f"@{entry.package}" if entry.package else ""
+            yield f"{entry.group.lstrip('/')}{package}", entry.value
+
+
+def _merged(one: Any, other: Any) -> DictConfig:
+    found = OmegaConf.merge(one, other)
+    assert isinstance(found, DictConfig)
+    return found
+
+
+def _options(value: Any) -> list[str]:
+    """Return the options of a group that is chosen: one, several, or none."""
+    if value is None or value == "null":
+        return []
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _meet(key: str, other: str) -> bool:
+    """Return whether one of two keys is the other, or lies in it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)) or OmegaConf.is_list(value):
+        return f"[{','.join(map(_shown, value))}]"
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else "{…}"
