@@ -27,6 +27,12 @@ def check(cfg: DictConfig) -> None:
             f"trainer.activation_checkpointing={list(classes)} does not go with parallel=dp, whose copies of the model "
             "would compute with the first GPU's modules: give parallel=ddp, or trainer.activation_checkpointing=[]"
         )
+    loss = str(OmegaConf.select(cfg, "loss._target_") or "")
+    if loss.startswith("torch.nn.") and OmegaConf.select(cfg, "loss.reduction") == "none":
+        raise ConfigError(
+            f"loss.reduction=none of {loss.rpartition('.')[2]} gives a loss for each sample: give loss.reduction=mean "
+            "or sum"
+        )
     for target in _targets(OmegaConf.select(cfg, "optimizer")):
         if target.rpartition(".")[2] in CLOSURES:
             raise needs_closure(target, "closure")

@@ -82,6 +82,8 @@ class Classification(Task):
         scores = step.prediction.float().movedim(axis, -1)
         if type(metric).__name__ == "Perplexity":
             metric.update(scores, step.target)
+        elif is_samplewise(metric):
+            metric.update(scores.movedim(-1, 1), step.target)
         elif step.target.shape == step.prediction.shape:
             target = step.target.movedim(axis, -1)
             if type(metric).__name__.startswith(("Binary", "Multilabel")):
@@ -114,6 +116,11 @@ class Classification(Task):
     def _named(self, best: Tensor) -> dict[str, Any]:
         """Return the names of classes, if they have names."""
         return {"name": [self.names[one] for one in best.tolist()]} if self.names and best.ndim == 1 else {}
+
+
+def is_samplewise(metric: Any) -> bool:
+    """Return whether a metric of torchmetrics computes a number for each sample, of which the mean is logged."""
+    return getattr(metric, "multidim_average", "") == "samplewise"
 
 
 _HEADS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -149,6 +150,10 @@ def mix(cfg: DictConfig, data: Any) -> Any:
     return make(fill_num_classes(cfg.mix, data, "mix"))
 
 
+_CURVE = re.compile(r"((?<!AU)ROC|PrecisionRecallCurve|AtFixed\w+|SensitivityAtSpecificity|SpecificityAtSensitivity)$")
+"""Metrics of torchmetrics that compute tuples."""
+
+
 def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics:
     """Build the additional metrics of the validation."""
     nodes = cfg.metrics or {}
@@ -166,6 +171,11 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
             )
     metrics = {}
     for name, node in nodes.items():
+        if _CURVE.search(str(node["_target_"])):
+            raise ConfigError(
+                f"metrics.{name} ({node['_target_'].rpartition('.')[2]}) computes a curve or several numbers without "
+                f"names: give a metric that computes a number, such as AUROC, or leave it out with '~metrics.{name}'"
+            )
         filled = fill_num_classes(node, data, f"metrics.{name}")
         if node.get("num_classes", 0) is None and filled.get("top_k", 0) > filled.num_classes:
             if not dist.is_initialized() or dist.get_rank() == 0:

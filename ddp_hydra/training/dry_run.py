@@ -17,6 +17,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.training import build_data, builders, header, run, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
+from ddp_hydra.training.callbacks.base import Callbacks
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.ema import Ema
@@ -53,6 +54,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     task, meter = builders.task(cfg, train_set, device), Meter(device)
     for data in (train_set, val_set):
         build_data.check_classes(cfg, task, data, DataDescription.of(train_set).num_classes)
+    callbacks = builders.callbacks(cfg)
     model.train()
     loader = build_data.loader(cfg, train_set, device, channels_last)
     loader.prefetch = 0
@@ -88,7 +90,11 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         optimizers[update], schedulers[update] = optimizer, scheduler
     if average is not None:
         average.update(model)
-    State(model, together(optimizers), together(schedulers), Position(), {}, {"ema": average}).check()
+    extras: dict[str, Any] = {"ema": average}
+    state = State(model, together(optimizers), together(schedulers), Position(), {}, extras)
+    if callbacks:
+        extras["callbacks"] = Callbacks(callbacks, state)
+    state.check()
     metrics = named("train", task.metrics(meter.result()))
     losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
     with torch.no_grad(), autocast:

@@ -17,8 +17,9 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
+from ddp_hydra.tasks.classification import is_samplewise
 from ddp_hydra.training import buffers
-from ddp_hydra.training.consensus import world_size
+from ddp_hydra.training.consensus import gather_objects, world_size
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.train_step import as_step, explained
 
@@ -107,6 +108,36 @@ def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     ]
 
 
+def gather_lists(metric: Any) -> None:
+    """Let a metric take the lists of all ranks that it doesn't concatenate itself, however many entries each has.
+
+    torchmetrics gathers them entry by entry: ranks with fewer batches would leave the others waiting.
+
+    Args:
+        metric: of torchmetrics.
+    """
+    synchronise = metric._sync_dist
+
+    def synchronise_lists(*args: Any, **options: Any) -> None:
+        reductions = metric._reductions
+        lists = {
+            name: getattr(metric, name)
+            for name, function in reductions.items()
+            if isinstance(getattr(metric, name), list) and getattr(function, "__name__", "") != "dim_zero_cat"
+        }
+        metric._reductions = {name: function for name, function in reductions.items() if name not in lists}
+        try:
+            synchronise(*args, **options)
+        finally:
+            metric._reductions = reductions
+        for name, own in lists.items():
+            of_ranks = gather_objects([one.cpu() if isinstance(one, Tensor) else one for one in own])
+            entries = [one.to(metric.device) if isinstance(one, Tensor) else one for row in of_ranks for one in row]
+            setattr(metric, name, entries if reductions[name] is None else reductions[name](entries))
+
+    metric._sync_dist = synchronise_lists
+
+
 class EvalMetrics:
     """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
@@ -121,6 +152,8 @@ class EvalMetrics:
             for part in metric.modules() if isinstance(metric, nn.Module) else ():
                 if hasattr(part, "dist_sync_fn") and part.dist_sync_fn is None:
                     part.dist_sync_fn = gather_states
+                if getattr(part, "_reductions", None):
+                    gather_lists(part)
         self.matrices: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -143,6 +176,8 @@ class EvalMetrics:
                         f"metrics.{name} ({type(metric).__name__}) computes a {type(value).__name__}: it must compute "
                         "a tensor, or a dict of them; leave it out with '~metrics." + name + "'"
                     )
+                if is_samplewise(metric) and isinstance(value, Tensor) and value.ndim:
+                    value = value.double().mean(0)  # each sample counts once
                 numbers |= self._logged(f"val/{name}/{key}" if key else f"val/{name}", torch.as_tensor(value))
         return numbers
 

@@ -21,16 +21,16 @@ class GradientNorms:
 
     Args:
         named: (name, parameter) pairs; those without a gradient are left out.
-        losses: of the step's micro-batches, on this rank.
+        loss: returns the loss of the step, on this rank.
 
     Attributes:
         sparse: whether some gradients are sparse tensors.
     """
 
     @torch.no_grad()
-    def __init__(self, named: Iterable[tuple[str, Tensor]], losses: Sequence[Tensor] = ()) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], loss: Callable[[], float] = float) -> None:
         found = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        self.found, self.losses = found, losses
+        self.found, self._loss = found, loss
         self.tensors = [gradient for _, gradient in found]
         self.sparse = any(gradient.is_sparse for gradient in self.tensors)
         norms = torch._foreach_norm([_dense(gradient) for gradient in self.tensors]) if found else [torch.zeros(())]
@@ -58,7 +58,7 @@ class GradientNorms:
     @property
     def loss(self) -> float:
         """The loss of the step, on this rank."""
-        return float(sum(self.losses))
+        return self._loss()
 
 
 def _dense(gradient: Tensor) -> Tensor:

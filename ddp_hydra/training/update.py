@@ -84,18 +84,19 @@ class Update:
 
         Args:
             decision: on the losses.
-            losses: of the step's micro-batches, on this rank.
+            losses: of the step's micro-batches, on this rank, times their weights.
             at_once: check this step's gradients now: what follows it can't be taken back.
         """
         before, self.unchecked = self.unchecked, None
+        loss = self.weighing.unweighed(losses)
         if before is not None and (names := before.nonfinite_names()):
             return NonFiniteStep(0, before.loss, names, steps_ago=1)
         if decision.bad_rank is not None:
-            return NonFiniteStep(decision.bad_rank, float(sum(losses)))
+            return NonFiniteStep(decision.bad_rank, loss())
         if self.parallel.needs_even:
             self.weighing.refuse_uneven(decision.n, self.parallel.needs_even)
         self.optimizer_step.rescale(self.weighing.factor(decision.n))
-        gradients = self.optimizer_step.measure(losses)
+        gradients = self.optimizer_step.measure(loss)
         if gradients is None:
             return None
         if self.late and not at_once:
@@ -164,16 +165,16 @@ class OptimizerStep:
         """
         self.scaler.scale(loss).backward()
 
-    def measure(self, losses: Sequence[Tensor] = ()) -> GradientNorms | None:
+    def measure(self, loss: Callable[[], float] = float) -> GradientNorms | None:
         """Compute the norms of the gradients, after the backward pass.
 
         Args:
-            losses: of the step's micro-batches, on this rank.
+            loss: returns the loss of the step, on this rank.
 
         Returns:
             None if the loss is scaled: then the scaler checks the gradients, and lowers the scale.
         """
-        self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, losses)
+        self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, loss)
         return self.gradients
 
     @torch.no_grad()

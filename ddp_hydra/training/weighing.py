@@ -8,7 +8,7 @@ number of samples, the latter is 1 and the former the share of the step's sample
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,20 @@ class Weighing:
     def denominator(self) -> float:
         """N."""
         return self.samples * (self.scale or 1.0)
+
+    def unweighed(self, losses: Sequence[Tensor]) -> Callable[[], float]:
+        """Return a function that computes the mean over this rank's things of the step, for messages.
+
+        Args:
+            losses: of the step's micro-batches so far, times their weights.
+        """
+        n, denominator = self.n, 0.0 if self.summed else self.denominator
+
+        def mean() -> float:
+            total, things = float(sum(losses)), float(n)
+            return total * denominator / things if things and denominator else total
+
+        return mean
 
     def _agree(self, n: float | Tensor, size: int) -> None:
         (rows,) = self.consensus.gather([float(n), float(size)])

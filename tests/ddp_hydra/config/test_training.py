@@ -28,6 +28,10 @@ ACCUMULATES = ("parallel.static_graph=true", "trainer.gradient_accumulation_step
             "needs closure",
         ),
         (
+            ("loss._target_=torch.nn.CrossEntropyLoss", "+loss.reduction=none"),
+            "^loss.reduction=none of CrossEntropyLoss gives a loss for each sample: give loss.reduction=mean or sum",
+        ),
+        (
             ("parallel=dp", "trainer.activation_checkpointing=[Block]"),
             r"^trainer.activation_checkpointing=\['Block'\] does not go with parallel=dp",
         ),

@@ -88,6 +88,18 @@ def test_what_a_first_step_would_die_of_is_found(given, error, said):
         dry(**given)
 
 
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"_target_": "torch.nn.Identity"}, "callbacks.mine: Identity is not a subclass"),
+        ({"_target_": "ddp_hydra.training.callbacks.WallClock", "eveyr": 3}, "eveyr"),
+    ],
+)
+def test_it_builds_the_callbacks(node, said):
+    with pytest.raises(Exception, match=said):
+        dry(callbacks={"mine": node})
+
+
 class Locked(torch.nn.Linear):
     """Can't be copied, and builds another layer each time."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Classification, Step
 from ddp_hydra.training.evaluation import EvalMetrics
 from tests.ddp_hydra.training.loop_runs import Numbers
 
@@ -22,6 +23,7 @@ ZOO: dict[str, dict[str, Any]] = {
     "per class": {"target": "MulticlassRecall", "num_classes": 3, "average": None},
     "counts": {"target": "MulticlassF1Score", "num_classes": 3},
     "matrix": {"target": "MulticlassConfusionMatrix", "num_classes": 3},
+    "lists as they are": {"target": "Kept"},
     "calibration": {"target": "MulticlassCalibrationError", "num_classes": 3},
 }
 
@@ -38,13 +40,33 @@ def results_of(first: int, last: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     prediction, target = samples()
     for name, given in ZOO.items():
-        metric = getattr(zoo, given["target"])(**{key: value for key, value in given.items() if key != "target"})
+        kind = Kept if given["target"] == "Kept" else getattr(zoo, given["target"])
+        metric = kind(**{key: value for key, value in given.items() if key != "target"})
         metrics = EvalMetrics({name: metric})
         for begin in range(first, last, 2):
             metric.update(prediction[begin : min(begin + 2, last)], target[begin : min(begin + 2, last)])
         found |= metrics.result()
         found |= {key: value.tolist() for key, value in metrics.matrices.items()}
     return found
+
+
+class Kept(torchmetrics.Metric):
+    """Keeps a list that nothing concatenates, one whose function adds it up, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx=None)
+        self.add_state("added", [], dist_reduce_fx=lambda parts: sum(part.sum() for part in parts))
+        self.add_state("n", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, prediction: torch.Tensor, target: torch.Tensor) -> None:
+        self.kept.append(prediction.sum())
+        self.added.append(target.float())
+        self.n += len(target)
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        added = self.added if isinstance(self.added, torch.Tensor) else sum(part.sum() for part in self.added)
+        return {"kept": torch.stack(self.kept).sum() / self.n, "added": torch.as_tensor(added) / self.n}
 
 
 def rank(number: int, folder: str) -> None:
@@ -62,7 +84,7 @@ def rank(number: int, folder: str) -> None:
 def test_two_ranks_give_the_numbers_of_one_also_where_one_has_no_samples(tmp_path):
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
     alone = results_of(0, 12)
-    assert len(alone) == 11
+    assert len(alone) == 13
     for number in range(2):
         for found in torch.load(tmp_path / f"{number}.pt").values():
             assert found.keys() == alone.keys()
@@ -118,3 +140,24 @@ def test_a_confusion_matrix_is_returned_as_lists(train):
     rows = run.value["matrices"]["val/confusion"]
     assert [len(row) for row in rows] == [3, 3, 3]
     assert sum(map(sum, rows)) == 5
+
+
+@pytest.mark.parametrize("target", ["MulticlassROC", "MulticlassPrecisionRecallCurve", "BinaryRecallAtFixedPrecision"])
+def test_a_curve_is_refused_before_the_first_step(train, target):
+    with pytest.raises(ConfigError, match=rf"metrics.curve \({target}\) computes a curve.*'~metrics.curve'"):
+        train(parts=chosen("curve", target))
+
+
+def test_a_metric_for_each_sample_is_logged_as_the_mean_over_the_samples():
+    import torchmetrics.classification as zoo
+
+    draw = torch.Generator().manual_seed(0)
+    scores, target = torch.randn(6, 5, 3, generator=draw), torch.randint(3, (6, 5), generator=draw)
+    given = {"num_classes": 3, "average": "micro", "multidim_average": "samplewise"}
+    task = Classification(torch.nn.CrossEntropyLoss())
+    for sizes in ([6], [1, 5], [2, 2, 2]):
+        metrics = EvalMetrics({"each": zoo.MulticlassAccuracy(**given)})
+        for x, y in zip(scores.split(sizes), target.split(sizes), strict=True):
+            metrics.add(task, Step(torch.zeros(()), None, {}, x, y))
+        expected = (scores.argmax(-1) == target).double().mean()
+        assert metrics.result() == {"val/each": pytest.approx(float(expected))}

@@ -125,3 +125,12 @@ def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(ValueError, match="reduction=none"):
         as_step(functools.partial(F.mse_loss, reduction="none")(torch.ones(3), torch.zeros(3)))
+
+
+def test_messages_show_the_mean_of_this_rank_not_the_weighed_sum():
+    weighing = Weighing(4, StepConsensus())
+    losses = [weighing.weigh(Step(torch.tensor(loss), n), 2) for loss, n in ((2.0, 1.0), (5.0, 3.0))]
+    assert weighing.unweighed(losses)() == pytest.approx((2 * 1 + 5 * 3) / 4)
+    summed = Weighing(4, StepConsensus())
+    losses = [summed.weigh(Step(torch.tensor(loss), summed=True), 2) for loss in (2.0, 5.0)]
+    assert summed.unweighed(losses)() == 7
