@@ -93,7 +93,7 @@ def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     found = repository.load_config(path)
     if found is None:
         return {}, {}
-    own = OmegaConf.to_container(found.config) if found.header.get("package") == "_global_" else {}
+    own: Any = OmegaConf.to_container(found.config) if found.header.get("package") == "_global_" else {}
     groups: dict[str, Any] = {}
     merged, is_in = OmegaConf.create({}), False
     for entry in found.defaults_list:

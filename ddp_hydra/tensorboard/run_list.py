@@ -213,7 +213,16 @@ def choose(runs: Sequence[Listed], filter_text: str) -> list[str]:
 
 def _words_of(run: Listed) -> str:
     row = run.row
-    texts = (run.shown["name"], row.status, row.model, row.data, row.message, *row.overrides, *row.tags)
+    texts = (
+        run.shown["name"],
+        row.status,
+        row.model,
+        row.data,
+        row.message,
+        row.stopped_early,
+        *row.overrides,
+        *row.tags,
+    )
     return "\n".join(texts).casefold()
 
 

@@ -50,8 +50,9 @@ function wide(title) {
   return Math.min(190, 40 + 7 * title.length);
 }
 
-/** Return why a run failed, or was started again. */
+/** Return why a run failed, stopped early, or was started again. */
 function causeOf(row) {
+  if (row.stopped_early) return `stopped early: ${row.stopped_early}`;
   if (row.message || !row.attempts.length) return row.message;
   return row.attempts.map(attemptTitle).join("; ");
 }

@@ -59,6 +59,9 @@ function pairs(entries) {
 
 function failureOf(found) {
   const failure = found.failure;
+  if (!failure && found.stopped_early) {
+    return element("p", { class: "note" }, `stopped early: ${found.stopped_early}`);
+  }
   if (!failure && !found.message) return null;
   const where = failure ? whereOf(failure) : "";
   const box = element("div", { class: "failure" }, element("strong", {}, where || "why"), element("p", {}, failure?.message || found.message));

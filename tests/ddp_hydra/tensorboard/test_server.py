@@ -387,3 +387,13 @@ def test_runs_in_a_bucket(ask, s3, credentials, monkeypatch, make_run):
 
 def test_the_plugin_is_one_of_tensorboards():
     assert RunsPlugin.plugin_name == "ddp_hydra"
+
+
+def test_a_run_that_has_stopped_early_says_why_and_is_found_by_it(ask, make_run):
+    for name in ("outputs/whole", "outputs/early"):
+        file = make_run(name) / "summary.json"
+    said = json.loads(file.read_text()) | {"stopped_early": "no progress in val/f1 for 3 validations"}
+    file.write_text(json.dumps(said))
+    asked = ask()
+    found = {row["id"]: row["stopped_early"] for row in asked("/runs")["rows"]}
+    assert [found[key] for key in asked("/runs", filter='"no progress"')["chosen"]] == [said["stopped_early"]]
