@@ -25,12 +25,13 @@ from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
-from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters
+from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters, without
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep
 
 WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors."""
+SMOOTHING = "label_smoothing"
 FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
 """Optimizers whose `fused` computes on GPUs."""
 FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
@@ -105,7 +106,7 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         "class_axis": lambda: objective.class_axis(cfg),
         "names": lambda: DataDescription.of(data).classes,
     }
-    node = OmegaConf.masked_copy(cfg.task, [key for key in cfg.task if key not in objective.OF_A_TASK])
+    node = without(cfg.task, [key for key in cfg.task if key in objective.OF_A_TASK])
     built = make(node, **{name: value() for name, value in known.items() if name in taken and name not in node})
     if not isinstance(built, Task):
         raise ConfigError(
@@ -118,9 +119,16 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
 
 
 def criterion(cfg: DictConfig) -> Any:
-    """Build the loss. Weights of its classes, a list in the config, become a tensor."""
+    """Build the loss. Weights of its classes, a list in the config, become a tensor.
+
+    `loss._target_=` alone keeps the other keys of `conf/loss/cross_entropy.yaml`. A smoothing of 0 asks for nothing, so
+    it is left out for a loss that doesn't take it.
+    """
     weights = {name: cfg.loss[name] for name in WEIGHTS if OmegaConf.is_list(cfg.loss.get(name))}
-    node = OmegaConf.masked_copy(cfg.loss, [key for key in cfg.loss if key not in weights])
+    taken = parameters(str(cfg.loss.get("_target_")))
+    takes_all = not taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    idle = set() if takes_all or SMOOTHING in taken or cfg.loss.get(SMOOTHING) != 0 else {SMOOTHING}
+    node = without(cfg.loss, weights.keys() | idle)
     try:
         tensors = {name: torch.tensor(list(values), dtype=torch.float32) for name, values in weights.items()}
     except (TypeError, ValueError) as error:
@@ -282,7 +290,7 @@ def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
     built = {
         key: _with_optimizer(value, known) if isinstance(value, DictConfig) else value for key, value in built.items()
     }
-    rest = OmegaConf.masked_copy(node, [str(key) for key in node if str(key) not in inner])
+    rest = without(node, inner)
     given = {name: value for name, value in known.items() if name in taken and name not in node}
     if "optimizer" in taken:
         return make(rest, **given, **built)

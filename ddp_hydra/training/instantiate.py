@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from ddp_hydra.config import targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
@@ -45,6 +46,18 @@ def prepared(node: DictConfig) -> Callable[..., Any]:
         if isinstance(target, str) and is_plain and not any(key.startswith("_") for key in values):
             return functools.partial(get_object(target), **values)
     return instantiate(node, _partial_=True)
+
+
+def without(node: DictConfig, keys: Iterable[str]) -> DictConfig:
+    """Return a copy of a node without some keys, at the node's place in the config.
+
+    `OmegaConf.masked_copy` has no place: interpolations of other parts find nothing, and messages name half a key.
+    """
+    copied = copy.copy(node)
+    with open_dict(copied):
+        for key in keys:
+            del copied[key]
+    return copied
 
 
 def not_taken(node: DictConfig) -> str:

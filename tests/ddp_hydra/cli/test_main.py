@@ -82,6 +82,18 @@ def test_a_key_that_hydra_does_not_know_is_told_with_the_one_that_may_be_meant(c
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("word", ["experiment=null", "+scheduler=null"])
+def test_a_group_that_is_given_null_is_told_with_how_to_leave_it_out(word, capsys):
+    with pytest.raises((ValueError, ConfigCompositionException)) as caught:
+        composed(word)
+    assert main.report(raising(caught.value)) == 1
+    said = capsys.readouterr().err
+    group = word.strip("+").partition("=")[0]
+    assert f"{word}: {group} is a group" in said
+    assert f"'~{group}' leaves" in said
+
+
 def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert main.report(raising(ConfigError("no"))) == 1

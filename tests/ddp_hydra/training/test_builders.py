@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch import nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import builders
@@ -48,3 +50,25 @@ def test_a_static_graph_with_micro_batches_is_refused_once_there_are_several_ran
     monkeypatch.setattr(builders, "world_size", lambda: 2)
     with pytest.raises(ConfigError, match=r"parallel.static_graph=true does not go with .* on several ranks"):
         builders.parallel(cfg, None)
+
+
+def criterion(**loss):
+    return builders.criterion(OmegaConf.create({"share": 0.25, "loss": loss}))
+
+
+def test_a_loss_that_smooths_nothing_needs_no_argument_for_it():
+    assert isinstance(criterion(_target_="torch.nn.BCEWithLogitsLoss", label_smoothing=0.0), nn.BCEWithLogitsLoss)
+    assert criterion(_target_="torch.nn.CrossEntropyLoss", label_smoothing=0.0).label_smoothing == 0
+
+
+def test_a_loss_that_cannot_smooth_is_refused_with_the_whole_key_to_leave_out():
+    with pytest.raises(ConfigError, match=r"takes no label_smoothing.*type '~loss\.label_smoothing'"):
+        criterion(_target_="torch.nn.BCEWithLogitsLoss", label_smoothing=0.1)
+
+
+def test_arguments_of_a_loss_and_a_task_may_refer_to_other_parts_of_the_config():
+    target = "ddp_hydra.tasks.losses.CrossEntropy"
+    assert criterion(_target_=target, label_smoothing="${share}", weight=[1, 2]).label_smoothing == 0.25
+    cfg = config()
+    cfg.task = {"_target_": "ddp_hydra.tasks.language_model.LanguageModel", "ignore": "${seed}"}
+    assert builders.task(cfg, Numbers(3), torch.device("cpu")).ignore == cfg.seed
