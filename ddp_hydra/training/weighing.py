@@ -8,10 +8,11 @@ number of samples, the latter is 1 and the former the share of the step's sample
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
@@ -134,20 +135,30 @@ class Weighing:
 
 def zero(loss: Tensor) -> Tensor:
     """Return 0 with a gradient of zero for each parameter that a loss depends on, even where the loss is NaN."""
-    parts = [leaf.flatten()[:0].sum().real for leaf in _leaves(loss)]
+    parts = [_nothing_of(leaf, is_sparse) for leaf, is_sparse in _leaves(loss).items()]
     return torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else loss * 0
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    seen, pending = set(), [loss.grad_fn]
+def _nothing_of(leaf: Tensor, is_sparse: bool) -> Tensor:
+    if is_sparse:  # DDP expects a sparse gradient
+        return F.embedding(torch.zeros(0, dtype=torch.long, device=leaf.device), leaf, sparse=True).sum()
+    return leaf.flatten()[:0].sum().real
+
+
+def _leaves(loss: Tensor) -> dict[Tensor, bool]:
+    """Return the parameters that a loss depends on, and whether the gradient of each is sparse."""
+    seen, pending, found = set(), [(loss.grad_fn, False)], dict[Tensor, bool]()
     while pending:
-        node: Any = pending.pop()
+        node: Any
+        node, is_sparse = pending.pop()
+        if hasattr(node, "variable"):
+            found[node.variable] = is_sparse and found.get(node.variable, True)
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending += [before for before, _ in node.next_functions]
+        of_embedding = node.name().startswith("Embedding") and getattr(node, "_saved_sparse", False)
+        pending += [(before, of_embedding) for before, _ in node.next_functions]
+    return found
 
 
 def _stop_gradient_where_zero(prediction: Any, n: Tensor) -> None:
