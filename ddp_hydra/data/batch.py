@@ -8,12 +8,14 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_hydra.data.draws import Indices
-from ddp_hydra.data.wrappers import own_getitems
+from ddp_hydra.data.wrappers import inside, own_getitems
+from ddp_hydra.errors import DataError
 
 
 def make_batch(
@@ -45,9 +47,56 @@ def make_batch(
 
 def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: None) -> Any:
     """Return a batch of samples of any data set; call `progress` when it is made."""
-    batch = getattr(dataset, "collate", default_collate)(samples)
+    if own := getattr(dataset, "collate", None):
+        batch = own(samples)
+    else:
+        try:
+            batch = default_collate(samples)
+        except (RuntimeError, TypeError, KeyError, ValueError) as error:
+            reason = unlike(samples) or f"torch says: {error}"
+            raise DataError(
+                f"the samples of {type(inside(dataset)).__name__} make no batch, as {reason}. Change them in "
+                "__getitem__, or give the data set a method collate(self, samples) that returns a batch, as a "
+                "collate_fn does"
+            ) from error
     progress()
     return batch
+
+
+def unlike(samples: Any, what: str = "a sample") -> str:
+    """Return what keeps samples from being stacked, for a person; "" if nothing is found.
+
+    Args:
+        samples: of a batch, or the same part of each.
+        what: they are.
+    """
+    kinds = list(dict.fromkeys(type(sample).__name__ for sample in samples))
+    if len(kinds) > 1:
+        return f"{what} is a {kinds[0]} in one and a {kinds[1]} in another"
+    first = samples[0]
+    if isinstance(first, (Tensor, np.ndarray)):
+        shapes = list(dict.fromkeys(tuple(sample.shape) for sample in samples))
+        if len(shapes) > 1:
+            return f"{what} has the shape {shapes[0]} in one and {shapes[1]} in another"
+        return (
+            f"{what} is an array of {first.dtype}"
+            if isinstance(first, np.ndarray) and first.dtype.kind in "OSU"
+            else ""
+        )
+    if isinstance(first, Mapping):
+        for name in first:
+            if any(name not in sample for sample in samples):
+                return f"{name!r} is missing in one"
+            if reason := unlike([sample[name] for sample in samples], repr(name)):
+                return reason
+        return ""
+    if isinstance(first, (tuple, list)):
+        lengths = list(dict.fromkeys(map(len, samples)))
+        if len(lengths) > 1:
+            return f"{what} has {lengths[0]} parts in one and {lengths[1]} in another"
+        parts = (unlike(part, f"part {number} of {what}") for number, part in enumerate(zip(*samples, strict=True), 1))
+        return next(filter(None, parts), "")
+    return "" if isinstance(first, (int, float, str, bytes)) else f"{what} is a {kinds[0]}"
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -15,6 +15,11 @@ from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.storage import Access, Store, is_remote, shown
 
+MISSING = frozenset(["NA", "N/A", "#N/A", "<NA>", "nan", "NaN", "NAN"])
+"""How pandas, R and Excel write a label that is missing."""
+MISSING_NUMBERS = frozenset(["None", "NULL", "null", "n/a", "-nan"])
+"""The same among numbers; among words, they may be classes."""
+
 
 class ImageTable(StoredImages):
     """Labelled images; each row of a table holds the path and the label of one image.
@@ -69,6 +74,7 @@ class ImageTable(StoredImages):
             return
         (labels,) = rest
         named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
+        _check_labels(named, shown(classes_from or table), label_column)
         self.classes = sorted(set(named), key=_numbers_by_value)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
@@ -132,6 +138,37 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
                 f"{values.index('') + 1} below the names of the columns: fill them, or leave these rows out"
             )
     return found
+
+
+def _check_labels(labels: Sequence[str], table: str, column: str) -> None:
+    """Refuse labels that stand for an empty cell, and numbers that are written in two ways.
+
+    Raises:
+        ValueError: there is one.
+    """
+    words = MISSING
+    if all(_is_number(label) for label in set(labels) - MISSING - MISSING_NUMBERS):
+        words |= MISSING_NUMBERS
+    if (row := next((row for row, label in enumerate(labels) if label in words), None)) is not None:
+        raise ValueError(
+            f"{table}: the column {column} has {sum(label in words for label in labels)} cells like {labels[row]}, "
+            f"which stands for an empty one, the first in row {row + 1} below the names of the columns: leave these "
+            "rows out, or give them another word"
+        )
+    known: dict[float, str] = {}
+    for label in dict.fromkeys(labels):
+        if _is_number(label) and known.setdefault(float(label), label) != label:
+            raise ValueError(
+                f"{table}: the column {column} has {known[float(label)]} and {label}, which are one number and would "
+                f"be two classes: write them alike, as df[{column!r}].astype(int) does"
+            )
+
+
+def _is_number(label: str) -> bool:
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
 
 
 def _check_slashes(paths: Sequence[str], table: str) -> None:
@@ -219,11 +256,7 @@ def _place(column: str, header: Sequence[str], table: str) -> int:
 
 def _numbers_by_value(label: str) -> tuple[bool, float, str]:
     """Return a sort key: numbers come before names, and in numerical order."""
-    try:
-        value = float(label)
-    except ValueError:
-        value = math.nan
-    return (False, value, label) if math.isfinite(value) else (True, 0.0, label)  # nan has no order
+    return (False, float(label), label) if _is_number(label) else (True, 0.0, label)  # nan has no order
 
 
 def _folder_of(url: str) -> str:

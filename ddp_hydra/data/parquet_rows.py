@@ -136,7 +136,8 @@ class ParquetRows:
         """Return what the features and the target are, for the header of a run."""
         names = ", ".join(self.features[:8]) + (f" … ({len(self.features)})" if self._many else "")
         text = names if self.target is None else f"{names} -> {self.target}"
-        return f"{text}; left out: {', '.join(self.left_out)}, an index" if self.left_out else text
+        left = ", ".join(name or "a column without a name" for name in self.left_out)
+        return f"{text}; left out: {left}, an index" if self.left_out else text
 
     @property
     def _many(self) -> bool:

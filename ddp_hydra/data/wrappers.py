@@ -7,10 +7,11 @@ count must not stop at it.
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
@@ -40,6 +41,8 @@ def opened(data: Any, around: tuple[Any, ...] = ()) -> Any:
         if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
             return OpenedOwn(data, parts)
         _refuse_hidden(data, parts, _MADE_BY)
+    elif other := _other_meanings(data):
+        return OpenedOther(data, other)
     return data
 
 
@@ -69,7 +72,10 @@ def inside(data: Any) -> Any:
 def own_getitems(data: Any) -> bool:
     """Return whether a data set reads a whole batch in its own way."""
     if isinstance(data, Opened):
-        return all(own_getitems(part) for part in ([data.wrapper] if isinstance(data, OpenedOwn) else data.parts))
+        return all(
+            own_getitems(part)
+            for part in (data.parts if isinstance(data, (OpenedSubset, OpenedConcat)) else [data.wrapper])
+        )
     read = getattr(data, "__getitems__", None)
     return read is not None and getattr(read, "__func__", None) is not StackDataset.__getitems__
 
@@ -277,6 +283,27 @@ class OpenedOwn(Opened):
             raise ConfigError(_hidden(self.wrapper, self.preparing, "prepare", reason)) from error
 
 
+class OpenedOther(Opened):
+    """A data set of the user with attributes that mean something else there than to the training loop.
+
+    Args:
+        wrapper: the user's.
+        others: names of these attributes.
+    """
+
+    def __init__(self, wrapper: Any, others: Sequence[str]) -> None:
+        super().__init__(wrapper, [])
+        self.others, self.thread_safe = tuple(others), is_thread_safe(wrapper)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.wrapper[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("wrapper", "parts", "others") or name in self.others:
+            raise AttributeError(name)
+        return getattr(self.wrapper, name)
+
+
 class OpenedConcat(Opened):
     """A `ConcatDataset` of torch that is looked into.
 
@@ -348,10 +375,59 @@ _SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction
 """What must be alike in all parts."""
 
 
+_ARGUMENTS = {
+    "collate": 1,
+    "prepare": 1,
+    "sample_id": 1,
+    "error_of": 1,
+    "set_epoch": 1,
+    "expect": 1,
+    "share": 1,
+    "stats": 0,
+    "close": 0,
+    "described": 0,
+    "check_classes": 2,
+}
+"""Methods that the training loop calls, and with how many arguments."""
+_KINDS: dict[str, Any] = {
+    "bad": Mapping,
+    "bad_counts": Mapping,
+    "skipped": Mapping,
+    "max_bad_fraction": (int, float, type(None)),
+    "labelled": bool,
+    "classes": (int, Iterable, type(None)),
+    "num_classes": (SupportsInt, type(None)),
+}
+"""Values that the training loop reads."""
+
+
 def _offers(part: Any, name: str) -> bool:
     """Return whether a data set has a method, or samples by name, and not something of its own under this name."""
     found = getattr(part, name, None)
     return isinstance(found, Mapping) if name in ("bad", "bad_counts", "skipped") else callable(found)
+
+
+def _other_meanings(data: Any) -> list[str]:
+    """Return the attributes of a map-style data set that can't be what the training loop would take them for."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or isinstance(data, IterableDataset):
+        return []
+    names = [*_ARGUMENTS, *_KINDS]
+    return [name for name in names if hasattr(data, name) and not _is_meant(getattr(data, name), name)]
+
+
+def _is_meant(found: Any, name: str) -> bool:
+    """Return whether an attribute of that name can be what the training loop takes it for."""
+    if name in _KINDS:
+        return isinstance(found, _KINDS[name])
+    if not callable(found):
+        return False
+    try:
+        inspect.signature(found).bind(*range(_ARGUMENTS[name]))
+    except TypeError:
+        return False
+    except ValueError:  # a function without a signature
+        return True
+    return True
 
 
 def _is_ours(method: Any) -> bool:

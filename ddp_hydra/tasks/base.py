@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ddp_hydra.errors import ConfigError
+
 
 class Step(NamedTuple):
     """The result of a micro-batch.
@@ -114,3 +116,21 @@ class Task:
 def inputs(batch: Any) -> Any:
     """Return the input of a batch: the first part of a tuple or list, else the batch itself."""
     return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def pair(batch: Any) -> Any:
+    """Return a batch of inputs and targets.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch
+    if isinstance(batch, (tuple, list)):
+        found = f"{type(batch).__name__} of {len(batch)} parts ({', '.join(type(part).__name__ for part in batch)})"
+    else:
+        found = f"dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+    raise ConfigError(
+        f"this task takes batches (x, y) with a tensor y, and the data set makes a {found}: let __getitem__ or "
+        "collate return x and y, or type task=model_loss for a model that takes the batch and returns its loss"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.base import Step, Task, inputs, pair
 from ddp_hydra.tasks.counting import Counting
 
 
@@ -45,12 +45,12 @@ class Classification(Task):
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a micro-batch, mixed."""
-        x, y = batch if self.mix is None else self.mix(*batch)
+        x, y = pair(batch) if self.mix is None else self.mix(*pair(batch))
         return x, y
 
     def validation_step(self, model: Any, batch: Any) -> Step:
         """Compute the loss of samples as they are."""
-        x, y = batch
+        x, y = pair(batch)
         return self._counted(self.validation_criterion, model(x), y)
 
     def _counted(self, criterion: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, y: Tensor) -> Step:

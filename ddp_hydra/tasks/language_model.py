@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.base import Step, Task, inputs, pair
 from ddp_hydra.tasks.counting import IGNORED
 
 
@@ -29,7 +29,7 @@ class LanguageModel(Task):
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and count the tokens."""
-        x, y = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+        x, y = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else pair(batch)
         logits, y = model(x), y.long()
         ignore = IGNORED if self.ignore is None else self.ignore
         loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=ignore)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.base import Step, Task, inputs, pair
 from ddp_hydra.tasks.counting import Counting
 
 
@@ -27,7 +27,7 @@ class Regression(Task):
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and the sums of errors and squares for each output."""
-        x, y = batch
+        x, y = pair(batch)
         prediction = flat_if_single(model(x), y)
         if prediction.dtype in (torch.bfloat16, torch.float16):  # of autocast, which would round the targets
             prediction = prediction.float()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks.base import Step, Task, inputs
+from ddp_hydra.tasks.base import Step, Task, inputs, pair
 from ddp_hydra.tasks.classification import head_of
 from ddp_hydra.tasks.counting import IGNORED, Counting
 
@@ -37,7 +37,7 @@ class Segmentation(Task):
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and the sums of pixels for each class."""
-        x, masks = batch
+        x, masks = pair(batch)
         masks = masks.long()
         logits = model(x)
         if logits.ndim != 4 or logits.shape[2:] != masks.shape[1:]:

@@ -57,6 +57,7 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws, streams, wrappers
@@ -67,7 +68,7 @@ from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
 from ddp_hydra.training.consensus import world_size as ranks_in_group
-from ddp_hydra.training.data_description import DataDescription
+from ddp_hydra.training.data_description import DataDescription, length
 from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
@@ -92,7 +93,9 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
     def build() -> Any:
         with draws.Kept():
             draws.seed_all(seed)
-            return make(node)
+            made = make(node)
+        _check_kind(made)
+        return made
 
     if ranks_in_group() > 1 and built_once(node):
         return wrappers.opened(from_rank_0(build))
@@ -133,6 +136,29 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
     finally:
         if hasattr(kept, "close"):
             kept.close()
+
+
+def _check_kind(data: Any) -> None:
+    """Refuse what makes no samples.
+
+    Raises:
+        ConfigError: it is several data sets, a `DataLoader` that makes batches, or has no length.
+    """
+    name = name_of(data)
+    if isinstance(data, (list, tuple)) and data and all(isinstance(part, Dataset) for part in data):
+        raise ConfigError(
+            f"{len(data)} data sets were built, as random_split returns them, and data.train and data.val are one "
+            "each: let _target_ be a function that returns one of them, chosen by an argument"
+        )
+    if isinstance(data, DataLoader) and (data.batch_size is not None or data.batch_sampler is not None):
+        raise ConfigError(
+            "the DataLoader makes batches, and data.batch_size makes them of samples: give it batch_size=None, or give "
+            f"its data set, {type(data.dataset).__name__}, in its place"
+        )
+    if not streams.is_stream(data) and length(data) is None:
+        raise ConfigError(
+            f"{name} has no length: give it __len__, which returns the number of samples, or make it an IterableDataset"
+        )
 
 
 def built_once(node: DictConfig) -> bool:
@@ -176,7 +202,7 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
             "order of its own, and ends with its last full global batch. Leave sampler=… and sampler.drop_last=… out"
         )
     n_samples = cfg.data.get("n_samples")
-    if n_samples is None and hasattr(data, "__len__"):
+    if n_samples is None:
         n_samples = _length_of_all(cfg, data)
     if n_samples is None:
         _refuse_without_length(cfg, data)
@@ -186,14 +212,14 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
     return streams.StreamSampler(part, batch_size, n_samples)
 
 
-def _length_of_all(cfg: DictConfig, data: Any) -> int:
-    """Return the length of an iterable data set, over all ranks. A collective.
+def _length_of_all(cfg: DictConfig, data: Any) -> int | None:
+    """Return the length of an iterable data set, over all ranks; None if it does not know it. A collective.
 
     Raises:
         ConfigError: the ranks have other lengths, though all are taken to read the same samples.
     """
-    lengths: list[int] = gather_objects(len(data))
-    if len(set(lengths)) == 1:
+    lengths: list[int] = gather_objects(length(data))
+    if len(set(lengths)) == 1 or None in lengths:
         return lengths[0]
     if cfg.data.get("shard_by") == "itself":
         return sum(lengths)

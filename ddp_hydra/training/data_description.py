@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,13 +34,14 @@ class DataDescription:
         if isinstance(data, DataDescription):
             return data
         names, features, scaling = (getattr(data, name, None) for name in ("classes", "features", "scaling"))
-        names = () if names is None else tuple(map(str, names))
+        number = getattr(data, "num_classes", None) or (names if isinstance(names, int) else 0)
+        names = _names(names)
         columns = tuple(features) if isinstance(features, (list, tuple)) else ()
         return cls(
             names,
-            int(getattr(data, "num_classes", None) or len(names)),
+            int(number or len(names)),
             columns if all(isinstance(name, str) for name in columns) else (),
-            _length(data),
+            length(data),
             scaling if isinstance(scaling, str) else "",
         )
 
@@ -153,11 +154,23 @@ class DataDescription:
         return cls(**given)
 
 
-def _length(data: Any) -> int | None:
+def length(data: Any) -> int | None:
+    """Return the number of samples; None if the data set, or what is inside of it, does not know it."""
     try:
         return len(data)
-    except TypeError:  # it has none, or what is inside of it has none
+    except TypeError:
         return None
+
+
+def _names(classes: Any) -> tuple[str, ...]:
+    """Return the names of classes in the order of their numbers; () for what are no names."""
+    if isinstance(classes, Mapping):
+        pairs = list(classes.items())
+        if all(isinstance(number, int) for _, number in pairs):  # name -> number, as `class_to_idx` of torchvision
+            classes = [name for name, _ in sorted(pairs, key=lambda pair: pair[1])]
+        elif all(isinstance(number, int) for number, _ in pairs):
+            classes = [name for _, name in sorted(pairs, key=lambda pair: pair[0])]
+    return tuple(map(str, classes)) if isinstance(classes, Iterable) else ()
 
 
 def shown(names: Sequence[str], most: int = 12) -> str:

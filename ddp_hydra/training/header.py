@@ -13,6 +13,7 @@ from torch import nn
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
+from ddp_hydra.training.data_description import length
 from ddp_hydra.training.monitoring.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps, steps_in_epoch
 from ddp_hydra.training.state import Position
@@ -78,7 +79,7 @@ def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:
 
 def samples_in(train_set: Any, val_set: Any) -> str:
     """Return how many samples the data sets have, as far as they know."""
-    train, val = (len(data) if hasattr(data, "__len__") else None for data in (train_set, val_set))
+    train, val = map(length, (train_set, val_set))
     text = "iterable" if train is None else counted(train, "sample")
     if val_set is None:
         return text

@@ -23,7 +23,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, predictions
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0, gather_objects
-from ddp_hydra.training.data_description import DataDescription, shown
+from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import Trained
 
 PARTS = 64
@@ -103,7 +103,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
         return {
             "metrics": metrics,
             "matrices": evaluation.metrics.lists(),
-            "samples": len(run.data) if hasattr(run.data, "__len__") else None,
+            "samples": length(run.data),
             "step": trained.step,
             "interrupted": heartbeat.REASONS[stopped],
         }

@@ -116,6 +116,11 @@ class StreamSampler:
         Raises:
             DataError: it has no step.
         """
+        if position == 0 and self.end == 0 and self.epoch:
+            raise DataError(
+                f"the data set has no full batch in epoch {self.epoch + 1}, and had some before: an iterator that is "
+                "used up gives its samples once, so let __iter__ begin a new pass each time that it is called"
+            )
         if position == 0 and self.end == 0:
             raise DataError(
                 f"the data set ends before all {self.part.world_size} ranks have data.batch_size={self.batch_size} "

@@ -6,10 +6,14 @@ from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from ddp_hydra.data.batch import described, laid_out, mapped, n_bytes, to_device
+from ddp_hydra.data.batch import described, laid_out, make_batch, mapped, n_bytes, to_device
+from ddp_hydra.data.draws import Indices
+from ddp_hydra.errors import DataError
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -83,3 +87,36 @@ def test_bytes_and_descriptions():
     assert described({"ids": X.long(), "more": [X, "a"]}) == "ids (3, 2) int64, more [(3, 2) float32, str]"
     assert described(Sample(X, "cat")) == "pixels (3, 2) float32, name str"
     assert described([X] * 6) == "[" + ", ".join(["(3, 2) float32"] * 4) + ", …]"
+
+
+class Samples:
+    """A map-style data set of given samples."""
+
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (
+            [(torch.ones(1, 2), 0), (torch.ones(2, 2), 1)],
+            r"part 1 of a sample has the shape \(1, 2\) in one and",
+        ),
+        ([(1.0, 0), None], "a sample is a tuple in one and a NoneType in another"),
+        ([(1.0, 0), (1.0,)], "a sample has 2 parts in one and 1 in another"),
+        ([{"x": 1}, {"y": 1}], "'x' is missing in one"),
+        ([{"x": [1, 2]}, {"x": [1]}], "'x' has 2 parts in one and 1 in another"),
+        ([(object(), 0)] * 2, "part 1 of a sample is a object"),
+        ([np.array(["a"])] * 2, "a sample is an array of <U1"),
+    ],
+)
+def test_samples_that_make_no_batch_are_named_with_what_to_write(samples, said):
+    with pytest.raises(DataError, match=rf"the samples of Samples make no batch, as {said}.*collate\(self, samples\)"):
+        make_batch(Samples(*samples), Indices([0, 1]))

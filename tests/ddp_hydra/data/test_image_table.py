@@ -175,8 +175,20 @@ def test_a_file_that_is_missing_asks_where_the_paths_begin(table, tmp_path):
 
 
 def test_the_order_of_classes_is_one(table):
-    data = table("path,label\n1.png,nan\n2.png,10\n3.png,inf\n4.png,9\n5.png,None\n6.png,-1.5\n")
-    assert data.classes == ["-1.5", "9", "10", "None", "inf", "nan"]
+    data = table("path,label\n1.png,cat\n2.png,10\n3.png,inf\n4.png,9\n5.png,None\n6.png,-1.5\n")
+    assert data.classes == ["-1.5", "9", "10", "None", "cat", "inf"]
+
+
+@pytest.mark.parametrize("labels", [["cat", "NA"], ["1.0", "nan"], ["2", "None"], ["cat", "<NA>"], ["1", "NULL"]])
+def test_words_for_an_empty_cell_are_no_class(table, labels):
+    rows = "".join(f"{number}.png,{label}\n" for number, label in enumerate(labels))
+    with pytest.raises(ValueError, match=rf"label has 1 cells like {labels[1]}, which stands for .* row 2"):
+        table(f"path,label\n{rows}")
+
+
+def test_a_number_that_is_written_in_two_ways_is_refused(table):
+    with pytest.raises(ValueError, match=r"the column label has 1 and 1\.0, which are one number"):
+        table("path,label\na.png,1\nb.png,1.0\n")
 
 
 def test_empty_cells_are_refused_with_their_row(table, tmp_path):

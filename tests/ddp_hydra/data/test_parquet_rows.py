@@ -136,3 +136,13 @@ def test_a_csv_file_is_told_with_how_to_convert_it(tmp_path, monkeypatch):
     code, files = re.fullmatch(r'.*: type python -c "(.*)", and data.files=(.*)', str(caught.value)).groups()
     subprocess.run([sys.executable, "-c", code], check=True)
     assert [part.tolist() for part in ParquetRows(files, "b")[0]] == [[1.0], 2]
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_the_index_of_a_csv_file_is_no_feature(tmp_path, name):
+    file = str(tmp_path / "t.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({name: [1, 2], "a": [2.5, 3.5], "y": [0, 1]}), file)
+    data = ParquetRows(file, "y")
+    assert (data.features, data[1][0].tolist()) == (["a"], [3.5])
+    assert data.described() == f"a -> y; left out: {name or 'a column without a name'}, an index"
+    assert ParquetRows(file, "y", [name, "a"]).features == [name, "a"]

@@ -272,3 +272,36 @@ def test_streams_inside_a_chain_are_told_the_epoch():
     part = Part(ChainDataset([Numbers(), Numbers()]))
     part.open(5)
     assert part.take(4) == [5] * 4
+
+
+class Taken(Dataset):
+    """A data set whose attributes have the names of what the training loop asks for, and other meanings."""
+
+    classes = 3
+    close = "half past five"
+    collate = None
+    skipped = 4
+
+    def __init__(self) -> None:
+        self.stats, self.bad, self.labelled = {"mean": 0.5}, [], np.ones(4, bool)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[float, int]:
+        return index / 2, index % 2
+
+    def prepare(self) -> None:
+        self.stats = {}
+
+    def set_epoch(self) -> None:
+        self.stats = {}
+
+
+@pytest.mark.parametrize("around", [lambda data: data, lambda data: Subset(data, range(4))])
+def test_names_that_a_data_set_uses_in_another_way_are_left_to_it(around):
+    data = pickle.loads(pickle.dumps(opened(around(Taken()))))
+    for name in ("stats", "bad", "labelled", "skipped", "collate", "prepare", "set_epoch", "close"):
+        assert not hasattr(data, name), name
+    (x, y) = next(Loader(data, CPU).load([[1, 3]]))
+    assert (x.tolist(), y.tolist(), data.classes, len(data)) == ([0.5, 1.5], [1, 1], 3, 4)

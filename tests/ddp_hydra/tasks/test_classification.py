@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification, Step
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.metrics import Meter, count
@@ -188,3 +189,18 @@ def test_one_output_is_never_taken_for_the_likeliest_of_one_class(criterion, key
         found = task(class_axis, criterion).predict(lambda x: x, output)
         assert list(found) == [key]
         assert found[key].tolist() == (output.sigmoid() if key == "probability" else output).tolist()
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"image": torch.ones(2, 3), "label": torch.ones(2)}, "dict of image, label"),
+        (torch.ones(2, 3), "Tensor"),
+        ([torch.ones(2, 3), torch.ones(2), ("a", "b")], r"list of 3 parts \(Tensor, Tensor, tuple\)"),
+        ([torch.ones(2, 3), ("cat", "dog")], r"list of 2 parts \(Tensor, tuple\)"),
+    ],
+)
+def test_batches_of_another_structure_are_named(batch, said):
+    for step in (task().step, task().validation_step):
+        with pytest.raises(ConfigError, match=rf"takes batches \(x, y\) .* makes a {said}: let __getitem__"):
+            step(lambda x: x, batch)

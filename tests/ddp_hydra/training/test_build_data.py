@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 from ddp_hydra.data.streams import StreamSampler
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.training import build_data
 from ddp_hydra.training.inference import check_labels
 from ddp_hydra.training.schedule_progress import ScheduleProgress
@@ -46,6 +47,9 @@ def built(data: Any, *words: str, **trainer: Any) -> tuple[Any, StreamSampler]:
         (Sized(), [], 7),
         (Sized(), ["data.n_samples=50"], 12),
         (Endless(), ["data.n_samples=50", "trainer.gradient_accumulation_steps=2"], 6),
+        (ChainDataset([Endless(), Sized()]), ["trainer.max_steps=9"], float("inf")),
+        (ChainDataset([Sized(), Sized()]), [], 15),
+        (DataLoader(Endless(), batch_size=None), ["trainer.max_steps=9"], float("inf")),
     ],
 )
 def test_how_many_steps_are_planned(data, words, planned):
@@ -105,3 +109,40 @@ def test_messages_name_the_class_of_the_data_set_itself():
         build_data.fill_num_classes(OmegaConf.create({"num_classes": None}), data, "model")
     with pytest.raises(ConfigError, match=r"^Unlabelled has no labels here"):
         check_labels(data)
+
+
+def points() -> TensorDataset:
+    return TensorDataset(torch.ones(6, 2), torch.ones(6))
+
+
+class Lengthless(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def two() -> Any:
+    return random_split(points(), [4, 2])
+
+
+def batches() -> Any:
+    return DataLoader(points(), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (two, r"2 data sets were built, as random_split returns them.* chosen by an argument"),
+        (batches, r"the DataLoader makes batches.*: give it batch_size=None, or give its data set, TensorDataset"),
+        (Lengthless, "Lengthless has no length: give it __len__"),
+    ],
+)
+def test_what_makes_no_samples_is_refused(target, said):
+    with pytest.raises(ConfigError, match=said):
+        build_data.dataset(OmegaConf.create({"_target_": f"{__name__}.{target.__name__}"}), 0)
+
+
+def test_an_iterator_that_is_used_up_is_told():
+    _, sampler = built(Endless(), max_steps=9)
+    sampler.epoch, sampler.end = 1, 0
+    with pytest.raises(DataError, match=r"no full batch in epoch 2, .* let __iter__ begin a new pass"):
+        sampler.refuse_empty(0)

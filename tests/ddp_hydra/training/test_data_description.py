@@ -203,3 +203,16 @@ def test_a_run_that_is_resumed_on_more_samples_is_told_and_goes_on(train, capsys
     first = train(stop_at=("forward", 2))
     assert train(resume=first.last, data=lambda n: Numbers(n + 4)).value["samples"] > 16
     assert "data.train has 13 samples, and had 9 at the checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"b": 1, "a": 0}, {1: "b", 0: "a"}, ["a", "b"]])
+def test_names_of_classes_have_the_order_of_their_numbers(given):
+    data = Numbers(4)
+    data.classes = given
+    assert DataDescription.of(data) == DataDescription(("a", "b"), 2, n_samples=4)
+
+
+def test_a_number_of_classes_has_no_names():
+    data = Numbers(4)
+    data.classes = 5
+    assert (DataDescription.of(data).classes, DataDescription.of(data).num_classes) == ((), 5)
