@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import select
 import time
 
 import cloudpickle
 from distributed import get_worker
 
+from ddp_hydra import results
 from ddp_hydra.rank import inbox, record_relay, return_values
 from ddp_hydra.rank.spec import LaunchSpec
-from ddp_hydra.results import Record
+from ddp_hydra.record import End, Metrics, Record, Up
 
 
 def records(n: int) -> None:
@@ -23,15 +23,15 @@ def run_rank(launch_spec: LaunchSpec) -> None:
     worker, rank = get_worker(), launch_spec.spec.rank
     box = inbox.of_rank(launch_spec.gang, rank)
     try:
-        record_relay.publish(worker, launch_spec, "up", {} if rank else {"rendezvous": ["127.0.0.1", 1]})
+        record_relay.publish(worker, launch_spec, Up(None if rank else ("127.0.0.1", 1)))
         while rank and not any("rendezvous" in message for message in box.take()):
             select.select([box], [], [], 1.0)
         _, (n,), _ = cloudpickle.loads(launch_spec.call)
         for step in range(n):
-            metrics = {"metrics": {"train/loss": 0.5, "lr": 0.1}, "epoch": 0, "samples": 32 * step}
-            record = Record("metrics", metrics, rank, step, time.time(), launch_spec.attempt)
+            metrics = Metrics({"train/loss": 0.5, "lr": 0.1}, 0, 32 * step)
+            record = Record(metrics, rank, step, time.time(), launch_spec.attempt)
             worker.log_event(launch_spec.gang, record.encode())
-        value = base64.b64encode(return_values.encode(rank)).decode()
-        record_relay.publish(worker, launch_spec, "end", {"status": "ok", "value": value, "time_s": time.time()})
+        value = results.file_of("value", return_values.encode(rank))
+        record_relay.publish(worker, launch_spec, End(value))
     finally:
         inbox.remove(launch_spec.gang, rank)

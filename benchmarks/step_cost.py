@@ -20,7 +20,7 @@ import torch
 from benchmarks import commands, report
 from benchmarks.report import Figure
 from ddp_hydra import results
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record
 from ddp_hydra.tasks.classification import Classification
 from ddp_hydra.training import checkpoint
 from ddp_hydra.training.lr_schedules import constant
@@ -125,7 +125,7 @@ def writing_events() -> float:
         writer = TensorBoardWriter(Path(folder))
         begin = time.process_time()
         for step in range(STEPS):
-            writer.write(Record("metrics", {"metrics": metrics, "epoch": 0, "samples": 8 * step}, 0, step))
+            writer.write(Record(Metrics(metrics, 0, 8 * step), 0, step))
         spent = time.process_time() - begin
         writer.close()
     return spent / STEPS * 1e6

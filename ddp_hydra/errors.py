@@ -25,10 +25,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ddp_hydra.checked import Count, Time
 from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, plain, shorten
 
 
@@ -128,9 +131,11 @@ SYMPTOMS = re.compile(
 """Matches the errors of a collective whose partner is gone (gloo, NCCL, TCPStore)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Describes one rank's failure.
+FailureKind = Literal["raised", "exited", "killed", "lost", "hung", "start"]
+
+
+class Failure(Struct, frozen=True):
+    """Describes one rank's failure. The rank says it; the client adds which rank it is, and where it was.
 
     Args:
         kind: raised, exited, killed, lost (with its worker), hung (no progress) or start (it never started).
@@ -149,16 +154,16 @@ class Failure:
         deterministic: whether the project's code would raise it again.
     """
 
-    kind: str
-    rank: int
-    host: str
-    message: str
+    kind: FailureKind
+    rank: Count = 0
+    host: str = ""
+    message: str = ""
     traceback: str = ""
-    time_s: float = 0.0
-    attempt: int = 0
+    time_s: Time = 0.0
+    attempt: Count = 0
     last_output: str = ""
     mistake: bool = False
-    step: int = 0
+    step: Count = 0
     phase: str = ""
     consequence: bool = False
     place: str = ""
@@ -174,38 +179,17 @@ class Failure:
         names = ("kind", "rank", "host", "attempt", "step", "message", "place", "traceback")
         return {name: getattr(self, name) for name in names}
 
-    @classmethod
-    def from_end(cls, end: Mapping[str, Any], rank: int, host: str, attempt: int) -> Failure | None:
-        """Read an end record. It comes from a rank, so odd values become harmless ones.
-
-        Args:
-            end: data of the record.
-            rank: the rank that sent it.
-            host: the host of that rank.
-            attempt: number of the gang's attempt, from 0.
-
-        Returns:
-            None if the rank ended well, or because it was asked to.
-        """
-        status = end.get("status")
-        if status in ("ok", "stopped"):
-            return None
-        text = {key: harmless(end.get(key, ""), TRACE_CHARS) for key in ("traceback", "last_output", "phase", "place")}
-        text["message"] = harmless(end.get("message", ""), 2 * MESSAGE_CHARS)
-        flags = {key: bool(end.get(key)) for key in ("mistake", "consequence", "deterministic")}
-        step = end.get("step")
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
-            step = 0
-        time_s = end.get("time_s")
-        if isinstance(time_s, bool) or not isinstance(time_s, (int, float)) or not 0 <= time_s < 1e11:
-            time_s = 0.0
-        fields: dict[str, Any] = {**text, **flags, "step": step, "time_s": time_s, "attempt": attempt}
-        return cls(harmless(status, MESSAGE_CHARS), rank, host, **fields)
+    def of_rank(self, rank: int, host: str, attempt: int, step: int, phase: str) -> Failure:
+        """Return it with the rank that sent it, and with short texts without control characters."""
+        traceback, output = (harmless(text, TRACE_CHARS) for text in (self.traceback, self.last_output))
+        message, place = harmless(self.message, 2 * MESSAGE_CHARS), harmless(self.place, TRACE_CHARS)
+        texts = {"traceback": traceback, "last_output": output, "message": message, "place": place}
+        return replace(self, rank=rank, host=host, attempt=attempt, step=step, phase=phase, **texts)
 
 
-def harmless(value: Any, most: int) -> str:
-    """Convert a value from a rank to a short text without control characters."""
-    return plain(shorten(str(value), most))
+def harmless(text: str, most: int) -> str:
+    """Shorten a text from a rank, and remove its control characters."""
+    return plain(shorten(text, most))
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:
@@ -219,7 +203,7 @@ def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...
     return order[0], tuple(order[1:])
 
 
-def describe_exit(code: int, peak_rss: int = 0) -> tuple[str, str]:
+def describe_exit(code: int, peak_rss: int = 0) -> tuple[FailureKind, str]:
     """Describe the end of a process that sent no end record.
 
     Args:

@@ -16,9 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-PHASES = ("join", "run", "start", "load", "forward", "backward", "update", "log", "validate", "save", "end")
+Phase = Literal["join", "run", "start", "load", "forward", "backward", "update", "log", "validate", "save", "end"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 """In the order of a step. `join` is the rendezvous; `run` is a user's function that does not report its phase."""
 UNREADY = ("join", "run", "start")
 """Phases in which the rank does not look at requests and has nothing to save."""
@@ -50,7 +51,7 @@ class Place:
 
     ticks: int = 0
     step: int = 0
-    phase: str = "join"
+    phase: Phase = "join"
     first: bool = True
 
     @property

@@ -8,9 +8,7 @@ blocks while the reader is behind, so a slow reader slows the rank down instead 
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import json
 import math
 import pickle
 import sys
@@ -18,79 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO, Annotated, Any, Literal, Protocol, cast
-
-import msgspec
-from msgspec import Meta
-from msgspec.structs import asdict
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
 
 from ddp_hydra import heartbeat
-from ddp_hydra.checked import Count, Time
 from ddp_hydra.errors import RecordError
+from ddp_hydra.record import AnyData, Checkpoint, File, Histogram, Image, Metrics, Notice, Record, Text, check_path
 from ddp_hydra.storage import retry
 from ddp_hydra.storage.files import NotingFile
 
-Kind = Literal[
-    "up", "beat", "start", "metrics", "text", "image", "histogram", "file", "log", "warning", "stack", "preempted",
-    "end",
-]  # fmt: skip
 INLINE_BYTES = 32 * 1024
 """Larger data is sent as a file beside the records, because the scheduler keeps records in memory for a while."""
-
-
-Rank = Annotated[int, Meta(ge=0, le=10**6)]
-
-
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message of a rank.
-
-    Args:
-        kind: decides what `data` holds.
-
-            up       the rank task has started; from rank 0, rendezvous: the address where the ranks meet
-            beat     the rank's progress: step, phase, first, age_s (since it moved), stopped; about once a second
-            start    lines (list[str]), total_steps, epochs, world_size
-            metrics  metrics ({name: float}), epoch, samples
-            text     name, text
-            image    name, png (base64)
-            histogram  name, edges (list[float]), counts (list[float], one fewer)
-            file     path (inside the run directory), size, sha256, and either inline (base64) or source (an absolute
-                     path on the rank's host); checkpoint: None, or {step, epoch, samples, metrics, best}
-            log      text: what the rank wrote to its stdout and stderr
-            warning  text: one sentence for the user
-            stack    text: the Python stacks of the rank's threads, sent on request
-            preempted  the rank's worker is being shut down
-            end      how the rank ended, see `errors.Failure.from_end`
-        data: JSON values.
-        rank: the rank that sent it.
-        step: optimizer steps done; None where the record belongs to no step.
-        time_s: seconds since 1970, on the rank's clock.
-        attempt: number of the gang's attempt, from 0.
-    """
-
-    kind: Kind
-    data: Mapping[str, Any] = {}
-    rank: Rank = 0
-    step: Count | None = None
-    time_s: Time = 0.0
-    attempt: Count = 0
-
-    def encode(self) -> bytes:
-        """Encode as one line of JSON, without the newline."""
-        return json.dumps(asdict(self), separators=(",", ":"), default=_json_value).encode()
-
-    @classmethod
-    def decode(cls, line: bytes | str) -> Record:
-        """Read one line of JSON. It comes from a rank, so nothing in it is trusted.
-
-        Raises:
-            RecordError: the line is not a record.
-        """
-        try:
-            return msgspec.convert(json.loads(line), cls)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"not a record: {line[:200]!r} ({error})") from None
 
 
 class Sender(Protocol):
@@ -129,14 +65,13 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
     _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
 
 
-def emit(kind: Kind, data: Mapping[str, Any], step: int | None = None) -> None:
-    """Send one record of any kind.
+def emit(data: AnyData, step: int | None = None) -> None:
+    """Send one record.
 
     Raises:
         RecordError: this process is not a rank.
     """
-    record = Record(kind, data, _process.rank, step, time.time(), _process.attempt)
-    _sender().send(record)
+    _sender().send(Record(data, _process.rank, step, time.time(), _process.attempt))
 
 
 def _sender() -> Sender:
@@ -151,7 +86,7 @@ def _sender() -> Sender:
 def warn(sentence: str) -> None:
     """Send a warning to the user, and write it to this rank's log."""
     print(sentence, file=sys.stderr, flush=True)  # noqa: T201
-    emit("warning", {"text": sentence})
+    emit(Notice(sentence))
 
 
 def _wait(seconds: float) -> None:
@@ -160,19 +95,19 @@ def _wait(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def log(metrics: Mapping[str, Any], step: int, **context: Any) -> None:
+def log(metrics: Mapping[str, Any], step: int, *, epoch: float | None = None, samples: float | None = None) -> None:
     """Log scalars: one line of metrics.jsonl, and one point on each TensorBoard curve.
 
     Args:
         metrics: name -> number (Python's, numpy's or a tensor of one element), e.g. {"train/loss": 0.3}.
         step: optimizer steps done.
-        context: epoch and samples, other values for the x-axis.
+        epoch, samples: other values for the x-axis.
 
     Raises:
         RecordError: a metric is not a number, or this process is not a rank.
     """
     numbers = {name: _number(name, value) for name, value in metrics.items()}
-    emit("metrics", {"metrics": numbers, **context}, step)
+    emit(Metrics(numbers, epoch, samples), step)
 
 
 def _number(name: str, value: Any) -> float:
@@ -192,7 +127,7 @@ def text(name: str, text: str, step: int | None = None) -> None:
         text: the Markdown.
         step: optimizer steps done.
     """
-    emit("text", {"name": name, "text": text}, step)
+    emit(Text(name, text), step)
 
 
 def image(name: str, png: bytes, step: int | None = None) -> None:
@@ -208,7 +143,7 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
     """
     if len(png) > 512 * 1024:
         raise RecordError(f"image {name!r} has {len(png)} bytes; at most 512 KiB fit: submit() it as a file")
-    emit("image", {"name": name, "png": base64.b64encode(png).decode()}, step)
+    emit(Image(name, base64.b64encode(png).decode()), step)
 
 
 def histogram(name: str, edges: Sequence[float], counts: Sequence[float], step: int | None = None) -> None:
@@ -223,13 +158,7 @@ def histogram(name: str, edges: Sequence[float], counts: Sequence[float], step: 
     Raises:
         RecordError: the numbers of edges and counts do not fit together, or there are too many.
     """
-    if len(edges) != len(counts) + 1 or len(counts) > 1024:
-        raise RecordError(
-            f"histogram {name!r} has {len(edges)} edges and {len(counts)} counts: give one edge more than counts, "
-            "and at most 1024 counts"
-        )
-    numbers = {"edges": [float(edge) for edge in edges], "counts": [float(count) for count in counts]}
-    emit("histogram", {"name": name, **numbers}, step)
+    emit(Histogram(name, [float(edge) for edge in edges], [float(count) for count in counts]), step)
 
 
 def submit(path: str, data: bytes | str) -> None:
@@ -245,20 +174,14 @@ def submit(path: str, data: bytes | str) -> None:
     if not isinstance(data, (str, bytes, bytearray, memoryview)):
         raise RecordError(f"submit({path!r}, …) takes bytes or str, got {type(data).__name__}")
     content = data.encode() if isinstance(data, str) else bytes(data)
-    if len(content) > INLINE_BYTES:
-        submit_file(path, lambda target: target.write_bytes(content))
-        return
-    digest = hashlib.sha256(content).hexdigest()
-    inline = base64.b64encode(content).decode()
-    check_path(path)
-    emit("file", {"path": path, "size": len(content), "sha256": digest, "inline": inline})
+    emit(file_of(path, content))
 
 
 def submit_file(
     path: str,
     write: Callable[[Path], Any],
     step: int | None = None,
-    checkpoint: Mapping[str, Any] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> None:
     """Let `write` create a file in the outbox, and send it. The reader deletes it after fetching it.
 
@@ -266,14 +189,13 @@ def submit_file(
         path: relative to the run directory.
         write: writes the file to the path that it is given.
         step: optimizer steps done.
-        checkpoint: {step, epoch, samples, metrics, best} if the file is a checkpoint.
+        checkpoint: what the manifest says of it, if the file is one.
 
     Raises:
         RecordError: `path` is not a relative path inside the run directory.
         DiskFull: the disk of the outbox stayed full.
     """
-    check_path(path)
-    emit("file", {"path": path, **outbox_file(write), "checkpoint": checkpoint}, step)
+    emit(_outbox_file(path, write, checkpoint), step)
 
 
 def checkpoint(
@@ -317,16 +239,25 @@ def checkpoint(
             ) from None
 
     numbers = {name: _number(name, value) for name, value in (metrics or {}).items()}
-    described = {"step": step, "epoch": epoch, "samples": samples, "metrics": finite(numbers), "best": best}
-    submit_file(f"checkpoints/step-{step:06d}.pt", write, step, described)
+    submit_file(f"checkpoints/step-{step:06d}.pt", write, step, Checkpoint(step, epoch, samples, numbers, best))
 
 
-def outbox_file(write: Callable[[Path], Any]) -> dict[str, Any]:
-    """Let `write` create a file in the outbox, and return its source, size and sha256.
+def file_of(path: str, content: bytes) -> File:
+    """Return a file to be sent: small content within its record, larger content by way of the outbox."""
+    if len(content) > INLINE_BYTES:
+        return _outbox_file(path, lambda target: target.write_bytes(content))
+    digest = hashlib.sha256(content).hexdigest()
+    return File(path, len(content), digest, inline=base64.b64encode(content).decode())
+
+
+def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint | None = None) -> File:
+    """Let `write` create a file in the outbox.
 
     Raises:
+        RecordError: `path` is not a relative path inside the run directory.
         DiskFull: there was no space for it during the time that `connect` was given.
     """
+    check_path(path)
     source = _sender().outbox / f"{threading.get_ident()}-{time.monotonic_ns()}"
 
     def attempt() -> None:
@@ -339,40 +270,9 @@ def outbox_file(write: Callable[[Path], Any]) -> dict[str, Any]:
     retry.retry_while_full(attempt, lambda: retry.describe_full_folder(source.parent), _process.retry_s, warn, _wait)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"source": str(source), "size": source.stat().st_size, "sha256": digest}
-
-
-RESERVED = ("tensorboard", "checkpoints", "logs")
-"""Folders of a run directory that belong to the run. A submitted file goes into another folder, and never into the run
-directory itself, whose files tell how far a run is and how it ended."""
-
-
-def check_path(path: str) -> PurePosixPath:
-    """Return `path` if it stays inside the run directory.
-
-    Raises:
-        RecordError: it is absolute, leaves the run directory with `..`, is hidden, or has unusual characters.
-    """
-    pure = PurePosixPath(path if isinstance(path, str) else "")
-    is_inside = bool(pure.parts) and not pure.is_absolute() and not any(part.startswith(".") for part in pure.parts)
-    if not is_inside or not path.isprintable() or any(char in path for char in "\\=,"):
-        raise RecordError(
-            f"path {path!r} is not allowed: give a relative path inside the run directory as a string, without "
-            "'..', hidden parts, '=', ',', backslashes or unprintable characters, for example 'samples/epoch-3.txt'"
-        )
-    return pure
+    return File(path, source.stat().st_size, digest, source=str(source), checkpoint=checkpoint)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinities by None, because JSON cannot hold them."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _json_value(value: Any) -> Any:
-    """Convert a number of numpy or torch, or a path, to what JSON can hold."""
-    if hasattr(value, "item"):
-        with contextlib.suppress(ValueError, RuntimeError):  # more than one element
-            return value.item()
-    if isinstance(value, Path):
-        return str(value)
-    raise RecordError(f"a record takes plain values, got {type(value).__name__}: {value!r:.80}")

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import Struct, to_builtins
 
 from ddp_hydra.checked import Count
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.record import Record
 
 FORMAT = 1
 """The number in both files, raised when a field changes its meaning or goes. A new field needs a default, and no new
@@ -123,7 +124,7 @@ class Status(Struct, kw_only=True):
     max_restarts: int = 0
     message: str = ""
     files: list[str] = []
-    start: dict[str, Any] | None = None
+    start: Record | None = None
     ddp_hydra: str | None = None
 
 
@@ -156,7 +157,7 @@ def decode(content: bytes, kind: type[State], place: str | Path) -> State | None
         number = found.get("format", FORMAT) if isinstance(found, dict) else FORMAT
         if number == FORMAT:
             return msgspec.convert(found, kind)
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError, RecordError) as error:
         raise ConfigError(f"{place} can't be read: {str(error)[:200]}") from None
     by = f", {found['ddp_hydra']:.20}" if isinstance(found.get("ddp_hydra"), str) else ""
     raise ConfigError(

@@ -26,7 +26,7 @@ from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
-from ddp_hydra.results import Record
+from ddp_hydra.record import Beat, End, Notice, Preempted, Record, Stack, Up
 from ddp_hydra.storage import retry
 
 log = logging.getLogger(__name__)
@@ -242,22 +242,22 @@ class Attempt:
             raise RecordError(f"a record claims to come from rank {record.rank} of {len(self.specs)}")
         self.rank_states.started.add(record.rank)
         self.health.note_message(record.rank, time.monotonic())
-        if record.kind == "up":
-            if "rendezvous" in record.data:
-                self.workers.send(dict.fromkeys(range(1, len(self.specs)), record.data))
-        elif record.kind == "beat":
-            self.health.note_heartbeat(record.rank, record.data, time.monotonic())
-        elif record.kind == "stack":
-            self.watchdog.stacks[record.rank] = plain(str(record.data.get("text", "")))
-        elif record.kind == "warning":
-            log.warning("rank %d: %s", record.rank, plain(shorten(str(record.data.get("text", "")), MESSAGE_CHARS)))
-            self.records.put(record, size)  # to be acknowledged in its turn
-        elif record.kind == "preempted":
-            self.workers.finish(self.rank_states.running, "preemption")
-        elif record.kind == "end":
-            self.on_end(record)
-        else:
-            self.records.put(record, size)
+        match record.data:
+            case Up(rendezvous):
+                if rendezvous is not None:
+                    self.workers.send({rank: {"rendezvous": rendezvous} for rank in range(1, len(self.specs))})
+            case Beat() as beat:
+                self.health.note_heartbeat(record.rank, beat, time.monotonic())
+            case Stack(text):
+                self.watchdog.stacks[record.rank] = plain(text)
+            case Preempted():
+                self.workers.finish(self.rank_states.running, "preemption")
+            case End() as end:
+                self.on_end(record.rank, end)
+            case data:
+                if isinstance(data, Notice):
+                    log.warning("rank %d: %s", record.rank, plain(shorten(data.text, MESSAGE_CHARS)))
+                self.records.put(record, size)  # to be acknowledged in its turn
 
     def acknowledge(self, rank: int, size: int) -> None:
         """Tell a rank, now and then, how much the client has read; called on the reader's thread."""
@@ -266,16 +266,15 @@ class Attempt:
             self.workers.send({rank: {"acknowledged": self.unacknowledged[rank]}})
             self.unacknowledged[rank] = 0
 
-    def on_end(self, record: Record) -> None:
+    def on_end(self, rank: int, end: End) -> None:
         """Note how a rank ended."""
-        if self.rank_states.end(record, was_stopped=self.is_stopping):
-            if record.data.get("status") == "ok":
+        if self.rank_states.end(rank, end, was_stopped=self.is_stopping):
+            if end.value is not None:
                 try:
-                    self.values[record.rank] = self.workers.returned(record)
+                    self.values[rank] = self.workers.returned(rank, end.value)
                 except OSError as error:
-                    self.lose(self.specs[record.rank], "could not send what it returned", error)
-            last = {**record.data, "phase": record.data.get("phase", "end")}
-            self.health.note_heartbeat(record.rank, last, time.monotonic())
+                    self.lose(self.specs[rank], "could not send what it returned", error)
+            self.health.note_heartbeat(rank, Beat(end.step, end.phase), time.monotonic())
 
     def send_files(self, files: Mapping[str, Path]) -> dict[str, str]:
         """Send files of the client to rank 0's host; return their paths there.

@@ -17,13 +17,13 @@ import cloudpickle
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Log, Record
 
 
 def show(record: Record) -> None:
     """Print the output of rank 0."""
-    if record.kind == "log" and record.rank == 0:
-        print(plain(record.data["text"]), end="", flush=True)  # noqa: T201
+    if isinstance(record.data, Log) and record.rank == 0:
+        print(plain(record.data.text), end="", flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True)

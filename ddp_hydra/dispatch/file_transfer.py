@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -15,44 +15,45 @@ from typing import Any
 from distributed import Client
 
 from ddp_hydra.rank import outbox
+from ddp_hydra.record import File
 
 PIECE_S = 15.0
 """Seconds that one piece of a file may take."""
 
 
-def fetch(source: Path, file: Mapping[str, Any], target: Path, call: Callable[..., Any]) -> None:
+def fetch(source: Path, file: File, target: Path, call: Callable[..., Any]) -> None:
     """Put a file of a rank at `target` and remove it from the rank's outbox. The caller verifies it.
 
     Args:
         source: its path in the outbox, on the rank's host.
-        file: its size and sha256; "checkpoint" if it is one.
+        file: its size and sha256, and whether it is a checkpoint.
         target: the path here.
         call: calls a function of `rank.outbox` there, for the rank.
     """
-    if _is_here(source, file["size"]):
+    if _is_here(source, file.size):
         shutil.move(source, target)
         return
     with target.open("wb") as out:
-        while out.tell() < file["size"]:
+        while out.tell() < file.size:
             piece = call(outbox.read, source.name, out.tell())
             if not piece:
                 break
             out.write(piece)
-    if file.get("checkpoint") is not None:  # a rank may resume from it there
-        call(outbox.keep, source.name, file["sha256"])
+    if file.checkpoint is not None:  # a rank may resume from it there
+        call(outbox.keep, source.name, file.sha256)
     else:
         call(outbox.remove, source.name)
 
 
-def drop(source: Path, file: Mapping[str, Any], call: Callable[..., Any]) -> None:
+def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
     """Remove a file from a rank's outbox; the arguments are those of `fetch`."""
-    if _is_here(source, file.get("size")):
+    if _is_here(source, file.size):
         source.unlink(missing_ok=True)
     else:
         call(outbox.remove, source.name)
 
 
-def _is_here(source: Path, size: int | None) -> bool:
+def _is_here(source: Path, size: int) -> bool:
     """Return whether this host has the file, it is not a link, and its folder is not closed to this user."""
     is_file = os.path.isfile(source)  # noqa: PTH113 (Path.is_file raises where the folder is closed)
     return is_file and source.resolve() == source.absolute() and source.stat().st_size == size

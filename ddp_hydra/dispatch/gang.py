@@ -36,7 +36,7 @@ from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Notice, Record
 from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
@@ -243,14 +243,14 @@ class Gang(Settings):
 
     def read(self, attempt: Attempt, record: Record) -> None:
         """Pass on one record at a time: those of a failed attempt may still be read when the next one begins."""
-        if record.kind == "warning":
+        if isinstance(record.data, Notice):
             return  # the attempt has logged it already
         with self.lock:
             self.read_from, self.fetched = attempt, False
             for read in (self.record, self.on_record):
                 if read is not None:
                     read(record)
-            is_unfetched = "source" in record.data and not self.fetched
+            is_unfetched = isinstance(record.data, File) and record.data.source is not None and not self.fetched
             if is_unfetched or (self.record is None and self.on_record in (None, show)):
                 self.unread.note(record)
             if is_unfetched:  # the rank may be waiting for room in its outbox

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.heartbeat import PHASES, UNREADY, Place
+from ddp_hydra.heartbeat import UNREADY, Place
+from ddp_hydra.record import Beat
 
 GAP_S = 2.0
 """Seconds without a look after which this process counts as suspended (a laptop that slept, a breakpoint)."""
@@ -39,14 +39,9 @@ class Heartbeat:
     saving: bool = False
 
     @classmethod
-    def of(cls, data: Mapping[str, Any], now: float) -> Heartbeat:
-        """Read a heartbeat record; it comes from a rank's host, so invalid values are replaced by harmless ones."""
-        step, age_s, phase = data.get("step"), data.get("age_s"), data.get("phase")
-        step = step if isinstance(step, int) and 0 <= step < 2**63 else 0
-        age_s = float(age_s) if isinstance(age_s, (int, float)) and 0 <= age_s < 1e9 else 0.0
-        phase = phase if phase in PHASES else "run"
-        place, stopped = Place(0, step, phase, bool(data.get("first"))), bool(data.get("stopped"))
-        return cls(place, age_s, stopped, now, bool(data.get("saving")))
+    def of(cls, beat: Beat, now: float) -> Heartbeat:
+        """Return a rank's progress with the time of its arrival."""
+        return cls(Place(0, beat.step, beat.phase, beat.first), beat.age_s, beat.stopped, now, beat.saving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +97,9 @@ class HealthMonitor:
         """Note that a message of a rank has arrived."""
         self.last_message_s[rank] = now
 
-    def note_heartbeat(self, rank: int, data: Mapping[str, Any], now: float) -> None:
+    def note_heartbeat(self, rank: int, beat: Beat, now: float) -> None:
         """Note where a rank is."""
-        self.heartbeats[rank] = Heartbeat.of(data, now)
+        self.heartbeats[rank] = Heartbeat.of(beat, now)
 
     def look(self, now: float) -> None:
         """Note that the client checks now; do not count time against ranks in which it did not."""

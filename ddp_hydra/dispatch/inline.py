@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Notice, Record
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,7 +35,7 @@ class DirectSender:
 
     def send(self, record: Record) -> None:
         """Pass on one record."""
-        if record.kind == "warning":
+        if isinstance(record.data, Notice):
             return  # this process has logged it already
         with self.lock:
             self.on_record(Record.decode(record.encode()))
@@ -117,15 +117,17 @@ class FinishOnInterrupt(Interrupts):
         heartbeat.here().ask_to_finish(heartbeat.REASONS.index("interrupt"))
 
 
-def fetch(file: Mapping[str, Any], target: Path) -> None:
+def fetch(record: Record, target: Path) -> None:
     """Move the file of a record to `target`."""
-    shutil.move(file["source"], target)
+    assert isinstance(record.data, File)
+    assert record.data.source
+    shutil.move(record.data.source, target)
 
 
 def ignore(record: Record) -> None:
     """Drop a record and its file."""
-    if record.kind == "file" and "source" in record.data:
-        Path(record.data["source"]).unlink(missing_ok=True)
+    if isinstance(record.data, File) and record.data.source:
+        Path(record.data.source).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from ddp_hydra.dispatch.health import HealthMonitor
-from ddp_hydra.errors import Failure, RankFailed, explain, root_cause
+from ddp_hydra.errors import Failure, FailureKind, RankFailed, explain, root_cause
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.results import Record
+from ddp_hydra.record import End
 
 
 class RankStates:
@@ -46,31 +46,31 @@ class RankStates:
         """Return whether some failure is not just a symptom."""
         return not all(failure.is_symptom for failure in self.failures)
 
-    def end(self, record: Record, was_stopped: bool) -> bool:
+    def end(self, rank: int, end: End, was_stopped: bool) -> bool:
         """Note how a rank ended; return False if that was known before.
 
         Args:
-            record: of kind "end".
+            rank: that has ended.
+            end: what its task says of that.
             was_stopped: whether the client has stopped the ranks.
         """
-        if record.rank in self.ended:
+        if rank in self.ended:
             return False
-        spec = self.specs[record.rank]
-        failure = Failure.from_end(record.data, spec.rank, spec.host, self.attempt)
-        if record.data.get("status") == "stopped" and not was_stopped:
-            failure = self.failure("lost", spec, f"it was stopped by its worker {spec.worker}, which is shut down")
-        if failure is not None:
-            self.failures.append(failure)
-        self.ended.add(record.rank)
+        spec = self.specs[rank]
+        if end.failure is not None:
+            self.failures.append(end.failure.of_rank(rank, spec.host, self.attempt, end.step, end.phase))
+        elif end.stopped and not was_stopped:
+            self.fail(spec, "lost", f"it was stopped by its worker {spec.worker}, which is shut down")
+        self.ended.add(rank)
         return True
 
-    def fail(self, spec: RankSpec, kind: str, message: str, ended: bool = True) -> None:
+    def fail(self, spec: RankSpec, kind: FailureKind, message: str, ended: bool = True) -> None:
         """Note a failure that the rank itself cannot report."""
         self.failures.append(self.failure(kind, spec, message))
         if ended:
             self.ended.add(spec.rank)
 
-    def failure(self, kind: str, spec: RankSpec, message: str, **more: Any) -> Failure:
+    def failure(self, kind: FailureKind, spec: RankSpec, message: str, **more: Any) -> Failure:
         """Return a failure that happened now, with the last known place of the rank."""
         beat = self.health.heartbeats.get(spec.rank)
         seen: dict[str, Any] = {"step": beat.place.step, "phase": beat.place.phase} if beat else {}

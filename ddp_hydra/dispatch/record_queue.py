@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ddp_hydra.console.text import counted
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Record
 
 log = logging.getLogger(__name__)
 CLOSE_S = 5.0
@@ -117,8 +117,7 @@ class UnreadRecords:
         """Count a record, if it is one of `results.*`."""
         if record.kind in FOR_READERS:
             self.counts[record.kind] += 1
-            size = record.data.get("size", 0)
-            self.bytes += size if isinstance(size, int) and size > 0 else 0
+            self.bytes += record.data.size if isinstance(record.data, File) else 0
 
     def sentence(self) -> str:
         """Say what was dropped and how to receive it; "" if nothing was."""

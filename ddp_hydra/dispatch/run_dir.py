@@ -11,7 +11,8 @@ from typing import Any
 
 import ddp_hydra
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.results import Record, finite
+from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.results import finite
 from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.default import default_writers
@@ -91,10 +92,10 @@ def with_starts(handle: Callable[[Record], None]) -> Callable[[Record], None]:
 
     def pass_on(record: Record) -> None:
         nonlocal attempt
-        if record.kind == "metrics" and record.attempt > attempt and record.step is not None:
+        if isinstance(record.data, Metrics) and record.attempt > attempt and record.step is not None:
             attempt = record.attempt
             begin = max(0, record.step - 1)
-            handle(Record("start", {}, 0, begin, record.time_s, record.attempt))
+            handle(Record(Start(), 0, begin, record.time_s, record.attempt))
         handle(record)
 
     return pass_on

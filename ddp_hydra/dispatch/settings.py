@@ -10,7 +10,7 @@ from pathlib import Path
 from distributed import Client
 
 from ddp_hydra.config.project import Project
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 
 
 @dataclass

@@ -22,7 +22,7 @@ from ddp_hydra.rank import outbox
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.rank.torchrun_task import TorchrunTask
-from ddp_hydra.results import Record
+from ddp_hydra.record import End, Preempted, Record
 
 KILLED = "torchrun was killed, so its ranks were stopped: go on with resume=<run dir>"
 BURST_S = 2.0
@@ -153,8 +153,8 @@ class TorchrunAttempt(Attempt):
 
     def on_record(self, record: Record, size: int) -> None:
         """Act on a record of a rank task; queue all other records for their reader."""
-        if record.kind == "preempted":
-            self.interrupts.reason = "interrupt" if record.data.get("reason") == "interrupt" else "preemption"
+        if isinstance(record.data, Preempted):
+            self.interrupts.reason = record.data.reason
             if not self.interrupts.wanted and (notice := self.interrupts.notice()):
                 print_line(f"rank {record.rank} was told to end: {notice}")
             self.interrupts.wanted = True
@@ -162,7 +162,7 @@ class TorchrunAttempt(Attempt):
         own = msgspec.structs.replace(record, attempt=self.number)  # the others do not know the number
         super().on_record(own, size)
 
-    def on_end(self, record: Record) -> None:
+    def on_end(self, rank: int, end: End) -> None:
         """Note how a rank ended.
 
         Raises:
@@ -170,7 +170,7 @@ class TorchrunAttempt(Attempt):
         """
         if self.own.has_lost_torchrun and not self.is_stopping:
             raise ClusterError(KILLED)
-        super().on_end(record)
+        super().on_end(rank, end)
 
     # -- on the server's thread ----------------------------------------------------------------------------
 

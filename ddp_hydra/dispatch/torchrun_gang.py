@@ -10,9 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ddp_hydra.console.signals import handled
 from ddp_hydra.dispatch import torchrun
@@ -20,11 +21,12 @@ from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call
 from ddp_hydra.dispatch.gang import Gang
 from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
-from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, RankFailed, explain
+from ddp_hydra.errors import ClusterError, DdpHydraError, RankFailed, explain
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG, Channel, Outcome, connect
 from ddp_hydra.rank.torchrun_task import TorchrunTask, TorchrunWorker
+from ddp_hydra.record import End
 
 
 class TorchrunGang(Gang):
@@ -159,7 +161,7 @@ class OtherRank:
             raise KeyboardInterrupt
         self.task.box.put({"told_to_end": reason_of(number)})
 
-    def outcome(self, end: Mapping[str, Any]) -> Outcome:
+    def outcome(self, end: End) -> Outcome:
         """Wait until the process of rank 0 has written the results, and return how the job has ended.
 
         Args:
@@ -176,9 +178,8 @@ class OtherRank:
             raise self.error
         if self.task.has_lost_torchrun:
             raise ClusterError(f"rank {self.spec.rank}: torchrun was killed, so this rank was stopped")
-        failure = Failure.from_end(end, self.spec.rank, self.spec.host, 0)
-        if failure is not None:
-            raise DdpHydraError(explain(failure))
+        if end.failure is not None:
+            raise DdpHydraError(explain(end.failure.of_rank(self.spec.rank, self.spec.host, 0, end.step, end.phase)))
         raise ClusterError(
             f"rank {self.spec.rank} on {self.spec.host} was stopped, because the process of rank 0 is gone, or its "
             "host can't be reached"

@@ -28,7 +28,7 @@ from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import network
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import Outcome
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 
 log = logging.getLogger(__name__)
 CALL_S = 15.0

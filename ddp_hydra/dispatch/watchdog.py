@@ -21,7 +21,7 @@ from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import SchedulerLost
 from ddp_hydra.rank import task
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5

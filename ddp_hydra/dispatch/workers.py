@@ -19,7 +19,7 @@ from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import inbox, outbox, return_values
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Record
 
 CALL_S = 2.0
 """Seconds that a worker may take to answer a call."""
@@ -92,14 +92,19 @@ class WorkerClient:
         is_lost = lambda: worker in self.lost  # noqa: E731
         return file_transfer.call(self.client, worker, function, self.name, rank, *args, is_lost=is_lost)
 
-    def source(self, rank: int, file: Mapping[str, Any]) -> Path:
+    def source(self, rank: int, file: File) -> Path:
         """Return the path of a file in its rank's outbox."""
         folder = outbox.path(self.folders[self.specs[rank].worker], self.name, rank)
-        return folder / Path(str(file["source"])).name
+        return folder / Path(str(file.source)).name
 
-    def fetch(self, record: Record, target: Path, file: Mapping[str, Any] | None = None) -> None:
+    def fetch(self, record: Record, target: Path) -> None:
         """Fetch a file from its rank's outbox; its removal there tells the rank that it has arrived."""
-        rank, worker, file = record.rank, self.specs[record.rank].worker, file or record.data
+        assert isinstance(record.data, File)
+        self.fetch_file(record.rank, record.data, target)
+
+    def fetch_file(self, rank: int, file: File, target: Path) -> None:
+        """Fetch a file, of a record or of what a rank returned."""
+        worker = self.specs[rank].worker
         source = self.source(rank, file)
         if worker in self.lost and not os.access(source.parent, os.X_OK):
             raise OSError(f"its worker {worker} is lost")
@@ -108,32 +113,34 @@ class WorkerClient:
     def drop(self, record: Record) -> None:
         """Remove a file that nobody wants from its rank's outbox; the rank may be waiting for that."""
         rank, file = record.rank, record.data
+        assert isinstance(file, File)
         if self.specs[rank].worker not in self.lost:
             with contextlib.suppress(OSError):  # lost just now
                 file_transfer.drop(self.source(rank, file), file, partial(self.call_outbox, rank))
 
-    def returned(self, record: Record) -> Any:
+    def returned(self, rank: int, value: File) -> Any:
         """Decode a rank's return value.
 
         Raises:
             RecordError: it is malformed.
         """
-        try:
-            if "value" in record.data:
-                return return_values.decode(base64.b64decode(record.data["value"]))
+        if value.inline is not None:
+            try:
+                data = base64.b64decode(value.inline)
+            except ValueError as error:
+                raise RecordError(f"what rank {rank} returned cannot be read ({error!r:.200})") from None
+        else:
             with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-                path, file = Path(folder) / "value", record.data["value_file"]
-                self.fetch(record, path, file)
+                path = Path(folder) / "value"
+                self.fetch_file(rank, value, path)
                 data = path.read_bytes()
-            sha256 = hashlib.sha256(data).hexdigest()
-            if len(data) != file["size"] or sha256 != file["sha256"]:
-                raise RecordError(
-                    f"value arrived damaged: {len(data)} of {file['size']} bytes, sha256 {sha256[:12]}… instead of "
-                    f"{file['sha256'][:12]}…; it was not put in place"
-                )
-            return return_values.decode(data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RecordError(f"what rank {record.rank} returned cannot be read ({error!r:.200})") from None
+        sha256 = hashlib.sha256(data).hexdigest()
+        if len(data) != value.size or sha256 != value.sha256:
+            raise RecordError(
+                f"value arrived damaged: {len(data)} of {value.size} bytes, sha256 {sha256[:12]}… instead of "
+                f"{value.sha256[:12]}…; it was not put in place"
+            )
+        return return_values.decode(data)
 
     def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
         """Send files of the client to a rank's host; return their paths there.

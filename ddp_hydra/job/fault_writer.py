@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ddp_hydra.rank.fault_injection import ON_CLIENT, Fault
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record
 from ddp_hydra.storage.manifest import FOLDER
 
 
@@ -34,7 +34,7 @@ class FaultWriter:
         Raises:
             OSError: a "disk" fault is active.
         """
-        if record.kind == "metrics" and record.rank == 0:
+        if isinstance(record.data, Metrics) and record.rank == 0:
             due = [f for f in self.pending if f.attempt in (record.attempt, -1) and (record.step or 0) >= f.step]
             self.pending = [fault for fault in self.pending if fault not in due]
             for fault in due:

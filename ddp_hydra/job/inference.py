@@ -14,8 +14,7 @@ from ddp_hydra.config import checkpoint_config, project, targets, validate
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.job_config import gang_settings, inline_settings
-from ddp_hydra.results import Record
-from ddp_hydra.writers.validate import check_record
+from ddp_hydra.record import Record
 
 EVALUATE = "ddp_hydra.training.inference:evaluate"
 PREDICT = "ddp_hydra.training.inference:predict"
@@ -89,11 +88,10 @@ class Inference:
         project.make_importable(project.layers())
 
         def on_record(record: Record) -> None:
-            check_record(record)
             if receive is None:
                 inline.ignore(record)
             else:
-                receive(record, lambda record, target: inline.fetch(record.data, target))
+                receive(record, inline.fetch)
 
         return inline.run(
             fn,
@@ -115,7 +113,6 @@ class Inference:
             gang = Gang(client, name="inference", project=packed, pip=pip, **gang_settings(self.cfg))
 
             def on_record(record: Record) -> None:
-                check_record(record)
                 if receive is not None:
                     receive(record, gang.fetch)
 

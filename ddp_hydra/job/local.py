@@ -27,7 +27,8 @@ from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.results import Record, finite
+from ddp_hydra.record import Record, Start
+from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import find_checkpoint
@@ -136,7 +137,7 @@ class Job:
     def run_here(self) -> dict[str, Any]:
         """Run the only rank in this process, and return what `train` returns."""
         self.summary.world_size = 1
-        with self.handler(lambda record, target: inline.fetch(record.data, target)) as handler:
+        with self.handler(inline.fetch) as handler:
             return inline.run(
                 TRAIN,
                 self.config,
@@ -276,8 +277,8 @@ class Job:
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
         """Write a record; at the start of a further attempt, count the steps that it repeats."""
         handler.handle(record)
-        self.saved |= record.data.get("checkpoint") is not None
-        if record.kind != "start":
+        self.saved |= record.checkpoint is not None
+        if not isinstance(record.data, Start):
             return
         if self.remote:
             self.remote.note_attempts(self.attempts(gang))

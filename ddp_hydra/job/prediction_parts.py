@@ -13,7 +13,7 @@ import numpy as np
 
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank import rows
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Record, Rows
 from ddp_hydra.storage.files import place, remove_parts, write_atomic, writing
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.logs import LogWriter
@@ -92,22 +92,18 @@ class Parts:
         """Take a record of a rank.
 
         Raises:
-            RecordError: it is malformed, or its file is none of the parts.
+            RecordError: its file is none of the parts.
             ConfigError: the data set has changed since the prediction began.
         """
-        if record.kind == "start":
-            self.begin(record)
-        elif record.kind == "file":
-            self.store(record, fetch)
+        if isinstance(record.data, Rows):
+            self.begin(record.data.samples, record.data.length)
+        elif isinstance(record.data, File):
+            self.store(record, record.data.path, fetch)
         else:
             self.logs.write(record)
 
-    def begin(self, record: Record) -> None:
+    def begin(self, samples: int | None, length: int) -> None:
         """Note how many rows there are, or how many each part has if their number is not known yet."""
-        samples, length = record.data.get("samples"), record.data.get("rows")
-        is_number = samples is None or (type(samples) is int and samples > 0)
-        if not is_number or type(length) is not int or length < 1:
-            raise RecordError(f"rank {record.rank} sent a malformed start record: {samples!r:.20} rows")
         samples = self.samples if samples is None else samples
         if self.samples is not None and (samples, length) != (self.samples, self.length):
             raise ConfigError(
@@ -118,12 +114,11 @@ class Parts:
         content = {"plan": self.plan, "samples": samples, "rows": length}
         write_atomic(self.folder / PLAN, json.dumps(content, indent=1).encode())
 
-    def store(self, record: Record, fetch: Fetch) -> None:
+    def store(self, record: Record, path: str, fetch: Fetch) -> None:
         """Put the file of a part in place."""
-        named = _PART.fullmatch(record.data["path"])
+        named = _PART.fullmatch(path)
         if named is None or not self.length or (self.total and int(named[1]) >= self.total):
-            path = f"{record.data['path']!r:.80}"
-            raise RecordError(f"rank {record.rank} sent {path}, which is not a part of {self.total}")
+            raise RecordError(f"rank {record.rank} sent {path!r:.80}, which is not a part of {self.total}")
         receiver = FileReceiver(fetch)
         try:
             receiver.receive(record, self.path(int(named[1])))

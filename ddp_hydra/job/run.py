@@ -21,7 +21,8 @@ from ddp_hydra.job.job_config import check, find_resume, find_weights, packed_pr
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
-from ddp_hydra.results import Record, finite
+from ddp_hydra.record import Record, Start
+from ddp_hydra.results import finite
 from ddp_hydra.run_state import Objective
 from ddp_hydra.writers.run_dir import locked
 
@@ -127,7 +128,7 @@ def _dry_run(config: dict[str, Any]) -> None:
     """Build the model and the data in this process and do one step."""
 
     def show(record: Record) -> None:
-        for line in record.data.get("lines", ()):
-            print(line)  # noqa: T201
+        if isinstance(record.data, Start):
+            print("\n".join(record.data.lines))  # noqa: T201
 
     inline.run("ddp_hydra.training.dry_run:dry_run", config, on_record=show)

@@ -29,6 +29,7 @@ from ddp_hydra.rank import (
 )
 from ddp_hydra.rank.record_relay import RecordRelay, publish
 from ddp_hydra.rank.spec import LaunchSpec
+from ddp_hydra.record import Beat, Notice, Up
 from ddp_hydra.storage import retry
 
 T = TypeVar("T")
@@ -77,12 +78,12 @@ class Launcher:
         share = self.share()
         launch_file = self.write_launch_file(share)
         fds = [theirs.fileno(), their_output.fileno(), shared_status_fd, launch_file.fileno()]
-        up: dict[str, Any] = {}
+        up = Up()
         if spec.rank == 0:
-            listener, up["rendezvous"] = self.bind_rendezvous()
+            listener, up = self.bind_rendezvous()
             fds.append(listener.fileno())
-            self.send(up)
-        publish(self.worker, self.launch_spec, "up", up)
+            self.send({"rendezvous": up.rendezvous})
+        publish(self.worker, self.launch_spec, up)
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
@@ -95,12 +96,12 @@ class Launcher:
         """Send the process a message."""
         self.control.sendall(json.dumps(message).encode() + b"\n")
 
-    def bind_rendezvous(self) -> tuple[socket.socket, list[Any]]:
-        """Listen for the other ranks; return the socket, and host and port."""
+    def bind_rendezvous(self) -> tuple[socket.socket, Up]:
+        """Listen for the other ranks; return the socket, and its address."""
         interface, spec = self.launch_spec.interface, self.launch_spec.spec
         host = network.address_of(interface) if interface else spec.host
         listener = self.stack.enter_context(network.bind(host, self.launch_spec.ports))
-        return listener, [host, listener.getsockname()[1]]
+        return listener, Up((host, listener.getsockname()[1]))
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         """Return the request to the fork server."""
@@ -184,7 +185,7 @@ class Launcher:
             Stopped: the client stopped the rank meanwhile.
         """
         folder = Path(self.worker.local_directory)
-        warn = lambda sentence: publish(self.worker, self.launch_spec, "warning", {"text": sentence})  # noqa: E731
+        warn = lambda sentence: publish(self.worker, self.launch_spec, Notice(sentence))  # noqa: E731
         return retry.retry_while_full(
             action, lambda: retry.describe_full_folder(folder), self.launch_spec.retry_s, warn, self.wait
         )
@@ -195,7 +196,7 @@ class Launcher:
         Raises:
             Stopped: the client stopped the rank meanwhile.
         """
-        publish(self.worker, self.launch_spec, "beat", {"step": 0, "phase": "join", "first": True, "age_s": 0.0})
+        publish(self.worker, self.launch_spec, Beat(phase="join", first=True))
         time.sleep(seconds)
         messages = self.box.take()
         if self.is_cancelled() or any("stop" in message for message in messages):

@@ -6,7 +6,6 @@ unpickled to read the record.
 
 from __future__ import annotations
 
-import base64
 import faulthandler
 import json
 import os
@@ -29,10 +28,10 @@ from hydra.errors import InstantiationException
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console import tracebacks
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
-from ddp_hydra.errors import DdpHydraError
+from ddp_hydra.errors import DdpHydraError, Failure
 from ddp_hydra.rank import fault_injection, gpus, return_values
 from ddp_hydra.rank.process_group import meet, process_group
-from ddp_hydra.results import Record
+from ddp_hydra.record import End, Record
 
 MAX_FILES = 4
 """Number of files in a rank's outbox at which it waits for the client to fetch one."""
@@ -99,15 +98,15 @@ def report_end(work: Callable[[], Any]) -> int:
         The exit code.
     """
     try:
-        end = {"status": "ok", **pack_value(work())}
+        end = End(value=results.file_of("value", return_values.encode(work())))
     except BaseException as error:
-        failed_at = time.time()
+        failure = describe(error)
         heartbeat.await_saved()
-        end = {**describe(error), "time_s": failed_at}
-        if end.get("traceback") and not end["mistake"]:
+        end = End(failure=failure)
+        if failure.traceback and not failure.mistake:
             traceback.print_exception(error)
-    results.emit("end", {"time_s": time.time(), **end})
-    return 0 if end["status"] == "ok" else 1
+    results.emit(end)
+    return 0 if end.failure is None else 1
 
 
 def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
@@ -193,32 +192,28 @@ def device_name() -> str:
     return f"{gpus} GPUs" if gpus else "cpu"
 
 
-def pack_value(value: Any) -> dict[str, Any]:
-    """Encode the return value for the end record; a large one becomes a file."""
-    data = return_values.encode(value)
-    if len(data) <= results.INLINE_BYTES:
-        return {"value": base64.b64encode(data).decode()}
-    return {"value_file": results.outbox_file(lambda path: path.write_bytes(data))}
-
-
-def describe(error: BaseException) -> dict[str, Any]:
-    """Describe an error in plain data, for the end record."""
+def describe(error: BaseException) -> Failure:
+    """Describe an error that was raised just now."""
+    time_s = time.time()
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code == 0:
-            return {"status": "exited", "message": "the process exited with code 0 before its work was done"}
-        text = "" if isinstance(error.code, int) else f": {message_of(error.code)}"
-        return {"status": "exited", "message": f"the process exited with code {code} (sys.exit){text}"}
+            message = "the process exited with code 0 before its work was done"
+        else:
+            text = "" if isinstance(error.code, int) else f": {message_of(error.code)}"
+            message = f"the process exited with code {code} (sys.exit){text}"
+        return Failure("exited", message=message, time_s=time_s)
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     message = message_of(error)
     mistake = isinstance(error, DdpHydraError) or bool(getattr(error, "mistake", False))
-    return {
-        "status": "raised",
-        "message": message if mistake else ": ".join(filter(None, [type(error).__name__, message])),
-        "traceback": shorten(tracebacks.shortened(error), TRACE_CHARS),
-        "place": tracebacks.place(error),
-        "mistake": mistake,
-        "deterministic": tracebacks.is_deterministic(error),
-        "consequence": getattr(error, "consequence", False) is True,
-    }
+    return Failure(
+        "raised",
+        message=message if mistake else ": ".join(filter(None, [type(error).__name__, message])),
+        traceback=shorten(tracebacks.shortened(error), TRACE_CHARS),
+        time_s=time_s,
+        place=tracebacks.place(error),
+        mistake=mistake,
+        deterministic=tracebacks.is_deterministic(error),
+        consequence=getattr(error, "consequence", False) is True,
+    )

@@ -11,13 +11,12 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from distributed import Worker
 
 from ddp_hydra.rank.spec import LaunchSpec
-from ddp_hydra.results import Kind, Record
+from ddp_hydra.record import AnyData, End, Log, Record, Up, begins
 
 FLUSH_S = 0.05
 """Seconds that a record may wait for others, to be sent with them."""
@@ -27,9 +26,9 @@ TAIL_BYTES = 8192
 """How much of the rank's last output is kept, to explain its end."""
 
 
-def publish(worker: Worker, launch_spec: LaunchSpec, kind: Kind, data: dict[str, Any]) -> None:
+def publish(worker: Worker, launch_spec: LaunchSpec, data: AnyData) -> None:
     """Send one record of the rank task itself, at once."""
-    record = Record(kind, data, launch_spec.spec.rank, None, time.time(), launch_spec.attempt)
+    record = Record(data, launch_spec.spec.rank, None, time.time(), launch_spec.attempt)
     worker.log_event(launch_spec.gang, record.encode())
 
 
@@ -44,8 +43,8 @@ class RecordRelay:
     Attributes:
         open: control socket and output, while the rank or a process that it started holds the other end.
         unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
-        end: data of the rank's end record. It is not passed on: the rank task sends it when the process has ended.
-        on_up: called with the data of its record of kind "up", in place of passing that on; None: it is passed on.
+        end: the rank's end record. It is not passed on: the rank task sends it when the process has ended.
+        on_up: called with its record of kind "up", in place of passing that on; None: it is passed on.
         tail: the last output of the rank.
         captured: a copy of the output since this was set to b""; None before.
     """
@@ -57,8 +56,8 @@ class RecordRelay:
         self.buffer: list[bytes] = []
         self.flushed_at = 0.0
         self.unacknowledged = 0
-        self.end: dict[str, Any] | None = None
-        self.on_up: Callable[[Mapping[str, Any]], None] | None = None
+        self.end: End | None = None
+        self.on_up: Callable[[Up], None] | None = None
         self.tail = b""
         self.captured: bytes | None = None
         self.partial_line = b""
@@ -89,7 +88,7 @@ class RecordRelay:
     def log(self, text: str) -> None:
         """Add a text to the rank's log."""
         rank, attempt = self.launch_spec.spec.rank, self.launch_spec.attempt
-        self._forward(Record("log", {"text": text}, rank, None, time.time(), attempt).encode())
+        self._forward(Record(Log(text), rank, None, time.time(), attempt).encode())
 
     def log_sentence(self, sentence: str) -> None:
         """Add a sentence of the rank task itself to the rank's log, on a line of its own."""
@@ -115,10 +114,10 @@ class RecordRelay:
             return
         *lines, self.partial_line = (self.partial_line + data).split(b"\n")
         for line in lines:
-            if line.startswith(b'{"kind":"end"'):
-                self.end = dict(Record.decode(line).data)
-            elif self.on_up is not None and line.startswith(b'{"kind":"up"'):
-                self.on_up(Record.decode(line).data)
+            if begins(line, End) and isinstance(end := Record.decode(line).data, End):
+                self.end = end
+            elif self.on_up and begins(line, Up) and isinstance(up := Record.decode(line).data, Up):
+                self.on_up(up)
             else:
                 self._forward(line)
 

@@ -21,13 +21,15 @@ from typing import Any
 
 import psutil
 from distributed import Worker, get_worker
+from msgspec.structs import replace
 
-from ddp_hydra.errors import ConfigError, DiskFull, describe_exit
+from ddp_hydra.errors import ConfigError, DiskFull, Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
 from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.launcher import Launcher, Stopped
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordRelay, publish
 from ddp_hydra.rank.spec import LaunchSpec
+from ddp_hydra.record import Beat, End, Preempted, Stack
 
 TICK_S = 0.1
 """Seconds between two looks at a rank that starts or ends."""
@@ -66,23 +68,28 @@ def run_rank(launch_spec: LaunchSpec) -> None:
     """Run one rank to its end."""
     worker, spec = get_worker(), launch_spec.spec
     if worker.address != spec.worker:
-        message = f"its worker {spec.worker} went away"
-        publish(worker, launch_spec, "end", {"status": "lost", "message": message})
+        lost = Failure("lost", message=f"its worker {spec.worker} went away")
+        publish(worker, launch_spec, End(failure=lost))
         return
     try:
         try:
             with ExitStack() as stack:
                 end = RankTask(worker, launch_spec, stack).run()
         except Stopped:
-            end = {"status": "stopped"}
-        except (ConfigError, DiskFull) as error:  # another attempt would fail in the same way
-            end = {"status": "start", "message": f"could not be started: {error}", "mistake": True}
+            end = End(stopped=True)
         except Exception as error:  # of ours, or of the host: no file descriptors, a full disk, no torch
-            message = f"could not be started: {type(error).__name__}: {error}"
-            end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
-        publish(worker, launch_spec, "end", {"time_s": time.time(), **end})
+            end = not_started(error)
+        publish(worker, launch_spec, end)
     finally:
         inbox.remove(launch_spec.gang, spec.rank)  # after the last record: a worker that closes waits for this
+
+
+def not_started(error: Exception, what: str = "could not be started") -> End:
+    """Return the end of a rank that has no process, or whose task failed."""
+    if isinstance(error, (ConfigError, DiskFull)):  # another attempt would fail in the same way
+        return End(failure=Failure("start", message=f"{what}: {error}", time_s=time.time(), mistake=True))
+    message = f"{what}: {type(error).__name__}: {error}"
+    return End(failure=Failure("start", message=message, traceback=traceback.format_exc(), time_s=time.time()))
 
 
 class RankTask:
@@ -113,8 +120,8 @@ class RankTask:
         self.stack_until: float | None = None
         self.drain_until: float | None = None
 
-    def run(self) -> dict[str, Any]:
-        """Start the rank, pass its records on until it has ended, and return the data of its end record."""
+    def run(self) -> End:
+        """Start the rank, pass its records on until it has ended, and return how it ended."""
         self.start()
         relay, is_quiet = self.relay, False
         while self.exit is None or (relay.open and not self.is_cancelled() and not self.is_drained(is_quiet)):
@@ -131,7 +138,7 @@ class RankTask:
         relay.flush(at_once=True)
         if self.is_cancelled():  # nobody will fetch the rank's files
             outbox.clear(self.launch_spec.gang, self.worker)
-        return self.end_data()
+        return self.end()
 
     def start(self) -> None:
         """Have the process forked, and wait for its records, the fork server and the inbox from now on."""
@@ -178,7 +185,7 @@ class RankTask:
             self.request_stacks()
         elif "preempted" in message:
             self.shared_status.ask_to_finish(REASONS.index("preemption"))
-            publish(self.worker, self.launch_spec, "preempted", {})
+            publish(self.worker, self.launch_spec, Preempted())
         else:
             with contextlib.suppress(OSError):  # a rank that has ended does not read it
                 self.launcher.send(message)
@@ -205,8 +212,8 @@ class RankTask:
         self.beat_at, self.ready = now, ready
         age_s = now - self.moved_at
         stopped = age_s > BEAT_S and self.is_suspended()
-        data = {"step": place.step, "phase": place.phase, "first": place.first, "age_s": age_s, "stopped": stopped}
-        publish(self.worker, self.launch_spec, "beat", {**data, "saving": self.shared_status.saving})
+        beat = Beat(place.step, place.phase, place.first, age_s, stopped, self.shared_status.saving)
+        publish(self.worker, self.launch_spec, beat)
 
     def is_suspended(self) -> bool:
         """Return whether the rank's process is suspended, by SIGSTOP or a debugger."""
@@ -229,7 +236,7 @@ class RankTask:
             self.stack_until = math.inf
             stacks, self.relay.captured = self.relay.captured or b"", None
             text = stacks[-STACK_BYTES:].decode(errors="replace")
-            publish(self.worker, self.launch_spec, "stack", {"text": text})
+            publish(self.worker, self.launch_spec, Stack(text))
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -276,23 +283,28 @@ class RankTask:
             with contextlib.suppress(OSError):
                 self.server.sendall(json.dumps({"signal": number, "alone": alone}).encode() + b"\n")
 
-    def end_data(self) -> dict[str, Any]:
-        """Return the data of the end record: from the rank's own record, else from its exit."""
+    def end(self) -> End:
+        """Return how the rank ended: from its own record, else from the exit of its process."""
         assert self.exit is not None
         output = self.relay.tail.decode(errors="replace")
         place = self.shared_status.read()
-        where = {"step": place.step, "phase": place.phase}
-        if self.relay.end is not None:
-            return {**where, **self.relay.end, "last_output": output}
-        if self.stopping_since is not None:
-            return {**where, "status": "stopped"}
+        end = self.relay.end
+        if end is None:
+            end = End(stopped=True) if self.stopping_since is not None else End(failure=self.failure(output))
+        if end.failure is not None:
+            end = replace(end, failure=replace(end.failure, last_output=output))
+        return replace(end, step=place.step, phase=place.phase)
+
+    def failure(self, output: str) -> Failure:
+        """Return the failure of a process that has not said how it ended."""
+        assert self.exit is not None
         if "refused" in self.exit:
             message = (
                 f"could not be started: its host lets this user start no other process ({self.exit['refused']}); run "
                 "fewer ranks there, or raise the limit (ulimit -u, or a container's pids limit)"
             )
-            return {**where, "status": "start", "message": message}
-        status, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
+            return Failure("start", message=message, time_s=time.time())
+        kind, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = output.rfind("Fatal Python error")
         trace = output[fatal:] if fatal >= 0 else ""
-        return {**where, "status": status, "message": message, "traceback": trace, "last_output": output}
+        return Failure(kind, message=message, traceback=trace, time_s=time.time())

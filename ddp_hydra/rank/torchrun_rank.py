@@ -22,6 +22,7 @@ from ddp_hydra.console.signals import SIGNALS
 from ddp_hydra.rank import environment, fault_injection, network, return_values, torchrun_meeting
 from ddp_hydra.rank.processes import die_with_parent
 from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.record import Up
 
 
 def main(spec: RankSpec, parent: int, control: socket.socket, output: int, shared_status_fd: int) -> NoReturn:
@@ -81,7 +82,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
         store = torchrun_meeting.meet(spec, job["wait_s"], job["timeout_s"])
         first = torchrun_meeting.agree(store, spec, mine, job["wait_s"])
         if spec.rank:
-            results.emit("up", {"server": first.server})
+            results.emit(Up(server=dict(first.server)))
             results.connect(sender, spec.rank, first.attempt, job["retry_s"])
         fault_injection.install(spec.rank, first.attempt, {})
         signal.signal(signal.SIGTERM, lambda *_: process.on_sigterm(shared_status))

@@ -14,8 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, cast
@@ -25,8 +23,9 @@ from ddp_hydra.rank import outbox, torchrun_rank
 from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.rank.record_relay import publish
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
-from ddp_hydra.rank.task import RankTask
+from ddp_hydra.rank.task import RankTask, not_started
 from ddp_hydra.rank.torchrun_channel import GANG
+from ddp_hydra.record import End, Preempted, Up
 
 
 class TorchrunWorker:
@@ -82,7 +81,7 @@ class TorchrunTask(RankTask):
     ) -> None:
         super().__init__(cast(Any, worker), LaunchSpec(GANG, 0, spec, b""), stack)
         self.spec, self.own_worker, self.stack = spec, worker, stack
-        self.relay.on_up = lambda data: on_server(data["server"])
+        self.relay.on_up = lambda up: on_server(up.server or {})
         self.launched_by = os.getppid()
         self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.was_given_up = False
@@ -117,23 +116,21 @@ class TorchrunTask(RankTask):
         with contextlib.suppress(OSError):  # it has ended, and that will be said
             self.launcher.send({"call": base64.b64encode(call).decode(), "outbox": str(folder), **settings})
 
-    def run_to_end(self) -> dict[str, Any]:
+    def run_to_end(self) -> End:
         """Pass on what the rank sends until it has ended, and then how it ended; return that."""
-        publish(self.worker, self.launch_spec, "up", {})
+        publish(self.worker, self.launch_spec, Up())
         try:
             end = self.run()
         except Exception as error:  # of ours, or of the host
             self.kill()
-            message = f"could not be watched: {type(error).__name__}: {error}"
-            end = {"status": "start", "message": message, "traceback": traceback.format_exc()}
-        end = {"time_s": time.time(), **end}
-        publish(self.worker, self.launch_spec, "end", end)
+            end = not_started(error, "could not be watched")
+        publish(self.worker, self.launch_spec, end)
         return end
 
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Act on a message; tell the process of rank 0 that this one has got a signal."""
         if "told_to_end" in message:
-            publish(self.worker, self.launch_spec, "preempted", {"reason": message["told_to_end"]})
+            publish(self.worker, self.launch_spec, Preempted(message["told_to_end"]))
         else:
             super().on_message(message)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -16,6 +15,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import not_finite
@@ -155,19 +155,20 @@ class CheckpointWriter:
         """
         self.wait()
         content = state.begin_capture()
-        meta = {**asdict(state.position), "metrics": metrics, "best": best}
+        position = state.position
+        described = Checkpoint(position.step, position.epoch, position.samples, dict(metrics), best)
         heartbeat.here().saving = True  # until it is sent
-        self.thread = threading.Thread(target=self._write, args=(content, meta, state), name="checkpoint")
+        self.thread = threading.Thread(target=self._write, args=(content, described, state), name="checkpoint")
         self.thread.start()
 
-    def _write(self, content: Callable[[], dict[str, Any]], meta: dict[str, Any], state: State) -> None:
+    def _write(self, content: Callable[[], dict[str, Any]], described: Checkpoint, state: State) -> None:
         try:
             refuse_nonfinite(content(), state)
             results.submit_file(
-                f"checkpoints/step-{meta['step']:06d}.pt",
-                lambda path: write(content(), path, meta["step"]),
-                step=meta["step"],
-                checkpoint=meta,
+                f"checkpoints/step-{described.step:06d}.pt",
+                lambda path: write(content(), path, described.step),
+                described.step,
+                described,
             )
         except BaseException as error:
             self.error = error

@@ -14,6 +14,7 @@ from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.data.draws import numbered
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.record import Start
 from ddp_hydra.training import build_data, builders, header, run, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
@@ -38,7 +39,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
     """
     cfg = OmegaConf.create(dict(config))
     with opened(cfg, "train") as train_set, opened(cfg, "val", like=train_set) as val_set:
-        results.emit("start", {"lines": first_step(cfg, train_set, val_set)})
+        results.emit(Start(first_step(cfg, train_set, val_set)))
 
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:

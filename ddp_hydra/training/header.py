@@ -13,6 +13,7 @@ from torch import nn
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
+from ddp_hydra.record import Start
 from ddp_hydra.training.data_description import length
 from ddp_hydra.training.monitoring.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps, steps_in_epoch
@@ -28,7 +29,7 @@ def describe(
     total_steps: int,
     position: Position,
     device: torch.device,
-) -> dict[str, Any]:
+) -> Start:
     """Return the header of a run: lines for a person, and the numbers that progress is measured by."""
     world_size, epoch_steps = dist.get_world_size(), steps_in_epoch(sampler)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -60,8 +61,8 @@ def describe(
         lines.append(
             f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
         )
-    of_epochs = {"epochs": epochs_of(sampler, total_steps, position)} if epoch_steps else {}
-    return {"lines": lines, "epoch_means": True, "total_steps": total_steps, **of_epochs, "world_size": world_size}
+    epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
+    return Start(lines, total_steps, epochs, world_size, epoch_means=True)
 
 
 def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:

@@ -19,6 +19,7 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import streams
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank import fault_injection, rows
+from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, predictions
 from ddp_hydra.training.checkpoint import read
@@ -171,7 +172,7 @@ def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, st
     """Predict this rank's share of the parts that aren't done; return the number of all samples, and `interrupted`."""
     cfg, n_samples = run.trained.cfg, len(run.data)
     length = part_length(n_samples, cfg.data.batch_size)
-    results.emit("start", {"samples": n_samples, "rows": length})  # on each rank, before its parts
+    results.emit(Rows(n_samples, length))  # on each rank, before its parts
     missing = [part for part in range(-(-n_samples // length)) if part not in done]
     # Neighbouring parts go to one rank, which then opens few shards.
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -194,7 +195,7 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     length = part_length(None, cfg.data.batch_size)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     reader = streams.whole(run.data, ranks, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
-    results.emit("start", {"samples": None, "rows": length})
+    results.emit(Rows(None, length))
 
     def wanted(first: int) -> bool:
         part = first // length
@@ -212,7 +213,7 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     if not interrupted:
         if not reader.n_read:
             raise ConfigError(f"{type(run.data).__name__} gives no samples, so there is nothing to predict")
-        results.emit("start", {"samples": reader.n_read, "rows": length})
+        results.emit(Rows(reader.n_read, length))
     return reader.n_read, interrupted
 
 

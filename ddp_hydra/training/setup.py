@@ -96,11 +96,11 @@ def build(
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
-        header["lines"] += [f"changed   {changed}"] if changed else []
-        header["lines"] += [f"weighs    {task.note}"] if task.note else []
+        header.lines.extend([f"changed   {changed}"] if changed else [])
+        header.lines.extend([f"weighs    {task.note}"] if task.note else [])
         if "weights" in files:
-            header["lines"].append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
-        results.emit("start", header, position.step)
+            header.lines.append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
+        results.emit(header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision, total_steps)
     callbacks = state.extras.get("callbacks") or Callbacks({}, state)

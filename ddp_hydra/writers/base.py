@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""

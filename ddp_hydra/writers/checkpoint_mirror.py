@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.manifest import (
     ALIASES,
@@ -96,7 +96,7 @@ class MirrorWriter:
 
     def write(self, record: Record) -> None:
         """Ask the background thread to copy the checkpoint of a 'file' record that holds one."""
-        if record.kind != "file" or record.data.get("checkpoint") is None:
+        if record.checkpoint is None:
             return
         with self._changed:
             self._asked += 1

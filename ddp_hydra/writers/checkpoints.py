@@ -7,10 +7,10 @@ manifest names it, the manifest names it before last.pt and best.pt move to it, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.results import Record, check_path, finite
+from ddp_hydra.record import File, Record, check_path
+from ddp_hydra.results import finite
 from ddp_hydra.storage.files import link_or_copy, place, remove_parts, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
 from ddp_hydra.writers.base import Fetch
@@ -51,24 +51,24 @@ class CheckpointWriter:
         Raises:
             RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be written.
         """
-        checkpoint = record.data.get("checkpoint")
-        if record.kind != "file" or checkpoint is None:
+        file, checkpoint = record.data, record.checkpoint
+        if not isinstance(file, File) or checkpoint is None:
             return
-        name = _step_name(record)
+        name = _step_name(file.path, checkpoint.step, record.rank)
         self._receiver.receive(record, place(self._run_dir, f"{FOLDER}/{name}"))
         self._outdated.discard(name)
         # After a rollback, a name may come again; then it is the newest.
         entries = {known: entry for known, entry in self._entries.items() if known != name}
         entries[name] = {
-            "size": record.data["size"],
-            "sha256": record.data["sha256"].lower(),
-            "step": checkpoint["step"],
-            "epoch": checkpoint.get("epoch"),
-            "samples": checkpoint.get("samples"),
-            "metrics": _metrics(checkpoint),
+            "size": file.size,
+            "sha256": file.sha256.lower(),
+            "step": checkpoint.step,
+            "epoch": checkpoint.epoch,
+            "samples": checkpoint.samples,
+            "metrics": finite(checkpoint.metrics),
         }
         self._save(entries)
-        for alias in ALIASES if checkpoint.get("best") else ALIASES[:1]:
+        for alias in ALIASES if checkpoint.best else ALIASES[:1]:
             self._point(alias, name)
             entries[alias] = entries[name]
         outdated = self._too_old(entries)
@@ -104,19 +104,12 @@ class CheckpointWriter:
         return [name for name in steps[: -self._keep] if entries[name]["sha256"] not in named]
 
 
-def _step_name(record: Record) -> str:
-    """Return the file name; refuse a path that does not belong to the record's step."""
-    path = check_path(record.data["path"])
-    match = STEP_FILE.fullmatch(path.name)
-    step = record.data["checkpoint"]["step"]
-    if path.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:
+def _step_name(path: str, step: int, rank: int) -> str:
+    """Return the file name; refuse a path that does not belong to the step."""
+    pure = check_path(path)
+    match = STEP_FILE.fullmatch(pure.name)
+    if pure.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:
         raise RecordError(
-            f"rank {record.rank} sent a checkpoint of step {step} as {record.data['path']!r}; it must be "
-            f"called '{FOLDER}/step-{step:06d}.pt'"
+            f"rank {rank} sent a checkpoint of step {step} as {path!r}; it must be called '{FOLDER}/step-{step:06d}.pt'"
         )
-    return path.name
-
-
-def _metrics(checkpoint: dict[str, Any]) -> dict[str, float | None]:
-    metrics = checkpoint.get("metrics") or {}
-    return finite({name: float("nan") if value is None else float(value) for name, value in metrics.items()})
+    return pure.name

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record
 from ddp_hydra.storage.files import cannot_write, passing
 from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.writers.base import Writer
-from ddp_hydra.writers.validate import check_record, metric_values
 
 LONGEST_PAUSE_S = 2.0
 _CANNOT = "cannot write "
@@ -51,11 +50,12 @@ class ResultsHandler:
         """Give one record to every writer, also after one of them has failed.
 
         Raises:
-            RecordError: the record is malformed, its path leaves the run directory, or it cannot be written.
+            RecordError: it cannot be written.
         """
-        check_record(record)
-        if record.kind == "metrics" and record.rank == 0:
-            self._note_metrics(record)
+        if isinstance(record.data, Metrics) and record.rank == 0:
+            self.metrics.update(record.data.metrics)
+            self.step = record.step if record.step is not None else self.step
+            self.samples = record.data.samples if record.data.samples is not None else self.samples
         self._each(lambda writer: self._write(writer, record))
 
     def close(self) -> None:
@@ -75,11 +75,6 @@ class ResultsHandler:
             if error is None:
                 raise
             error.add_note(f"and the results could not be closed: {failure}")
-
-    def _note_metrics(self, record: Record) -> None:
-        self.metrics.update(metric_values(record))
-        self.step = record.step if record.step is not None else self.step
-        self.samples = record.data.get("samples", self.samples)
 
     def _each(self, call: Callable[[Writer], None]) -> None:
         first: Exception | None = None

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.results import Record, finite
+from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.results import finite
 from ddp_hydra.storage.files import AppendFile, write_atomic, writing
-from ddp_hydra.writers.validate import metric_values
 
 
 class JsonLinesWriter:
@@ -35,21 +35,21 @@ class JsonLinesWriter:
         Raises:
             RecordError: the file cannot be written.
         """
-        if record.kind == "start" and record.rank == 0 and record.attempt >= self._attempt:
+        if isinstance(record.data, Start) and record.rank == 0 and record.attempt >= self._attempt:
             self._attempt = record.attempt
             self._cut(record.step or 0)
-        if record.kind != "metrics" or record.attempt < self._attempt:
+        if not isinstance(record.data, Metrics) or record.attempt < self._attempt:
             return
         line: dict[str, Any] = {
             "time": record.time_s,
             "attempt": record.attempt,
             "step": record.step,
-            "epoch": record.data.get("epoch"),
-            "samples": record.data.get("samples"),
+            "epoch": record.data.epoch,
+            "samples": record.data.samples,
         }
         line |= {"rank": record.rank} if record.rank else {}
         own = line.keys() | {"rank"}
-        for name, value in finite(metric_values(record)).items():
+        for name, value in finite(record.data.metrics).items():
             line[f"metrics/{name}" if name in own else name] = value
         self._file.append(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Log, Record
 from ddp_hydra.storage.files import AppendFile, place
 
 
@@ -29,10 +29,10 @@ class LogWriter:
         Raises:
             RecordError: the file cannot be written.
         """
-        if record.kind != "log":
+        if not isinstance(record.data, Log):
             return
         if record is not self._last[0]:  # the handler gives the same record again after a failed write
-            self._last = (record, self._content(record))
+            self._last = (record, self._content(record, record.data.text))
         # Opened each time: a job may have more ranks than a process may have open files.
         with AppendFile(place(self._run_dir, f"logs/rank-{record.rank}.log")) as file:
             file.append(self._last[1])
@@ -40,9 +40,9 @@ class LogWriter:
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
-    def _content(self, record: Record) -> bytes:
+    def _content(self, record: Record, text: str) -> bytes:
         """Return what the record adds to the file."""
-        rank, text = record.rank, record.data["text"]
+        rank = record.rank
         head = ""
         if record.attempt != self._attempts.get(rank, 0):
             head = f"{chr(10) if rank in self._in_line else ''}--- attempt {record.attempt} ---\n"

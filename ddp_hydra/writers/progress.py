@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from ddp_hydra.console.text import plain
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.writers.progress_state import EPOCH, ProgressState
 
 
@@ -67,10 +67,10 @@ class ProgressWriter:
         if self._is_closed or record.rank != 0:
             return
         try:
-            if record.kind == "start":
-                self._start(record)
-            elif record.kind == "metrics":
-                self._metrics(record)
+            if isinstance(record.data, Start):
+                self._start(record, record.data)
+            elif isinstance(record.data, Metrics):
+                self._metrics(record, record.data)
         except OSError:
             self._is_closed = True
 
@@ -86,28 +86,27 @@ class ProgressWriter:
         finally:
             self._stop_bar()
 
-    def _start(self, record: Record) -> None:
+    def _start(self, record: Record, start: Start) -> None:
         self._stop_bar()
         if record.attempt and self._restarts:
             self._print(f"restart {record.attempt}, from step {record.step or 0}")
-        lines = [plain(line) for line in record.data.get("lines") or ()]
+        lines = [plain(line) for line in start.lines]
         for line in lines:
             if line not in self._header:  # a new attempt prints only lines that have changed
                 self._print("  " + line)
         self._header = lines
-        self._state.start(record)
+        self._state.start(record, start)
         self._reported = self._line_step = None
-        self._has_epoch_means = bool(record.data.get("epoch_means"))
+        self._has_epoch_means = start.epoch_means
         self._printed_at = self._clock()
 
-    def _metrics(self, record: Record) -> None:
+    def _metrics(self, record: Record, logged: Metrics) -> None:
         before = self._state.epoch
-        if before is not None and self._reported != before != self._state.epoch_of(record):
+        if before is not None and self._reported != before != self._state.epoch_of(logged):
             self._permanent_line()
-        self._state.update(record)
-        names = record.data["metrics"]
-        has_means = any(name.startswith(EPOCH) for name in names)
-        if has_means or any(name.startswith("val/") for name in names):
+        self._state.update(record, logged)
+        has_means = any(name.startswith(EPOCH) for name in logged.metrics)
+        if has_means or any(name.startswith("val/") for name in logged.metrics):
             self._permanent_line(has_means)
         if self._live:
             self._move_bar()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddp_hydra.console.text import duration, plain
-from ddp_hydra.results import Record
-from ddp_hydra.writers.validate import metric_values
+from ddp_hydra.record import Metrics, Record, Start
 
 EPOCH = "train_epoch/"
 """The names of means over an epoch begin with it."""
@@ -33,26 +32,26 @@ class ProgressState:
         self.epoch_means: dict[str, float] = {}
         self._first: tuple[float, int] = (clock(), 0)
 
-    def start(self, record: Record) -> None:
+    def start(self, record: Record, start: Start) -> None:
         """Begin an attempt, from the step of its start record."""
         self.step = self.epoch = None
         self.metrics.clear()
         self.epoch_means.clear()
-        self.total_steps = record.data.get("total_steps")
-        self.epochs = record.data.get("epochs")
+        self.total_steps = start.total_steps
+        self.epochs = start.epochs
         self._first = (self._clock(), record.step or 0)
 
-    def update(self, record: Record) -> None:
+    def update(self, record: Record, logged: Metrics) -> None:
         """Take a metrics record."""
-        self.epoch = self.epoch_of(record)
-        values = metric_values(record)
+        self.epoch = self.epoch_of(logged)
+        values = logged.metrics
         self.epoch_means |= {n.replace(EPOCH, "train/", 1): value for n, value in values.items() if n.startswith(EPOCH)}
         self.metrics |= {name: value for name, value in values.items() if not name.startswith(EPOCH)}
         self.step = record.step if record.step is not None else self.step or 0
 
-    def epoch_of(self, record: Record) -> float | None:
-        """Return the epoch that a record belongs to, counted from 1; without one, that of the record before."""
-        return record.data.get("epoch", self.epoch)
+    def epoch_of(self, logged: Metrics) -> float | None:
+        """Return the epoch that metrics belong to, counted from 1; without one, the epoch of the metrics before."""
+        return self.epoch if logged.epoch is None else logged.epoch
 
     def forget_validation(self) -> None:
         """Drop the validation's numbers, so that later lines do not repeat them."""

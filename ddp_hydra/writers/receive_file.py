@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Record
 from ddp_hydra.storage.files import cannot_write, part_of, passing, sync, writing
 from ddp_hydra.writers.base import Fetch
 
@@ -55,7 +55,7 @@ class FileReceiver:
             with writing(target):
                 sync(target.parent)
         except BaseException as error:
-            if record.data.get("inline") is not None or passing(error) is None:
+            if _file(record).inline is not None or passing(error) is None:
                 self.drop()
             raise
 
@@ -69,7 +69,7 @@ class FileReceiver:
         if self._part is None:
             part = part_of(target)
             try:
-                if record.data.get("inline") is not None:
+                if _file(record).inline is not None:
                     _write_inline(record, part, target)
                 else:
                     _fetch(record, part, target, self._fetch)
@@ -89,7 +89,7 @@ class FileReceiver:
 
 def _write_inline(record: Record, part: Path, target: Path) -> None:
     try:
-        content = base64.b64decode(record.data["inline"], validate=True)
+        content = base64.b64decode(_file(record).inline or "", validate=True)
     except (binascii.Error, ValueError) as error:
         raise RecordError(f"{_name(record)} did not arrive whole: its content is not base64 ({error})") from None
     with writing(target):
@@ -97,8 +97,7 @@ def _write_inline(record: Record, part: Path, target: Path) -> None:
 
 
 def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> None:
-    source = record.data.get("source")
-    if fetch is None or source is None:
+    if fetch is None or _file(record).source is None:
         raise RecordError(f"{_name(record)} came without content, and nothing here can fetch it")
     try:
         fetch(record, part)
@@ -107,7 +106,7 @@ def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> Non
             error.filename = str(target)
             raise cannot_write(target, error) from error
         raise RecordError(
-            f"{_name(record)} ({record.data['size']} bytes) cannot be fetched from its host: {error}"
+            f"{_name(record)} ({_file(record).size} bytes) cannot be fetched from its host: {error}"
         ) from error
 
 
@@ -127,26 +126,31 @@ def _rewrite(part: Path) -> None:
 
 
 def _verify(record: Record, part: Path) -> None:
-    announced = record.data
+    announced = _file(record)
     try:
         found = part.lstat()
     except FileNotFoundError:
-        raise RecordError(f"{_name(record)} did not arrive: {announced['size']} bytes were announced") from None
+        raise RecordError(f"{_name(record)} did not arrive: {announced.size} bytes were announced") from None
     if not stat.S_ISREG(found.st_mode):
         raise RecordError(f"{_name(record)} is not a plain file")
-    if found.st_size != announced["size"]:
+    if found.st_size != announced.size:
         raise RecordError(
-            f"{_name(record)} did not arrive whole: {found.st_size} bytes of {announced['size']}; what was "
+            f"{_name(record)} did not arrive whole: {found.st_size} bytes of {announced.size}; what was "
             "there before is kept"
         )
     with part.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != announced["sha256"].lower():
+    if digest != announced.sha256.lower():
         raise RecordError(
             f"{_name(record)} was changed on its way: sha256 {digest[:12]}… instead of "
-            f"{announced['sha256'][:12]!a}…; what was there before is kept"
+            f"{announced.sha256[:12]!a}…; what was there before is kept"
         )
 
 
 def _name(record: Record) -> str:
-    return f"file {record.data['path']!r} of rank {record.rank}"
+    return f"file {_file(record).path!r} of rank {record.rank}"
+
+
+def _file(record: Record) -> File:
+    assert isinstance(record.data, File)
+    return record.data

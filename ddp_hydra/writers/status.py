@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from ddp_hydra import run_state
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record, finite
+from ddp_hydra.record import Metrics, Record, Start, Text
+from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Status
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.writers.progress_state import ProgressState
@@ -32,30 +33,34 @@ class JobStatus:
 
     Attributes:
         state: starting, then running; a remote job's driver sets further ones.
-        start: the start record of the newest attempt.
+        start: the start record of the newest attempt; world_size: its number of ranks.
         stopped_early: why the run is done before its last step; "" if it is not.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = "starting"
         self.start: Record | None = None
+        self.world_size = 0
         self.stopped_early = ""
         self._progress = ProgressState(clock)
         self._eta_s: float | None = None
 
     def update(self, record: Record) -> bool:
         """Take over a start or metrics record of rank 0, or why it stopped early; return whether it was one."""
-        if record.rank == 0 and record.kind == "text" and record.data["name"] == STOPPED_EARLY:
-            self.stopped_early = str(record.data["text"])
+        data = record.data
+        if record.rank != 0:
+            return False
+        if isinstance(data, Text) and data.name == STOPPED_EARLY:
+            self.stopped_early = data.text
             return True
-        if record.rank != 0 or record.kind not in ("start", "metrics"):
+        if isinstance(data, Start):
+            self.start, self.world_size = record, data.world_size
+            self._progress.start(record, data)
+        elif isinstance(data, Metrics):
+            self._progress.update(record, data)
+        else:
             return False
         self.state = "running"
-        if record.kind == "start":
-            self.start = record
-            self._progress.start(record)
-        else:
-            self._progress.update(record)
         self._eta_s = self._progress.eta_s()
         return True
 
@@ -67,7 +72,7 @@ class JobStatus:
             host=socket.gethostname(),
             pid=os.getpid(),
             attempt=start.attempt if start else 0,
-            world_size=start.data.get("world_size") or 0 if start else 0,
+            world_size=self.world_size,
             step=progress.step,
             total_steps=progress.total_steps,
             epoch=progress.epoch,
@@ -110,7 +115,7 @@ class StatusWriter:
         """Take over a record; write at once if an attempt starts or stops early, else at most twice a second."""
         if not self._status.update(record):
             return
-        if record.kind in ("start", "text") or self._clock() - self._written >= INTERVAL_S:
+        if not isinstance(record.data, Metrics) or self._clock() - self._written >= INTERVAL_S:
             self._written = self._clock()
             self._save()
 

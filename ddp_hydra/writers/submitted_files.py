@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import RESERVED, Record, check_path
+from ddp_hydra.record import RESERVED, File, Record, check_path
 from ddp_hydra.storage.files import place
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.receive_file import FileReceiver
@@ -29,13 +29,13 @@ class FileWriter:
         Raises:
             RecordError: its path is not allowed, or it did not arrive whole; see `FileReceiver.receive`.
         """
-        if record.kind != "file" or record.data.get("checkpoint") is not None:
+        if not isinstance(record.data, File) or record.checkpoint is not None:
             return
-        path = check_path(record.data["path"])
+        path = check_path(record.data.path)
         # On some file systems, Checkpoints and checkpoints are the same name.
         if len(path.parts) < 2 or path.parts[0].casefold() in RESERVED:
             raise RecordError(
-                f"rank {record.rank} submitted {record.data['path']!r}; a submitted file goes into a folder of its "
+                f"rank {record.rank} submitted {record.data.path!r}; a submitted file goes into a folder of its "
                 f"own, for example 'samples/epoch-3.txt': {', '.join(RESERVED)} and what lies beside them belong to "
                 "the run"
             )

@@ -19,14 +19,12 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Histogram, Image, Metrics, Record, Start, Text
 from ddp_hydra.storage.files import AppendFile, place
 from ddp_hydra.writers.tfevents import encoded, file_name
-from ddp_hydra.writers.validate import metric_values
 
 _COSTS = ("data_wait", "samples_per_s", "slowest_rank")
 _COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")
-_SHOWN = ("metrics", "text", "image", "histogram")
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
@@ -56,18 +54,27 @@ class TensorBoardWriter:
         Raises:
             RecordError: an image is not a PNG, or the file cannot be written.
         """
-        if record.kind not in ("start", *_SHOWN) or record.attempt < (self._attempt or 0):
+        data = record.data
+        if not isinstance(data, Start | Metrics | Text | Image | Histogram) or record.attempt < (self._attempt or 0):
             return
         self._purge |= self._attempt is not None and record.attempt > self._attempt
         self._attempt = record.attempt
-        if record.kind == "metrics" and record.rank != 0:
+        if isinstance(data, Metrics) and record.rank != 0:
             return
         if self._purge and record.step is not None:
             self._drop_points(record)
-        if record.kind != "start":
-            values = {"metrics": self._scalars, "text": _text, "image": _image, "histogram": _histogram}
-            value = values[record.kind](record)
-            self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
+        match data:
+            case Start():
+                return
+            case Metrics():
+                value = self._scalars(data)
+            case Text():
+                value = _text(data)
+            case Image():
+                value = _image(data, record.rank)
+            case Histogram():
+                value = _histogram(data)
+        self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
 
     def close(self) -> None:
         """Close the file."""
@@ -75,17 +82,17 @@ class TensorBoardWriter:
 
     def _drop_points(self, record: Record) -> None:
         """Drop the points after a start record's step, or from any other record's step on."""
-        first = (record.step or 0) + (record.kind == "start")
+        first = (record.step or 0) + isinstance(record.data, Start)
         self._append(Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START)))
         self._purge = False
 
-    def _scalars(self, record: Record) -> Summary:
+    def _scalars(self, logged: Metrics) -> Summary:
         """Return the points of a metrics record.
 
         TensorBoard sorts its groups by name: `work` holds the costs, so that they come after `train` and `val`. A count
         gets no curve while it is 0.
         """
-        values = metric_values(record)
+        values = logged.metrics
         self._seen |= {name for name in _COUNTS if values.get(name)}
         shown = {_tag(name): value for name, value in values.items() if name not in _COUNTS or name in self._seen}
         return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()])
@@ -101,16 +108,16 @@ def _tag(name: str) -> str:
     return f"work/{name.removeprefix('data/')}" if name in _COSTS or name.startswith("data/") else name
 
 
-def _text(record: Record) -> Summary:
-    content = record.data["text"].encode(errors="replace")
+def _text(sent: Text) -> Summary:
+    content = sent.text.encode(errors="replace")
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=shape)
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return Summary(value=[Summary.Value(tag=record.data["name"], metadata=metadata, tensor=tensor)])
+    return Summary(value=[Summary.Value(tag=sent.name, metadata=metadata, tensor=tensor)])
 
 
-def _histogram(record: Record) -> Summary:
-    edges, counts = record.data["edges"], record.data["counts"]
+def _histogram(sent: Histogram) -> Summary:
+    edges, counts = sent.edges, sent.counts
     middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
     proto = HistogramProto(
         min=edges[0],
@@ -121,20 +128,18 @@ def _histogram(record: Record) -> Summary:
         bucket_limit=edges[1:],
         bucket=counts,
     )
-    return Summary(value=[Summary.Value(tag=record.data["name"], histo=proto)])
+    return Summary(value=[Summary.Value(tag=sent.name, histo=proto)])
 
 
-def _image(record: Record) -> Summary:
+def _image(sent: Image, rank: int) -> Summary:
     try:
-        png = base64.b64decode(record.data["png"], validate=True)
+        png = base64.b64decode(sent.png, validate=True)
     except (binascii.Error, ValueError):
         png = b""
     if len(png) < 33 or png[:8] != b"\x89PNG\r\n\x1a\n" or png[12:16] != b"IHDR":
-        raise RecordError(
-            f"image {record.data['name']!r} of rank {record.rank} is not a PNG: pass PNG bytes to results.image"
-        )
+        raise RecordError(f"image {sent.name!r} of rank {rank} is not a PNG: pass PNG bytes to results.image")
     width, height, _, color = struct.unpack(">IIBB", png[16:26])
     if not 0 < width < 2**31 or not 0 < height < 2**31:
-        raise RecordError(f"image {record.data['name']!r} of rank {record.rank} claims {width} x {height} pixels")
+        raise RecordError(f"image {sent.name!r} of rank {rank} claims {width} x {height} pixels")
     image = Summary.Image(height=height, width=width, colorspace=_CHANNELS.get(color, 3), encoded_image_string=png)
-    return Summary(value=[Summary.Value(tag=record.data["name"], image=image)])
+    return Summary(value=[Summary.Value(tag=sent.name, image=image)])

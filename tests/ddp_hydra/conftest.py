@@ -6,7 +6,7 @@ import pytest
 
 from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ddp_hydra.errors import Failure, describe_exit, explain, root_cause
 
@@ -92,61 +91,11 @@ def test_a_signal_is_named_as_the_system_reports_it():
     assert describe_exit(code.returncode) == ("killed", "killed by SIGABRT")
 
 
-@pytest.mark.parametrize("status", ["ok", "stopped"])
-def test_a_good_end_is_no_failure(status):
-    assert Failure.from_end({"status": status, "message": "x"}, 0, "h", 0) is None
-
-
-def test_an_end_record_becomes_a_failure():
-    end = {
-        "status": "raised",
-        "message": "ValueError: x",
-        "traceback": "Traceback",
-        "time_s": 5,
-        "last_output": "last words",
-    }
-    assert Failure.from_end({**end, "mistake": True}, 2, "h", 1) == Failure(
-        "raised", 2, "h", "ValueError: x", "Traceback", 5, 1, "last words", mistake=True
+def test_a_failure_that_a_rank_sends_gets_its_rank_and_place():
+    sent = Failure("raised", message="ValueError: x", traceback="Traceback", time_s=5.0, last_output="last words")
+    assert sent.of_rank(2, "h", 1, 20, "load") == Failure(
+        "raised", 2, "h", "ValueError: x", "Traceback", 5.0, 1, "last words", step=20, phase="load"
     )
-    assert Failure.from_end({**end, "step": 20, "phase": "load", "consequence": True}, 2, "h", 1) == Failure(
-        "raised", 2, "h", "ValueError: x", "Traceback", 5, 1, "last words", step=20, phase="load", consequence=True
-    )
-
-
-@pytest.mark.parametrize("step", [None, "5", 1.5, True, -1, 2**63, float("inf"), [5]])
-def test_a_step_that_is_none_counts_as_before_the_first(step):
-    assert Failure.from_end({"status": "raised", "step": step}, 0, "h", 0).step == 0
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=3,
-)
-KEYS = ("status", "message", "traceback", "last_output", "phase", "mistake", "consequence", "step", "time_s", "more")
-
-
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, json_values)))
-def test_whatever_a_rank_says_of_its_end_can_be_told_sorted_and_written_down(end):
-    failure = Failure.from_end(json.loads(json.dumps(end)), 0, "h", 3)
-    assert failure is not None
-    assert explain(*root_cause([failure, raised(1, GLOO)])).startswith("rank ")
-    shown = json.loads(json.dumps(failure.as_dict(), allow_nan=False))
-    assert (shown["rank"], shown["attempt"]) == (0, 3)
-    assert 0 <= shown["step"] < 2**63
-
-
-@pytest.mark.parametrize(
-    "end",
-    [{}, {"status": None}, {"status": [1], "message": {}}, {"status": "raised", "traceback": 3, "last_output": None}]
-    + [{"status": "raised", "time_s": time_s} for time_s in (None, "x", [], True, -1, float("nan"), 10**400)],
-)
-def test_a_malformed_end_is_still_a_failure_that_can_be_told(end):
-    failure = Failure.from_end(end, 0, "h", 0)
-    assert failure is not None
-    assert failure.time_s == 0
-    assert root_cause([failure, raised(1, "ValueError", 1.0)])[0] == failure
-    assert explain(failure, [failure]).startswith("rank 0 on h: ")
 
 
 def test_the_story_has_the_cause_its_traceback_and_the_followers():
@@ -218,13 +167,8 @@ def test_the_summary_shows_plain_fields():
 
 def test_what_a_rank_says_of_its_end_reaches_the_terminal_without_escape_sequences_and_within_bounds():
     red, clear = "\x1b[31m", "\x1b]0;title\x07\x1b[2J\r"
-    end = {"status": red + "raised", "message": f"{clear}ValueError: {red}bad", "traceback": clear + "y" * 10**6}
-    failure = Failure.from_end({**end, "last_output": clear + "words", "phase": red}, 0, "h", 0)
-    assert (failure.kind, failure.message, failure.last_output, failure.phase) == (
-        "raised",
-        "ValueError: bad",
-        "words",
-        "",
-    )
+    sent = Failure("raised", message=f"{clear}ValueError: {red}bad", traceback=clear + "y" * 10**6, place=red)
+    failure = replace(sent, last_output=clear + "words").of_rank(0, "h", 0, 0, "run")
+    assert (failure.message, failure.last_output, failure.place) == ("ValueError: bad", "words", "")
     assert len(failure.traceback) < 40_000
     assert explain(failure).startswith("rank 0 on h: ValueError: bad\n\nyyy")

@@ -22,7 +22,7 @@ import pytest
 from distributed import Client
 
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from tests.integration.support.warm_commands import WarmCommands
 from tests.support.s3_server import png, s3  # noqa: F401 (fixtures)
 from tests.support.warm_server import alive, local_client, wait_for
@@ -95,11 +95,11 @@ class Heard:
 
     def texts(self, name: str) -> dict[int, str]:
         """The text that each rank sent last under a name."""
-        return {r.rank: r.data["text"] for r in self.records if r.kind == "text" and r.data["name"] == name}
+        return {r.rank: r.data.text for r in self.records if r.kind == "text" and r.data.name == name}
 
     def output(self, rank: int) -> str:
         """What a rank wrote to stdout and stderr."""
-        return "".join(r.data["text"] for r in self.records if r.kind == "log" and r.rank == rank)
+        return "".join(r.data.text for r in self.records if r.kind == "log" and r.rank == rank)
 
     def pids(self) -> list[int]:
         """The processes of the ranks, where they told them."""

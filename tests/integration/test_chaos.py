@@ -24,7 +24,7 @@ import torch
 from distributed import Client
 
 from ddp_hydra.errors import Interrupted, RankFailed
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from tests.integration.support.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
@@ -347,7 +347,7 @@ def test_a_loss_of_nan_aborts_with_the_rank_the_step_and_the_samples_and_is_not_
     assert (failure.kind, failure.rank, failure.step) == ("raised", rank, 9)
     ids = ", ".join(map(str, whole.samples()[9][rank * each :]))
     assert f"the loss is nan in step 9; samples of this rank: {ids}." in str(story.error)
-    (told,) = [json.loads(r.data["text"]) for r in story.records if r.kind == "text" and r.data["name"] == "nonfinite"]
+    (told,) = [json.loads(r.data.text) for r in story.records if r.kind == "text" and r.data.name == "nonfinite"]
     assert (told["rank"], told["step"], told["samples"]) == (rank, 9, whole.samples()[9][rank * each :])
     assert (story.summary["status"], story.summary["restarts"]) == ("failed", 0)
 
@@ -387,7 +387,7 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
     step = random.Random(f"{ranks} {number}").randrange(1, 9)
 
     def interrupt(record: Record) -> None:
-        if record.kind == "metrics" and record.step == step and "train/loss" in record.data["metrics"]:
+        if record.kind == "metrics" and record.step == step and "train/loss" in record.data.metrics:
             os.kill(os.getpid(), number)
 
     slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
@@ -400,7 +400,7 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
 @pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos, clients, uninterrupted, ranks):
     def interrupt(record: Record) -> None:
-        if record.kind == "metrics" and record.step == 12 and "train/loss" in record.data["metrics"]:
+        if record.kind == "metrics" and record.step == 12 and "train/loss" in record.data.metrics:
             os.kill(os.getpid(), signal.SIGINT)
 
     slow = (*SLOW, f"++data.val.delay_s={0.1 * ranks}")
@@ -416,7 +416,7 @@ def test_a_second_interrupt_ends_at_once(chaos, client2):
     struck = []
 
     def interrupt(record: Record) -> None:
-        if record.kind == "log" and "fault on purpose" in record.data["text"]:
+        if record.kind == "log" and "fault on purpose" in record.data.text:
             for delay_s in (0.1, 1.5):
                 threading.Timer(
                     delay_s, lambda: (struck.append(time.monotonic()), os.kill(os.getpid(), signal.SIGINT))
@@ -576,7 +576,7 @@ def test_sigterm_to_all_processes_of_a_machine_saves_at_the_next_step(
     cluster, client = machines
 
     def stop(record: Record) -> None:
-        if record.kind == "metrics" and record.step == step and "train/loss" in record.data["metrics"]:
+        if record.kind == "metrics" and record.step == step and "train/loss" in record.data.metrics:
             (rank,) = (process for process in warm_server.children() if "rank 1/2" in " ".join(process.cmdline()))
             rank.send_signal(signal.SIGTERM)
             signal_all(program_of(machines, chaos.stories[-1], 1), signal.SIGTERM)

@@ -77,7 +77,7 @@ def test_a_job_through_all_faults_has_the_same_numbers_as_one_without(client2, t
     assert rough.value["data"]["retries"] > 20 + calm.value["data"]["retries"]
     assert rough.value["bad_samples"] == 0
     assert next(pages, "none") == "none"
-    header = next(record.data["lines"] for record in rough.records if record.kind == "start")
+    header = next(record.data.lines for record in rough.records if record.kind == "start")
     assert "skipped   1 files that are not images: 1 .txt" in header
 
 
@@ -208,7 +208,7 @@ def test_workers_of_the_ranks_make_the_same_batches(client2, project, tmp_path, 
     assert apart.metrics("data/retries") == own.metrics("data/retries")
     for name, values in own.checkpoint("last.pt")["model"].items():
         assert values.equal(apart.checkpoint("last.pt")["model"][name])
-    (header,) = [record.data["lines"] for record in apart.records if record.kind == "start"]
+    (header,) = [record.data.lines for record in apart.records if record.kind == "start"]
     assert "reading   2 workers beside each rank" in header
     assert apart.value["data"]["samples"] == own.value["data"]["samples"] == 2 * len(TRAIN)
 

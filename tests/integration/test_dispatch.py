@@ -326,7 +326,7 @@ def hold():
     time.sleep(600)
 
 if __name__ == "__main__":
-    said = lambda record: record.kind == "text" and print(record.data["text"], flush=True)
+    said = lambda record: record.kind == "text" and print(record.data.text, flush=True)
     with Client(sys.argv[1]) as client:
         dispatch.Gang(client, on_record=said).run(hold)
 """

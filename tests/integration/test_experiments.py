@@ -58,7 +58,7 @@ def test_transfer(client2, project, photos, tmp_path):
     ]
     assert {"conv1.weight", "bn1.running_mean", "fc.weight"} <= moved[0]
     assert moved[1] == {"fc.weight", "fc.bias"}
-    lines = next(record.data["lines"] for record in frozen.records if record.kind == "start")
+    lines = next(record.data.lines for record in frozen.records if record.kind == "start")
     assert any("of them frozen" in line for line in lines)
 
 

@@ -17,6 +17,7 @@ from ddp_hydra import results
 from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.rank.record_relay import WINDOW_BYTES
+from ddp_hydra.record import File
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 
@@ -58,7 +59,7 @@ def test_of_many_small_records_none_is_lost_and_each_ranks_order_is_kept(client2
     for number in range(2):
         metrics = [record for record in heard.records if record.kind == "metrics" and record.rank == number]
         assert [record.step for record in metrics] == list(range(10_000))
-        assert all(record.data["metrics"]["value"] == record.step * 10 + number for record in metrics)
+        assert all(record.data.metrics["value"] == record.step * 10 + number for record in metrics)
 
 
 def test_a_slow_reader_holds_the_rank_back_and_misses_nothing(client2, gang, tmp_path, wait_for):
@@ -77,7 +78,7 @@ def test_a_slow_reader_holds_the_rank_back_and_misses_nothing(client2, gang, tmp
     def slow(record):
         if record.kind != "text" or record.rank != 0:
             return
-        seen.append(record.data["name"])
+        seen.append(record.data.name)
         if len(seen) == 1:
             before = -1
             while (now := int(progress.read_text() or 0)) != before:  # until the rank moves no more
@@ -95,7 +96,7 @@ def test_records_do_not_pile_up_in_the_schedulers_memory(client2, gang):
         return sum(len(event) for topic in dask_scheduler._broker._topics.values() for _, event in topic.events)
 
     def look(record):
-        if record.kind == "text" and record.data["name"] == "last":
+        if record.kind == "text" and record.data.name == "last":
             found.append(client2.run_on_scheduler(kept))
 
     def send():
@@ -145,8 +146,9 @@ def test_files_come_in_pieces_where_the_client_does_not_see_the_outbox(client2, 
 
     def fetch(record):
         if record.kind == "file":
-            elsewhere = {**record.data, "source": f"/of/another/host/{Path(record.data['source']).name}"}
-            job.fetch(msgspec.structs.replace(record, data=elsewhere), tmp_path / str(record.rank))
+            elsewhere = f"/of/another/host/{Path(record.data.source).name}"
+            other = msgspec.structs.replace(record.data, source=elsewhere)
+            job.fetch(msgspec.structs.replace(record, data=other), tmp_path / str(record.rank))
 
     job = gang(client2, on_record=fetch)
     job.run(lambda: results.submit("large.bin", bytes([rank()]) * (2 * CHUNK_BYTES + 5)))
@@ -177,8 +179,9 @@ def test_a_rank_that_does_not_ask_is_refused_by_the_client(client2, run_into, tm
     """A hostile rank skips the check on its own side."""
 
     def forge():
-        data = {"path": path, "size": 4, "sha256": hashlib.sha256(b"evil").hexdigest(), "inline": "ZXZpbA=="}
-        results.emit("file", data)
+        file = File("good", 4, hashlib.sha256(b"evil").hexdigest(), inline="ZXZpbA==")
+        msgspec.structs.force_setattr(file, "path", path)
+        results.emit(file)
 
     with pytest.raises(RecordError, match="not allowed"):
         run_into(client2, forge)
@@ -191,8 +194,7 @@ def test_a_rank_cannot_have_the_client_copy_any_file_it_names(client2, run_into,
     secret.write_bytes(b"key")
 
     def forge():
-        data = {"path": "loot", "size": 3, "sha256": hashlib.sha256(b"key").hexdigest(), "source": str(secret)}
-        results.emit("file", {**data, "checkpoint": None})
+        results.emit(File("loot", 3, hashlib.sha256(b"key").hexdigest(), source=str(secret)))
 
     with pytest.raises((RecordError, FileNotFoundError)):
         run_into(client2, forge)
@@ -202,8 +204,8 @@ def test_a_rank_cannot_have_the_client_copy_any_file_it_names(client2, run_into,
 
 def test_a_file_that_is_not_what_was_announced_is_not_put_in_place(client2, run_into, tmp_path):
     def forge():
-        file = results.outbox_file(lambda path: path.write_bytes(b"good"))
-        results.emit("file", {"path": "out/file.bin", **file, "sha256": "0" * 64, "checkpoint": None})
+        file = results.file_of("out/file.bin", b"good" * results.INLINE_BYTES)
+        results.emit(msgspec.structs.replace(file, sha256="0" * 64))
 
     with pytest.raises(RecordError, match=r"damaged|changed on its way"):
         run_into(client2, forge)

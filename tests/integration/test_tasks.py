@@ -82,7 +82,7 @@ def test_a_gan_trains_both_parts_and_shows_images(client2, train):
     assert {f"train/{part}/loss" for part in ("generator", "discriminator")} < names
     assert {"train/discriminator/accuracy", "generator/lr", "discriminator/lr", "generator/grad_norm"} < names
     images = [record for record in run.records if record.kind == "image"]
-    assert [record.data["name"] for record in images] == ["samples"] * 2
+    assert [record.data.name for record in images] == ["samples"] * 2
     first, last = (run.checkpoint(name)["model"] for name in ("step-000011.pt", "last.pt"))
     assert not any(torch.equal(first[name], last[name]) for name in first if name.endswith("weight"))
     state = run.checkpoint("last.pt")["optimizer"]

@@ -15,11 +15,10 @@ from typing import Any
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.results import Record, check_path
+from ddp_hydra.record import File, Log, Record, check_path
 from ddp_hydra.storage.files import place, writing
 from ddp_hydra.writers.base import Fetch
 from ddp_hydra.writers.receive_file import FileReceiver
-from ddp_hydra.writers.validate import check_record
 
 log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
 KEPT_BYTES = 2**30
@@ -51,22 +50,22 @@ class Inbox:
         """Take a record; what ranks print is logged.
 
         Raises:
-            RecordError: a file is malformed or cannot be written.
+            RecordError: a file cannot be written.
         """
-        check_record(record)
-        if record.kind == "log":
-            log.info("rank %d: %s", record.rank, plain(record.data["text"]).rstrip("\n"))
-        if record.kind != "file":
+        file = record.data
+        if isinstance(file, Log):
+            log.info("rank %d: %s", record.rank, plain(file.text).rstrip("\n"))
+        if not isinstance(file, File):
             return
-        path = check_path(record.data["path"])
+        path = check_path(file.path)
         folder, *parts = path.parts
         if not parts:
             raise RecordError(f"rank {record.rank} sent {folder!a}, a file without a folder")
         with self._lock:
             target, more = self._folders.get(folder), 0
             if target is None:
-                more = record.data["size"] - self._size_of(path)
-                if self._kept_bytes + more > KEPT_BYTES and "source" in record.data:
+                more = file.size - self._size_of(path)
+                if self._kept_bytes + more > KEPT_BYTES and file.source is not None:
                     return  # the gang counts it as dropped
                 target = self._keep() / folder
             with writing(target):

@@ -7,10 +7,12 @@ import logging
 import time
 from typing import Any
 
+from msgspec.structs import replace
+
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.handler import ResultsHandler
@@ -164,23 +166,21 @@ class Attached:
         Args:
             step: where the run is, if it is not at the attempt's first step.
         """
-        try:
-            start = Record.decode(json.dumps(self.status.start))
+        if (start := self.status.start) is not None:
             self.attempt = start.attempt
-            self.handler.handle(Record("start", start.data, 0, step or start.step, start.time_s, start.attempt))
-        except RecordError as error:
-            log.warning("%s", plain(str(error)))
+            self.handler.handle(replace(start, rank=0, step=step or start.step))
 
     def show_line(self, line: dict[str, Any]) -> None:
         """Show one line of the metrics."""
         own = ("time", "attempt", "step", "epoch", "samples", "rank")
         values = {name: value for name, value in line.items() if name not in own and isinstance(value, int | float)}
-        data = {"metrics": values, **{name: line[name] for name in ("epoch", "samples") if line.get(name) is not None}}
+        data = {"kind": "metrics", "metrics": values, "epoch": line.get("epoch"), "samples": line.get("samples")}
         attempt = line.get("attempt") or 0
-        if attempt != self.attempt and (self.status.start or {}).get("attempt") == attempt:
+        if attempt != self.attempt and self.status.start is not None and self.status.start.attempt == attempt:
             self.show_start()
         try:
-            self.handler.handle(Record("metrics", data, line.get("rank") or 0, line.get("step"), 0.0, attempt))
+            content = {"data": data, "rank": line.get("rank") or 0, "step": line.get("step"), "attempt": attempt}
+            self.handler.handle(Record.decode(json.dumps(content)))
         except RecordError as error:
             log.warning("%s", plain(str(error)))
 

@@ -32,7 +32,7 @@ from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.remote.status import SUCCEEDED
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.manifest import find_checkpoint

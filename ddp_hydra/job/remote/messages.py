@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 
 POLL_S = 0.5
 GONE_S = 3.0
@@ -45,7 +45,7 @@ class EventChannel(logging.Handler):
 
     def write(self, record: Record) -> None:
         """Send a start or metrics record of rank 0."""
-        if record.rank == 0 and record.kind in ("start", "metrics"):
+        if record.rank == 0 and isinstance(record.data, Start | Metrics):
             self.send(record=record.encode().decode())
 
     def emit(self, record: logging.LogRecord) -> None:

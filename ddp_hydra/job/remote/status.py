@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 import ddp_hydra
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Status, decode
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.writers.status import NAME, JobStatus, encode

@@ -20,7 +20,7 @@ from ddp_hydra.job.remote.status import (
     failed_attempts,
     read,
 )
-from ddp_hydra.results import check_path
+from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.base import WritableStore
 from ddp_hydra.storage.files import place

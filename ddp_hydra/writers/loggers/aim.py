@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 

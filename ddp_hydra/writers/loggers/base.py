@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ddp_hydra.results import Record
-from ddp_hydra.writers.validate import metric_values
+from ddp_hydra.record import Checkpoint, File, Image, Metrics, Record, Text
 
 FINISHED, FAILED, KILLED = "finished", "failed", "killed"
 """How a run ends; killed: it was interrupted, or its command was killed."""
@@ -101,19 +100,20 @@ class Logger:
 
     def write(self, record: Record) -> None:
         """Give a record to the method for its kind."""
-        data, step = record.data, record.step or 0
-        if record.kind == "metrics" and record.rank == 0:
-            context = {name: float(data[name]) for name in ("epoch", "samples") if data.get(name) is not None}
-            self.metrics(metric_values(record) | context, record)
-        elif record.kind == "text":
-            self.text(data["name"], data["text"], step)
-        elif record.kind == "image":
-            self.image(data["name"], base64.b64decode(data["png"]), step)
-        elif record.kind == "file" and (described := data.get("checkpoint")) is not None:
-            is_best, path = bool(described.get("best")), self.run_dir / data["path"]
-            # The run directory keeps only the newest: one that is gone had its turn too late.
-            if (self.checkpoints == "all" or (self.checkpoints == "best" and is_best)) and path.is_file():
-                self.checkpoint(path, step or int(described.get("step") or 0), is_best)
+        step = record.step or 0
+        match record.data:
+            case Metrics(metrics, epoch, samples) if record.rank == 0:
+                context = {"epoch": epoch, "samples": samples}
+                self.metrics(metrics | {name: float(x) for name, x in context.items() if x is not None}, record)
+            case Text(name, text):
+                self.text(name, text, step)
+            case Image(name, png):
+                self.image(name, base64.b64decode(png), step)
+            case File(path, checkpoint=Checkpoint() as saved):
+                # The run directory keeps only the newest: one that is gone had its turn too late.
+                is_wanted = self.checkpoints == "all" or (self.checkpoints == "best" and saved.best)
+                if is_wanted and (self.run_dir / path).is_file():
+                    self.checkpoint(self.run_dir / path, step or saved.step, saved.best)
 
 
 def picture(png: bytes) -> Any:

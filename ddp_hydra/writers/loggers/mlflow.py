@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 MAX_METRICS, MAX_PARAMS, MAX_KEY = 1000, 100, 250

@@ -21,7 +21,7 @@ from typing import IO, Any, TextIO
 
 from ddp_hydra.config import project, redact, targets
 from ddp_hydra.console.text import message_of, plain, shorten, traceback_of
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.writers.loggers.base import KILLED, Logger, Refused, RunInfo
 
 FLUSH_S = 1.0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_hydra
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 
 MAX_RECORDS = 20_000
 MAX_BYTES = 64 * 2**20

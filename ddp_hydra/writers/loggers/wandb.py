@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.writers.loggers.base import FINISHED, PROJECT, Logger, Refused, RunInfo, StartedRun, picture
 
 STEP = "trainer/global_step"

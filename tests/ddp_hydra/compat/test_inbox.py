@@ -9,20 +9,20 @@ import pytest
 from ddp_hydra.compat.dask_pytorch_ddp import inbox
 from ddp_hydra.compat.dask_pytorch_ddp.inbox import Inbox
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Record
 
 
 def test_a_file_without_the_folder_of_a_handler_is_refused():
-    data = {"path": "note.txt", "size": 2, "sha256": "", "inline": "aGk="}
+    file = File("note.txt", 2, "", inline="aGk=")
     with pytest.raises(RecordError, match=r"rank 1 sent 'note\.txt', a file without a folder"):
-        Inbox(lambda *_: None).receive(Record("file", data, 1))
+        Inbox(lambda *_: None).receive(Record(file, 1))
 
 
 def test_a_file_that_is_submitted_again_takes_the_place_of_the_one_before(monkeypatch, tmp_path):
     monkeypatch.setattr(inbox, "KEPT_BYTES", 10)
-    one = Inbox(lambda record, target: target.write_bytes(record.data["source"].encode()))
+    one = Inbox(lambda record, target: target.write_bytes(record.data.source.encode()))
     for content in ("first.", "second", "and a third"):  # which is too large
         sha256 = hashlib.sha256(content.encode()).hexdigest()
-        one.receive(Record("file", {"path": "a/b", "size": len(content), "sha256": sha256, "source": content}))
+        one.receive(Record(File(path="a/b", size=len(content), sha256=sha256, source=content)))
     one.deliver("a", tmp_path)
     assert (tmp_path / "b").read_bytes() == b"second"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.rank import outbox
+from ddp_hydra.record import File
 
 NOBODY = 65534
 
@@ -31,6 +32,6 @@ def test_a_worker_of_another_user_on_this_host_is_asked_for_its_files(tmp_path):
     (folder / "1").write_bytes(b"abc")
     calls = []
     with closed(folder):
-        file_transfer.drop(folder / "1", {"size": 3}, lambda *args: calls.append(args))
+        file_transfer.drop(folder / "1", File("a", 3, ""), lambda *args: calls.append(args))
     assert calls == [(outbox.remove, "1")]
     assert (folder / "1").exists()

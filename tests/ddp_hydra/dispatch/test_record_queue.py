@@ -10,17 +10,17 @@ import pytest
 from ddp_hydra.dispatch import Gang, call
 from ddp_hydra.dispatch import record_queue as module
 from ddp_hydra.dispatch.record_queue import RecordQueue, UnreadRecords
-from ddp_hydra.results import Record
+from ddp_hydra.record import File, Histogram, Log, Metrics, Notice, Record, Text
 
 Make = Callable[..., RecordQueue]
 
 
-def record(n, rank=0, kind="text"):
-    return Record(kind, {"n": n}, rank)
+def record(n, rank=0):
+    return Record(Log("x"), rank, step=n)
 
 
 def numbers(records):
-    return [one.data["n"] for one in records]
+    return [one.step for one in records]
 
 
 class Stage:
@@ -40,8 +40,8 @@ class Stage:
         return self.readers[-1]
 
     def on_record(self, one: Record) -> None:
-        if one.data["n"] in self.refused:
-            raise self.refused[one.data["n"]]
+        if one.step in self.refused:
+            raise self.refused[one.step]
         self.read.append(one)
 
 
@@ -88,7 +88,7 @@ def test_reading_stops_at_the_first_record_that_cannot_be_read(stage, error):
         reader.put(record(n), 1)
     assert stage.alarms.acquire(timeout=30)
     assert not reader.catch_up()
-    assert (reader.error, reader.failed.data["n"]) == (error, 1)
+    assert (reader.error, reader.failed.step) == (error, 1)
     assert (numbers(stage.read), stage.acknowledged) == ([0], [(0, 1)])
 
 
@@ -108,7 +108,7 @@ def test_a_record_that_is_skipped_is_left_out_and_reading_goes_on(stage, caplog)
         reader.put(record(n), 1)
     for n in (1, 3):
         assert stage.alarms.acquire(timeout=30)
-        assert reader.failed.data["n"] == n
+        assert reader.failed.step == n
         reader.skip_failed()
     assert reader.catch_up()
     assert (reader.error, reader.failed) == (None, None)
@@ -172,14 +172,14 @@ def test_closing_twice_is_closing_once(stage):
 
 # -- those that nobody reads -------------------------------------------------------------------------------
 
-FILE = Record("file", {"path": "a.bin", "source": "/spool/1", "size": 3 * 2**20}, 1)
+FILE = Record(File("a.bin", 3 * 2**20, "", source="/spool/1"), 1)
 SENT = [
-    Record("metrics", {"metrics": {"x": 1.0}}),
-    Record("metrics", {"metrics": {"x": 2.0}}),
-    Record("text", {"name": "n", "text": "t"}),
-    Record("histogram", {"name": "n", "counts": [1], "edges": [0.0, 1.0]}),
-    Record("log", {"text": "printed\n"}),
-    Record("file", {"path": "b.txt", "inline": "", "size": 2**20}),
+    Record(Metrics({"x": 1.0})),
+    Record(Metrics({"x": 2.0})),
+    Record(Text(name="n", text="t")),
+    Record(Histogram(name="n", counts=[1], edges=[0.0, 1.0])),
+    Record(Log("printed\n")),
+    Record(File("b.txt", 2**20, "", inline="")),
     FILE,
 ]
 
@@ -217,7 +217,7 @@ def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(a
     assert (attempt.dropped, gang.unread.counts) == ([FILE], {"file": 1})
     attempt.dropped.clear()
     gang = Gang(None)
-    gang.on_record = lambda record: gang.fetch(record, tmp_path) if "source" in record.data else None
+    gang.on_record = lambda record: gang.fetch(record, tmp_path) if getattr(record.data, "source", None) else None
     for record in SENT:
         gang.read(attempt, record)
     assert (attempt.dropped, attempt.fetched, gang.unread.counts) == ([], [FILE], {})
@@ -225,7 +225,7 @@ def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(a
 
 def test_a_reader_gets_no_warnings_for_they_are_logged(attempt):
     read = []
-    Gang(None, on_record=read.append).read(attempt, Record("warning", {"text": "a slow disk"}))
+    Gang(None, on_record=read.append).read(attempt, Record(Notice("a slow disk")))
     assert not read
 
 

@@ -16,7 +16,7 @@ from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG, Channel, Outcome, connect
 from ddp_hydra.rank.torchrun_task import TorchrunWorker
-from ddp_hydra.results import Record
+from ddp_hydra.record import Log, Record
 
 FIRST, SECOND = (RankSpec(rank, 2, rank, 2, 0, f"rank {rank}", "h") for rank in range(2))
 
@@ -67,12 +67,12 @@ def worker(tmp_path) -> TorchrunWorker:
     return TorchrunWorker(str(folder))
 
 
-def line(rank: int = 1, kind: str = "text", **data: Any) -> bytes:
-    return Record(kind, data or {"name": "a", "text": "b"}, rank).encode()
+def line(rank: int = 1, text: str = "b") -> bytes:
+    return Record(Log(text), rank).encode()
 
 
 def test_records_that_wait_for_the_connection_and_later_ones_arrive_in_order(server, heard, worker):
-    lines = [line(kind="log", text=str(number)) for number in range(3)]
+    lines = [line(text=str(number)) for number in range(3)]
     worker.log_event(GANG, lines[0])
     assert worker.unsent == lines[:1]
     with joined(server, worker) as channel:

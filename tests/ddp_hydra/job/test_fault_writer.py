@@ -10,11 +10,11 @@ import pytest
 
 from ddp_hydra.job.fault_writer import FaultWriter, corrupt
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record
 
 
 def metrics(step: int, attempt: int = 0, rank: int = 0) -> Record:
-    return Record("metrics", {"metrics": {}}, rank, step, 1.0, attempt)
+    return Record(Metrics({}), rank, step, 1.0, attempt)
 
 
 @pytest.fixture

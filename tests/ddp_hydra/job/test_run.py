@@ -7,13 +7,13 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from omegaconf import DictConfig, OmegaConf
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
@@ -39,7 +39,7 @@ from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import read_result, summarised
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best, Summary
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import write_manifest_text
@@ -205,11 +205,11 @@ def test_without_a_limit_there_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("record", "lost"),
     [
-        (Record("start", {}, step=10, attempt=1), 9),
-        (Record("start", {}, step=None, attempt=1), 19),
-        (Record("start", {}, step=19, attempt=1), 0),
-        (Record("start", {}, step=40, attempt=1), 0),
-        (Record("metrics", {}, step=10, attempt=1), 0),
+        (Record(Start(), step=10, attempt=1), 9),
+        (Record(Start(), step=None, attempt=1), 19),
+        (Record(Start(), step=19, attempt=1), 0),
+        (Record(Start(), step=40, attempt=1), 0),
+        (Record(Metrics({}), step=10, attempt=1), 0),
     ],
 )
 def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
@@ -515,7 +515,7 @@ def test_a_disk_that_stays_full_is_told_with_what_is_safe_and_what_to_type(steps
 def test_where_a_restart_begins_is_told_with_what_is_done_again(tmp_path):
     made = make(tmp_path)
     assert made.describe_restart(0) == ", from step 0"
-    made.on_record(Record("start", {}, step=4), SimpleNamespace(handle=lambda record: None), gang_after())
+    made.on_record(Record(Start(), step=4), SimpleNamespace(handle=lambda record: None), gang_after())
     assert made.describe_restart(5) == ", from step 4 (1 step again)"
     checkpoint(tmp_path, 10, 20)
     made.saved = True

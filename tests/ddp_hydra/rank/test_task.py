@@ -27,7 +27,7 @@ from ddp_hydra.rank import (
     task,
 )
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
-from ddp_hydra.results import Record
+from ddp_hydra.record import End, Record
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
 
@@ -88,8 +88,8 @@ def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(
     task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     assert descriptors() == before
     end = worker.said[-1]
-    assert (end.kind, end.data["status"]) == ("end", "start")
-    assert end.data["message"].startswith("could not be started: OSError: [Errno 24]")
+    assert (end.kind, end.data.failure.kind) == ("end", "start")
+    assert end.data.failure.message.startswith("could not be started: OSError: [Errno 24]")
     assert not inbox._boxes
     inbox._ended.clear()
 
@@ -112,15 +112,15 @@ def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     task.run_rank(LaunchSpec("gang", 0, SPEC, b"", retry_s=3.0))
     assert sum(full_disk) == pytest.approx(3.0)
-    (warning,) = (record.data["text"] for record in worker.said if record.kind == "warning")
+    (warning,) = (record.data.text for record in worker.said if record.kind == "notice")
     assert f"the worker's temporary folder {tmp_path} on host " in warning
     assert " is full (" in warning
     assert "MiB free): trying again for up to 3 s" in warning
-    assert [record.data["phase"] for record in worker.said if record.kind == "beat"] == ["join"] * len(full_disk)
-    end = worker.said[-1].data
-    assert (end["status"], end["mistake"]) == ("start", True)  # and not tried again
-    assert f"could not be started: the worker's temporary folder {tmp_path} on host " in end["message"]
-    assert "results.retry_s=3" in end["message"]
+    assert [record.data.phase for record in worker.said if record.kind == "beat"] == ["join"] * len(full_disk)
+    failure = worker.said[-1].data.failure
+    assert (failure.kind, failure.mistake) == ("start", True)  # and not tried again
+    assert f"could not be started: the worker's temporary folder {tmp_path} on host " in failure.message
+    assert "results.retry_s=3" in failure.message
     inbox._ended.clear()
 
 
@@ -133,14 +133,14 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, 
     monkeypatch.setattr(launcher.time, "sleep", send)
     task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     assert len(full_disk) == 3
-    assert worker.said[-1].data["status"] == "stopped"
+    assert worker.said[-1].data.stopped
     inbox._ended.clear()
 
 
 def test_a_task_that_came_to_another_worker_says_that_its_own_is_lost(worker):
     worker.address = "tcp://127.0.0.1:2"
     task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
-    assert [(record.kind, record.data["status"]) for record in worker.said] == [("end", "lost")]
+    assert [(record.kind, record.data.failure.kind) for record in worker.said] == [("end", "lost")]
 
 
 def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(worker, tmp_path):
@@ -193,9 +193,9 @@ def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, 
     os.chown(tmp_path, 65534, 65534)
     task.run_rank(LaunchSpec("gang", 0, SPEC, b""))
     inbox._ended.clear()
-    end = worker.said[-1].data
-    assert end["mistake"]
-    assert "can swap the worker's folder" in end["message"]
+    failure = worker.said[-1].data.failure
+    assert failure.mistake
+    assert "can swap the worker's folder" in failure.message
 
 
 def test_a_rank_task_knows_where_its_rank_was_also_when_it_was_told_to_stop(worker):
@@ -203,10 +203,10 @@ def test_a_rank_task_knows_where_its_rank_was_also_when_it_was_told_to_stop(work
         one = task.RankTask(worker, LaunchSpec("gang", 0, SPEC, b""), stack)
         one.shared_status.enter("save", 20)
         one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0}, 1.0
-        assert one.end_data() == {"status": "stopped", "step": 20, "phase": "save"}
+        assert one.end() == End(stopped=True, step=20, phase="save")
         one.stopping_since = None
-        end = one.end_data()
-    assert (end["status"], end["message"], end["step"], end["phase"]) == ("killed", "killed by SIGTERM", 20, "save")
+        end = one.end()
+    assert (end.failure.kind, end.failure.message, end.step, end.phase) == ("killed", "killed by SIGTERM", 20, "save")
     inbox.remove("gang", 0)
     inbox._ended.clear()
 
@@ -304,9 +304,9 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
             one.beat()
     inbox.remove("gang", 0)
     inbox._ended.clear()
-    ages = [record.data["age_s"] for record in worker.said if record.kind == "beat"]
+    ages = [record.data.age_s for record in worker.said if record.kind == "beat"]
     assert ages == [0.0, 10.0, 0.0, 0.0, 10.0, 20.0]
-    assert all(record.data["first"] for record in worker.said)
+    assert all(record.data.first for record in worker.said)
 
 
 def test_a_rank_task_looks_up_seldom_while_its_rank_trains_and_often_otherwise(worker):

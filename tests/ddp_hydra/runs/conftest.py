@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.api.compose import Composed
 from ddp_hydra.errors import Failure, RankFailed
 from ddp_hydra.job.summary import summarised
-from ddp_hydra.results import Record
+from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start
 from ddp_hydra.run_state import Objective
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
@@ -84,31 +84,27 @@ def write_records(run_dir: Path, steps: int, metrics: dict[str, float]) -> None:
     """Write metrics, and two checkpoints."""
     handler = ResultsHandler(default_writers(run_dir, tensorboard=False, progress=False))
     named = {f"val/{key}": number for key, number in metrics.items()}
-    handler.handle(Record("start", {"total_steps": 2 * steps, "epochs": 2, "world_size": 2}, step=0))
+    handler.handle(Record(Start(total_steps=2 * steps, epochs=2, world_size=2), step=0))
     for step in range(1, steps + 1):
-        handler.handle(Record("metrics", {"metrics": named, "epoch": 1, "samples": step * 8}, 0, step))
+        handler.handle(Record(Metrics(metrics=named, epoch=1, samples=step * 8), 0, step))
     for step in (steps - 1, steps):
         content = b"weights %d" % step
-        data = {
-            "path": f"checkpoints/step-{step:06d}.pt",
-            "size": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-            "inline": base64.b64encode(content).decode(),
-            "checkpoint": {"step": step, "epoch": 1, "samples": step * 8, "metrics": named, "best": step == steps},
-        }
-        handler.handle(Record("file", data))
+        saved = Checkpoint(step, 1, step * 8, named, best=step == steps)
+        sha256, inline = hashlib.sha256(content).hexdigest(), base64.b64encode(content).decode()
+        file = File(f"checkpoints/step-{step:06d}.pt", len(content), sha256, inline=inline, checkpoint=saved)
+        handler.handle(Record(file))
     handler.close()
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record, Start
 from ddp_hydra.writers.run_dir import locked
 from ddp_hydra.writers.status import StatusWriter
 run_dir = Path(sys.argv[1])
 with locked(run_dir):
-    StatusWriter(run_dir).write(Record("start", {"total_steps": 9, "epochs": 1, "world_size": 2}, step=0))
+    StatusWriter(run_dir).write(Record(Start(total_steps=9, epochs=1, world_size=2), step=0))
     print("ready", flush=True)
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_a_file_is_sent_when_there_is_room_again(spool, clock, capfd, number):
     folder, records = spool
     results.submit_file("a.bin", Disk(3, number).write)
     assert [path.read_bytes() for path in folder.iterdir()] == [b"all of it"]
-    assert [(record.kind, record.data["size"]) for record in records] == [("file", 9)]
+    assert [(record.kind, record.data.size) for record in records] == [("file", 9)]
     said = capfd.readouterr().err
     assert f"the worker's temporary folder {folder} on host " in said
     assert "MiB free): trying again for up to 5 s; free some space there\nthere is room again, after 1 s" in said

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.schema import TrainerConfig
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.training.checkpoint import read
 
 STEPS = 4
@@ -73,11 +73,11 @@ class Run:
 
     @property
     def last(self) -> Path:
-        return Path(self.saved[-1].data["source"])
+        return Path(self.saved[-1].data.source)
 
     def metrics(self, name: str) -> list[tuple[int, float]]:
         logged = [record for record in self.records if record.kind == "metrics"]
-        return [(record.step, record.data["metrics"][name]) for record in logged if name in record.data["metrics"]]
+        return [(record.step, record.data.metrics[name]) for record in logged if name in record.data.metrics]
 
 
 def same(one: Path, other: Path) -> bool:

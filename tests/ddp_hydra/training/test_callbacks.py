@@ -82,7 +82,7 @@ def with_callbacks(**nodes: Any) -> dict[str, Any]:
 
 
 def texts(run: Any) -> list[str]:
-    return [record.data["text"] for record in run.records if record.kind == "text"]
+    return [record.data.text for record in run.records if record.kind == "text"]
 
 
 @pytest.mark.medium
@@ -161,11 +161,11 @@ def test_what_is_no_callback_is_refused(train):
 def test_histograms(train):
     node = ("ddp_hydra.training.callbacks.Histograms", {"parameters": ["wei*"], "every_steps": 4})
     run = train(parts=with_callbacks(histograms=node))
-    shown = [(record.step, record.data["name"]) for record in run.records if record.kind == "histogram"]
+    shown = [(record.step, record.data.name) for record in run.records if record.kind == "histogram"]
     none = train(parts=with_callbacks(histograms=(node[0], {"every_steps": 0})), epochs=1)
     assert not [record for record in none.records if record.kind == "histogram"]
     assert shown == [(4, "weights/weight"), (4, "gradients/weight"), (8, "weights/weight"), (8, "gradients/weight")]
-    assert all(sum(record.data["counts"]) == 12 for record in run.records if record.kind == "histogram")
+    assert all(sum(record.data.counts) == 12 for record in run.records if record.kind == "histogram")
 
 
 class Net(nn.Sequential):
@@ -248,7 +248,7 @@ def test_layers_that_are_unfrozen_amid_an_epoch_change_mode_at_once_as_in_a_resu
 
 
 def path_of(record: Any) -> Path:
-    return Path(record.data["source"])
+    return Path(record.data.source)
 
 
 @pytest.mark.medium

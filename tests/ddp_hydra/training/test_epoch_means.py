@@ -20,7 +20,7 @@ def means(run: Run) -> list[tuple[int, float]]:
 
 
 def bests(run: Run) -> list[tuple[int, bool]]:
-    return [(record.step, record.data["checkpoint"]["best"]) for record in run.saved]
+    return [(record.step, record.data.checkpoint.best) for record in run.saved]
 
 
 @pytest.mark.parametrize("every", [1, 3, 4, 9])

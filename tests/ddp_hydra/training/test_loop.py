@@ -23,7 +23,7 @@ def test_a_run_of_two_epochs_logs_validates_and_saves(train):
     assert (run.value["steps"], run.value["samples"], run.value["interrupted"]) == (8, 16, "")
     assert [step for step, _ in run.metrics("train/loss")] == [3, 4, 6, 8]
     assert [step for step, _ in run.metrics("val/loss")] == [4, 8]
-    epochs = {record.step: record.data["epoch"] for record in run.records if record.kind == "metrics"}
+    epochs = {record.step: record.data.epoch for record in run.records if record.kind == "metrics"}
     assert epochs == {3: 1, 4: 1, 6: 2, 8: 2}
     assert run.steps_saved == [4, 8]
     assert run.value["metrics"].keys() >= {"train/loss", "val/accuracy", "lr"}
@@ -51,7 +51,7 @@ def test_checkpoints_come_when_they_are_due_also_at_the_end_of_an_epoch(by_steps
 
 
 def bests(run: Run) -> list[tuple[int, bool]]:
-    return [(record.step, record.data["checkpoint"]["best"]) for record in run.saved]
+    return [(record.step, record.data.checkpoint.best) for record in run.saved]
 
 
 RISING = {"objective": {"metric": "val/loss", "direction": "maximize"}}
@@ -106,7 +106,7 @@ def test_a_regression_has_no_accuracy_and_its_best_is_that_of_the_least_loss(tra
     assert not [name for name in run.value["metrics"] if "accuracy" in name]
     losses = [loss for _, loss in run.metrics("val/loss")]
     assert losses == sorted(losses, reverse=True)
-    assert [record.data["checkpoint"]["best"] for record in run.saved] == [True] * 4
+    assert [record.data.checkpoint.best for record in run.saved] == [True] * 4
 
 
 # -- pauses ------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_run_pauses_after_a_validation_with_one_checkpoint_and_goes_on_to_the_
     ends = [flat(read(run.last)) | {"best": None} for run in (resumed, whole)]  # the best of those that were saved
     assert ends[0] == ends[1]
     assert paused.metrics("lr") + resumed.metrics("lr") == whole.metrics("lr")
-    assert "changed" not in str(resumed.records[0].data["lines"])
+    assert "changed" not in str(resumed.records[0].data.lines)
 
 
 @pytest.mark.medium
@@ -196,14 +196,14 @@ def test_a_profile_is_a_trace_and_a_table(train):
     import json
 
     run = train(epochs=5, profile_steps=4)
-    files = {record.data["path"]: record for record in run.records if record.kind == "file"}
+    files = {record.data.path: record for record in run.records if record.kind == "file"}
     with gzip.open(files["profile/rank-0.json.gz"].data["source"]) as trace:
         events = json.load(trace)["traceEvents"]
     spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert {name: spans.count(name) for name in ("forward", "backward", "update")} == {
         "forward": 4, "backward": 4, "update": 4
     }  # fmt: skip
-    (table,) = [record.data["text"] for record in run.records if record.kind == "text"]
+    (table,) = [record.data.text for record in run.records if record.kind == "text"]
     for part in ("| waiting for data |", "| forward pass |", "| optimizer |", "GFLOP a sample", "| all |", "Memory:"):
         assert part in table
     assert "profile/table.md" in files

@@ -86,7 +86,7 @@ def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
         NonFinite("abort", 10, state()).handle(BAD, 0, samples)
     assert f", {samples[SHOWN - 1]}, …" in str(caught.value)
     assert str(samples[SHOWN]) not in str(caught.value)
-    assert json.loads(sent[0].data["text"])["samples"] == samples
+    assert json.loads(sent[0].data.text)["samples"] == samples
 
 
 def test_abort_keeps_no_copies():
@@ -190,8 +190,8 @@ def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(s
 def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
     nonfinite.record(5, NonFiniteStep(1, loss), rank=3, samples=torch.tensor([3, 4]))
     (record,) = sent
-    assert (record.kind, record.step, record.data["name"]) == ("text", 5, "nonfinite")
-    assert json.loads(record.data["text"]) == {"step": 5, "rank": 3, "loss": str(loss), "samples": [3, 4]}
+    assert (record.kind, record.step, record.data.name) == ("text", 5, "nonfinite")
+    assert json.loads(record.data.text) == {"step": 5, "rank": 3, "loss": str(loss), "samples": [3, 4]}
     assert capsys.readouterr().out.startswith("loss not finite: {")
 
 
@@ -207,7 +207,7 @@ def test_of_a_bad_gradient_each_rank_records_its_samples_and_the_first_names_the
     with pytest.raises(NonFiniteLoss) as caught:
         NonFinite("abort", 10, train(state(), 6)).handle(NonFiniteStep(0, loss, names, steps_ago=1), rank, [4, 8])
     (record,) = sent
-    assert json.loads(record.data["text"]) == {
+    assert json.loads(record.data.text) == {
         "step": 6, "rank": rank, "loss": str(loss), "samples": [4, 8], "gradients": names
     }  # fmt: skip
     assert caught.value.consequence == (rank != 0)

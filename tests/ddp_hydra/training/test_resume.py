@@ -25,7 +25,7 @@ def test_a_finished_run_goes_on_when_it_is_given_more_epochs(train):
 
 
 def changed(run: Run) -> list[str]:
-    return [line.removeprefix("changed   ") for line in run.records[0].data["lines"] if line.startswith("changed")]
+    return [line.removeprefix("changed   ") for line in run.records[0].data.lines if line.startswith("changed")]
 
 
 def groups(run: Run) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_another_objective_forgets_the_best_of_the_one_before(train):
     first = train(stop_at=("forward", 5), parts={"objective": {"metric": "val/accuracy"}})
     parts = {"objective": {"metric": "val/loss", "direction": "maximize"}}  # it rises
     again = train(resume=first.last, parts=parts)
-    assert [record.data["checkpoint"]["best"] for record in again.saved] == [True]
+    assert [record.data.checkpoint.best for record in again.saved] == [True]
     assert read(again.last)["best"] == again.metrics("val/loss")[-1][1]
 
 

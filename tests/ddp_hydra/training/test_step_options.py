@@ -170,7 +170,7 @@ def test_other_metrics_are_validated_too_and_matrices_are_pictures(train):
     assert [step for step, _ in run.metrics("val/f1")] == [4, 8]
     assert [step for step, _ in run.metrics("val/each/2")] == [4, 8]
     images = [record for record in run.records if record.kind == "image"]
-    assert [(record.step, record.data["name"]) for record in images] == [(4, "val/confusion"), (8, "val/confusion")]
+    assert [(record.step, record.data.name) for record in images] == [(4, "val/confusion"), (8, "val/confusion")]
 
 
 def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monkeypatch):

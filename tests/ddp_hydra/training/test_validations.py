@@ -18,7 +18,7 @@ def validated(run: Run) -> list[int]:
 
 
 def bests(run: Run) -> list[tuple[int, bool]]:
-    return [(record.step, record.data["checkpoint"]["best"]) for record in run.saved]
+    return [(record.step, record.data.checkpoint.best) for record in run.saved]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_early_stopping_counts_them_and_says_so(train):
     assert (run.value["steps"], run.value["interrupted"]) == (6, "")
     assert run.value["stopped_early"] == "no progress in val/accuracy for 2 validations"
     assert run.steps_saved[-1] == 6
-    said = [record.data["text"] for record in run.records if record.kind == "text"]
+    said = [record.data.text for record in run.records if record.kind == "text"]
     assert said == ["no progress in val/accuracy for 2 validations"]
     again = train(resume=run.last, validate_every_steps=2, **options)
     assert (again.value["steps"], again.value["stopped_early"]) == (6, run.value["stopped_early"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Checkpoint, File, Metrics, Record
 
 MakeRecord = Callable[..., Record]
 
@@ -16,8 +16,7 @@ MakeRecord = Callable[..., Record]
 def metrics_record() -> MakeRecord:
     def make(step: int, attempt: int = 0, rank: int = 0, epoch: int = 1, **metrics: float) -> Record:
         named = {name.replace("__", "/"): value for name, value in metrics.items()}
-        data = {"metrics": named, "epoch": epoch, "samples": step * 8}
-        return Record("metrics", data, rank, step, 1000.5 + step, attempt)
+        return Record(Metrics(named, epoch, step * 8), rank, step, 1000.5 + step, attempt)
 
     return make
 
@@ -26,12 +25,11 @@ def metrics_record() -> MakeRecord:
 def file_record() -> MakeRecord:
     def make(path: str, /, content: bytes = b"hello", **changes: object) -> Record:
         data = {
-            "path": path,
             "size": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
             "inline": base64.b64encode(content).decode(),
         }
-        return Record("file", data | changes, rank=2)
+        return Record(File(**{"path": path} | data | changes), rank=2)
 
     return make
 
@@ -39,13 +37,7 @@ def file_record() -> MakeRecord:
 @pytest.fixture
 def checkpoint_record(file_record: MakeRecord) -> MakeRecord:
     def make(step: int, content: bytes | None = None, best: bool = False, **changes: object) -> Record:
-        holds = {
-            "step": step,
-            "epoch": 1,
-            "samples": step * 8,
-            "metrics": {"val/loss": 1 / step},
-            "best": best,
-        }
+        holds = Checkpoint(step, 1, step * 8, {"val/loss": 1 / step}, best)
         body = b"weights %d" % step if content is None else content
         return file_record(f"checkpoints/step-{step:06d}.pt", body, **{"checkpoint": holds} | changes)
 

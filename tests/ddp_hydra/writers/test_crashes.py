@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Checkpoint, File, Record
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 
@@ -65,18 +65,12 @@ class Disk:
 def record(number: int, step: int, best: bool, source: Path) -> Record:
     body = b"weights %d of write %d" % (step, number)
     source.write_bytes(body)
-    data = {
-        "path": f"checkpoints/step-{step:06d}.pt",
-        "size": len(body),
-        "sha256": hashlib.sha256(body).hexdigest(),
-        "source": str(source),
-        "checkpoint": {"step": step, "metrics": {}, "best": best},
-    }
-    return Record("file", data)
+    path, sha256 = f"checkpoints/step-{step:06d}.pt", hashlib.sha256(body).hexdigest()
+    return Record(File(path, len(body), sha256, source=str(source), checkpoint=Checkpoint(step, best=best)))
 
 
 def move(record: Record, target: Path) -> None:
-    shutil.move(record.data["source"], target)
+    shutil.move(record.data.source, target)
 
 
 def crash(steps: list[tuple[int, bool]], left: int, after: bool, links: bool, keep: int) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Log, Record
 from ddp_hydra.writers.submitted_files import FileWriter
 
 
@@ -11,7 +11,7 @@ def test_inline_and_fetched_files_arrive(tmp_path, file_record, tree):
     asked = []
 
     def fetch(record, target):
-        asked.append(record.data["source"])
+        asked.append(record.data.source)
         target.write_bytes(b"from far away")
 
     writer = FileWriter(tmp_path, fetch)
@@ -139,6 +139,6 @@ def test_a_path_through_a_file_or_onto_a_folder_is_a_sentence(tmp_path, file_rec
 
 def test_other_kinds_are_ignored(tmp_path, checkpoint_record, tree):
     writer = FileWriter(tmp_path)
-    writer.write(Record("log", {"text": "x"}))
+    writer.write(Record(Log("x")))
     writer.write(checkpoint_record(1))
     assert tree(tmp_path) == set()

@@ -19,7 +19,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Checkpoint, Log, Record, Text
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
 from ddp_hydra.writers import receive_file
 from ddp_hydra.writers.default import default_writers
@@ -98,7 +98,7 @@ def spooled(tmp_path, file_record):
 
 
 def move(record: Record, target: Path) -> None:
-    shutil.move(record.data["source"], target)
+    shutil.move(record.data.source, target)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -108,11 +108,11 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def records(number: int, metrics_record, spooled, size: int = 300_000) -> list[Record]:
     """One of each kind that reaches a disk."""
     step = 10 * number
-    holds = {"step": step, "epoch": 1, "samples": step, "metrics": {}, "best": number == 1}
+    holds = Checkpoint(step, 1, step, {}, best=number == 1)
     return [
-        Record("log", {"text": f"line {number}\n" * 600}, rank=1, attempt=number),
+        Record(Log(f"line {number}\n" * 600), rank=1, attempt=number),
         metrics_record(step, attempt=number, **{f"m{index}": float(number) for index in range(300)}),
-        Record("text", {"name": "note", "text": f"text {number} " * 500}, step=step, attempt=number),
+        Record(Text(name="note", text=f"text {number} " * 500), step=step, attempt=number),
         spooled(f"samples/{number}.bin", b"%d" % number * 20_000),
         spooled(f"checkpoints/step-{step:06d}.pt", os.urandom(size), checkpoint=holds),
     ]
@@ -144,7 +144,7 @@ def check_run(run_dir: Path, coming: list[Record]) -> None:
     for name, entry in read_manifest(run_dir / "checkpoints").items():
         content = (run_dir / "checkpoints" / name).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["size"], entry["sha256"])
-    assert hashlib.sha256(find_checkpoint(run_dir).read_bytes()).hexdigest() == coming[-1].data["sha256"]
+    assert hashlib.sha256(find_checkpoint(run_dir).read_bytes()).hexdigest() == coming[-1].data.sha256
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20]
     log = (run_dir / "logs/rank-1.log").read_text()
@@ -190,7 +190,7 @@ def test_a_checkpoint_spooled_on_the_same_full_disk_is_moved_not_copied(small, f
     """The worst place: the file is where it should be, and only the manifest does not fit."""
     spool = small / "spool"
     spool.mkdir()
-    holds = {"step": 1, "metrics": {}, "best": True}
+    holds = Checkpoint(1)
     with ResultsHandler(writers(small / "run"), retry_s=60.0) as handler:
         content = os.urandom(500_000)
         record = spooled("checkpoints/step-000001.pt", content, spool, checkpoint=holds)
@@ -206,9 +206,9 @@ def test_giving_up_ends_the_waiting_at_once(small, metrics_record):
     fill(small)
     threading.Timer(0.2, handler.give_up.set).start()
     with pytest.raises(RecordError, match=r"No space left on device.*it was tried \d+ times in"):
-        handler.handle(Record("log", {"text": "x" * 10_000}))
+        handler.handle(Record(Log("x" * 10_000)))
     with pytest.raises(RecordError, match="No space left on device"):
-        handler.handle(Record("log", {"text": "x" * 10_000}))
+        handler.handle(Record(Log("x" * 10_000)))
 
 
 # -- disks that are away, where no real one is at hand ---------------------------------------------------------
@@ -263,7 +263,7 @@ def test_a_failed_fsync_is_not_believed_when_it_works_later(tmp_path, monkeypatc
         monkeypatch.setattr(receive_file, "_rewrite", lambda part, real=receive_file._rewrite: anew.append(real(part)))
         handler.handle(record)
     assert len(anew) == 1
-    assert hashlib.sha256((tmp_path / "run/a/one.bin").read_bytes()).hexdigest() == record.data["sha256"]
+    assert hashlib.sha256((tmp_path / "run/a/one.bin").read_bytes()).hexdigest() == record.data.sha256
 
 
 def test_half_a_line_that_cannot_even_be_taken_back_is_taken_back_later(tmp_path, monkeypatch, metrics_record):
@@ -289,7 +289,7 @@ def test_half_a_line_that_cannot_even_be_taken_back_is_taken_back_later(tmp_path
 def test_what_does_not_pass_is_not_waited_for(tmp_path, file_record, caplog):
     with ResultsHandler(writers(tmp_path / "run"), retry_s=3600) as handler:
         handler.handle(file_record("a/b"))
-        for record in (file_record("a/b/c"), file_record("a/c.txt", sha256="0" * 64), file_record("../x")):
+        for record in (file_record("a/b/c"), file_record("a/c.txt", sha256="0" * 64), file_record("x")):
             with pytest.raises(RecordError):
                 handler.handle(record)
     assert not caplog.records

@@ -16,7 +16,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment, list_session_groups
 
 from ddp_hydra.errors import Interrupted
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.writers import hparams
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
@@ -60,7 +60,7 @@ class Tab:
 
 
 def metrics(step: int, **values: float) -> Record:
-    return Record("metrics", {"metrics": {name.replace("__", "/"): v for name, v in values.items()}}, 0, step, 1.0)
+    return Record(Metrics({name.replace("__", "/"): v for name, v in values.items()}), 0, step, 1.0)
 
 
 def train(run_dir, overrides, accuracy: float | None = None, error: BaseException | None = None) -> None:
@@ -129,8 +129,8 @@ def test_an_attempt_that_takes_points_back_leaves_the_session(tmp_path):
     with hparams.session(tmp_path, ["seed=1"]):
         writer = TensorBoardWriter(tmp_path)
         writer.write(metrics(10, loss=1))
-        writer.write(Record("start", {}, step=0, attempt=1, time_s=1.0))
-        writer.write(Record("metrics", {"metrics": {"loss": 2}}, step=10, attempt=1, time_s=1.0))
+        writer.write(Record(Start(), step=0, attempt=1, time_s=1.0))
+        writer.write(Record(Metrics({"loss": 2}), step=10, attempt=1, time_s=1.0))
         writer.close()
     assert Tab(tmp_path).rows() == {"tensorboard": ({"seed": 1.0}, {"loss": 2.0}, "success")}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from ddp_hydra.config.project import starter
-from ddp_hydra.results import Record
+from ddp_hydra.record import Beat, Checkpoint, File, Image, Log, Metrics, Record, Text
 from ddp_hydra.writers.loggers.process import RedactedOutput
 from ddp_hydra.writers.loggers.sender import LoggerProcess, RecordBuffer
 
@@ -39,7 +40,7 @@ class Mine:
         if self.fails:
             print("at http://me:pw123@host/runs", flush=True)
             raise ValueError(f"no {record.step} with token=abc123")
-        print(record.kind, record.step, record.data.get("metrics"), file=self.file, flush=True)
+        print(record.kind, record.step, getattr(record.data, "metrics", None), file=self.file, flush=True)
 
     def close(self):
         print("closed", file=self.file, flush=True)
@@ -135,7 +136,7 @@ def started(folder) -> Iterator[Start]:
 
 
 def metrics(step: int, **values: float | None) -> Record:
-    return Record("metrics", {"metrics": values or {"loss": 0.5}, "epoch": 1, "samples": 8 * step}, 0, step, 1e9)
+    return Record(Metrics(metrics=values or {"loss": 0.5}, epoch=1, samples=8 * step), 0, step, 1e9)
 
 
 def ended(sender: LoggerProcess, status: str = "finished", timeout_s: float = LONG_S) -> str:
@@ -201,11 +202,11 @@ def test_the_last_line_of_a_library_is_written_too_without_its_secrets():
 @pytest.mark.integration
 def test_a_writer_of_the_project_gets_all_records(started, folder):
     sender = started("Mine")
-    for record in (metrics(1), Record("log", {"text": "x"}), Record("beat", {}), metrics(2, loss=None)):
+    for record in (metrics(1), Record(Log("x")), Record(Beat()), metrics(2, loss=math.nan)):
         sender.write(record)
     assert ended(sender) == ""
     assert (folder / "mine.txt").read_text().splitlines() == [
-        "metrics 1 {'loss': 0.5}", "log None None", "metrics 2 {'loss': None}", "closed",
+        "metrics 1 {'loss': 0.5}", "log None None", "metrics 2 {'loss': nan}", "closed",
     ]  # fmt: skip
     assert not (folder / "logs" / "mine.log").exists()  # nothing was printed
 
@@ -216,12 +217,12 @@ def test_a_service_gets_each_kind_and_the_end(started, folder, caplog):
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-000002.pt").write_bytes(b"x")
     sender = started(earlier="run-0")
-    sender.write(metrics(1, loss=None, **{"val/x": 2.0}))
-    sender.write(Record("metrics", {"metrics": {"loss": 9.0}}, 1, 1))  # of another rank
-    sender.write(Record("text", {"name": "n", "text": "hello"}, 0, 2))
-    sender.write(Record("image", {"name": "i", "png": "AAAA"}, 0, 2))
+    sender.write(metrics(1, loss=math.nan, **{"val/x": 2.0}))
+    sender.write(Record(Metrics({"loss": 9.0}), 1, 1))  # of another rank
+    sender.write(Record(Text(name="n", text="hello"), 0, 2))
+    sender.write(Record(Image(name="i", png="AAAA"), 0, 2))
     for name, is_best in (("step-000002.pt", True), ("step-000002.pt", False), ("step-000001.pt", True)):
-        sender.write(Record("file", {"path": f"checkpoints/{name}", "checkpoint": {"step": 2, "best": is_best}}, 0, 2))
+        sender.write(Record(File(f"checkpoints/{name}", 1, "", checkpoint=Checkpoint(step=2, best=is_best)), 0, 2))
     assert ended(sender, "failed") == ""
     lines = [line for line in (folder / "service.txt").read_text().splitlines() if not line.startswith("pids")]
     assert lines[0] == "begin a/0 a ['t'] {'lr': 1} run-0"

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Log, Metrics, Record, Start
 from ddp_hydra.writers.jsonl import JsonLinesWriter
 from ddp_hydra.writers.logs import LogWriter
 
@@ -44,13 +44,13 @@ def test_a_step_is_there_once_also_after_a_restart(tmp_path, metrics_record, aga
     writer = JsonLinesWriter(tmp_path)
     for step in range(1, 8):
         writer.write(metrics_record(step, loss=1.0))
-    writer.write(Record("metrics", {"metrics": {"own": 1.0}}, rank=1, step=7))
+    writer.write(Record(Metrics({"own": 1.0}), rank=1, step=7))
     if again:
         writer.close()
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"time": 1.0, "att')
         writer = JsonLinesWriter(tmp_path)
-    writer.write(Record("start", {"lines": []}, rank=0, step=5, attempt=1))
+    writer.write(Record(Start(lines=[]), rank=0, step=5, attempt=1))
     writer.write(metrics_record(7, loss=1.0))
     writer.write(metrics_record(6, attempt=1, loss=1.0))
     writer.close()
@@ -81,7 +81,7 @@ def test_links_are_not_followed(tmp_path, metrics_record):
         JsonLinesWriter(run_dir).write(metrics_record(1, loss=1.0))
     (run_dir / "logs").symlink_to(tmp_path)
     with pytest.raises(RecordError, match=r"logs is a symbolic link"):
-        LogWriter(run_dir).write(Record("log", {"text": "x"}))
+        LogWriter(run_dir).write(Record(Log("x")))
     assert victim.read_text() == "mine"
     assert not (tmp_path / "rank-0.log").exists()
 
@@ -109,7 +109,7 @@ def test_a_piece_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, metrics_r
 def test_each_rank_has_its_own_log(tmp_path):
     writer = LogWriter(tmp_path)
     for rank, text in [(0, "one\ntw"), (1, "other\n"), (0, "o\n"), (0, "\ud800é\n")]:
-        writer.write(Record("log", {"text": text}, rank=rank))
+        writer.write(Record(Log(text), rank=rank))
     assert (tmp_path / "logs/rank-0.log").read_text() == "one\ntwo\n\\ud800é\n"
     assert (tmp_path / "logs/rank-1.log").read_text() == "other\n"
 
@@ -117,6 +117,6 @@ def test_each_rank_has_its_own_log(tmp_path):
 def test_a_line_of_its_own_marks_each_new_attempt(tmp_path):
     writer = LogWriter(tmp_path)
     for attempt, text in [(0, "one\ntw"), (0, ""), (1, "o\n"), (1, "three\n"), (2, "four"), (3, ""), (4, "five")]:
-        writer.write(Record("log", {"text": text}, attempt=attempt))
+        writer.write(Record(Log(text), attempt=attempt))
     marked = "one\ntw\n--- attempt 1 ---\no\nthree\n--- attempt 2 ---\nfour\n--- attempt 3 ---\n--- attempt 4 ---\nfive"
     assert (tmp_path / "logs/rank-0.log").read_text() == marked

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record
 from ddp_hydra.writers.loggers.base import Refused, RunInfo
 from ddp_hydra.writers.loggers.mlflow import MlflowLogger, allowed_name
 
@@ -120,7 +120,7 @@ def test_only_errors_that_time_may_mend_are_tried_again(call, code, is_refused, 
 
 
 def test_metrics_that_are_refused_are_given_up_and_others_are_kept():
-    record = Record("metrics", rank=0, step=3, attempt=0, time_s=12.5, data={})
+    record = Record(Metrics({}), step=3, time_s=12.5)
     logger = logger_of(Client(log_batch=["TEMPORARILY_UNAVAILABLE", None, "INVALID_PARAMETER_VALUE", None]))
     logger.metrics({"train/loss": 1.0, "a b?": 2.0}, record)
     with pytest.raises(type(mlflow_error("TEMPORARILY_UNAVAILABLE"))):

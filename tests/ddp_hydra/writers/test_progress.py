@@ -8,9 +8,10 @@ import sys
 import time
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Log, Metrics, Record, Start, Text
 from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.progress import ProgressWriter
 
@@ -34,14 +35,7 @@ def output():
 
 @pytest.fixture
 def start():
-    return Record(
-        "start",
-        {
-            "lines": ["model resnet18", "2 ranks, batch 2 x 64 = 128"],
-            "total_steps": 50,
-            "epochs": 5,
-        },
-    )
+    return Record(Start(["model resnet18", "2 ranks, batch 2 x 64 = 128"], total_steps=50, epochs=5))
 
 
 @pytest.fixture
@@ -96,7 +90,7 @@ def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock,
     writer = ProgressWriter(Console(file=output, width=120, force_terminal=False), restarts=restarts, clock=clock)
     writer.write(start)
     writer.write(metrics_record(13, epoch=2, train__loss=1.0))
-    writer.write(Record("start", dict(start.data, lines=[]), step=10, attempt=1))
+    writer.write(Record(replace(start.data, lines=[]), step=10, attempt=1))
     clock.now += 20
     writer.write(metrics_record(12, attempt=1, epoch=2, train__loss=1.0))
     told = [*said, "epoch 2/5  step 12/50  train/loss 1  ETA 6:20 min"]
@@ -105,7 +99,7 @@ def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock,
 
 def test_without_totals(plain_writer, output, clock):
     clock.now += 11
-    plain_writer.write(Record("metrics", {"metrics": {"train/loss": None}}, step=7))
+    plain_writer.write(Record(Metrics({"train/loss": float("nan")}), step=7))
     plain_writer.close()
     assert output.getvalue().splitlines() == ["step 7  train/loss nan"] * 2
 
@@ -113,8 +107,8 @@ def test_without_totals(plain_writer, output, clock):
 def test_text_of_ranks_cannot_steer_the_terminal(output, clock):
     writer = ProgressWriter(terminal(output, color_system=None), clock=clock)
     evil = "\x1b]0;owned\x07\x1b[2Jname\x9b31m\r"
-    writer.write(Record("start", {"lines": [f"[red]{evil}"]}))
-    writer.write(Record("metrics", {"metrics": {f"train/{evil}": 1.0, "val/x": 1.0}}, step=1))
+    writer.write(Record(Start(lines=[f"[red]{evil}"])))
+    writer.write(Record(Metrics({f"train/{evil}": 1.0, "val/x": 1.0}), step=1))
     writer.close()
     text = output.getvalue()
     assert "owned" not in text
@@ -152,11 +146,11 @@ def test_a_terminal_has_a_bar_and_is_left_clean(output, start, metrics_record, f
 def test_a_closed_output_does_not_end_the_job():
     code = """
 import os, sys
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record
 from ddp_hydra.writers.progress import ProgressWriter
 writer = ProgressWriter()
 for step in (1, 2):
-    writer.write(Record("metrics", {"metrics": {"val/loss": 1.0}}, step=step))
+    writer.write(Record(Metrics({"val/loss": 1.0}), step=step))
 writer.close()
 print("goes on", file=sys.stderr)
 os._exit(0)
@@ -172,7 +166,7 @@ os._exit(0)
 
 def test_other_ranks_and_kinds_are_not_shown(plain_writer, output, metrics_record):
     plain_writer.write(metrics_record(1, rank=1, val__loss=1.0))
-    plain_writer.write(Record("text", {"name": "n", "text": "hello"}))
-    plain_writer.write(Record("log", {"text": "hello"}))
+    plain_writer.write(Record(Text(name="n", text="hello")))
+    plain_writer.write(Record(Log("hello")))
     plain_writer.close()
     assert output.getvalue() == ""

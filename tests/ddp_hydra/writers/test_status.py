@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record, Start
 from ddp_hydra.writers.status import StatusWriter
 
 
@@ -16,7 +16,7 @@ def read(folder):
 def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics_record):
     now = [0.0]
     writer = StatusWriter(tmp_path, lambda: now[0])
-    writer.write(Record("start", {"total_steps": 100, "epochs": 4, "world_size": 2}, step=0))
+    writer.write(Record(Start(total_steps=100, epochs=4, world_size=2), step=0))
     assert (read(tmp_path)["world_size"], read(tmp_path)["step"]) == (2, None)
     now[0] = 10.0
     writer.write(metrics_record(20, train__loss=0.5))
@@ -38,7 +38,7 @@ def test_it_is_written_no_more_than_twice_a_second_but_a_new_attempt_shows_at_on
     writer.write(metrics_record(2, loss=1.0))
     writer.write(metrics_record(2, rank=1, loss=1.0))
     assert read(tmp_path)["step"] == 1
-    writer.write(Record("start", {"world_size": 1}, step=1, attempt=1))
+    writer.write(Record(Start(world_size=1), step=1, attempt=1))
     assert (read(tmp_path)["attempt"], read(tmp_path)["world_size"]) == (1, 1)
     assert read(tmp_path)["attempts"] == failed
     now[0] = 0.9

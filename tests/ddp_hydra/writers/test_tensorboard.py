@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.results import Record
+from ddp_hydra.record import Image, Record, Start, Text
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -39,9 +39,9 @@ def test_scalars_texts_and_images_come_back_before_close(tmp_path, metrics_recor
     writer.write(metrics_record(10, train__loss=0.5, lr=0.1))
     writer.write(metrics_record(20, train__loss=0.25))
     writer.write(metrics_record(20, rank=1, train__loss=77.0))
-    writer.write(Record("text", {"name": "note", "text": "**hé\ud800**"}, step=3, time_s=5.0))
+    writer.write(Record(Text(name="note", text="**hé\ud800**"), step=3, time_s=5.0))
     image = png(5, 2)
-    writer.write(Record("image", {"name": "digit", "png": base64.b64encode(image).decode()}, step=4))
+    writer.write(Record(Image(name="digit", png=base64.b64encode(image).decode()), step=4))
     events = read_back(tmp_path)
     points = [(event.wall_time, event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(1010.5, 10, 0.5), (1020.5, 20, 0.25)]
@@ -74,7 +74,7 @@ def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_re
     for step in (10, 20, 30, 40):
         writer.write(metrics_record(step, loss=step))
     if says_where:  # from the checkpoint of step 20; without it, from its first point
-        writer.write(Record("start", {}, step=20, attempt=1))
+        writer.write(Record(Start(), step=20, attempt=1))
         writer.write(metrics_record(25, attempt=0, loss=-1))  # late, and dropped
     writer.write(metrics_record(30, attempt=1, loss=300))
     writer.write(metrics_record(40, attempt=1, loss=400))
@@ -87,7 +87,7 @@ def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_re
 def test_a_job_that_goes_on_or_begins_again_in_its_folder_has_one_clean_curve(tmp_path, metrics_record, begin):
     for first, factor in ((0, 1), (begin, 10)):
         writer = TensorBoardWriter(tmp_path)
-        writer.write(Record("start", {}, step=first))
+        writer.write(Record(Start(), step=first))
         for step in (10, 20, 30, 40):
             if step > first:
                 writer.write(metrics_record(step, loss=step * factor))
@@ -108,4 +108,4 @@ def test_a_second_writer_adds_a_file_that_is_read_after_the_first(tmp_path, metr
 @pytest.mark.parametrize("content", ["%%%", "é", base64.b64encode(b"GIF89a" + bytes(60)).decode()])
 def test_an_image_that_is_no_png_is_refused(tmp_path, content):
     with pytest.raises(RecordError, match="image 'x' of rank 3 is not a PNG"):
-        TensorBoardWriter(tmp_path).write(Record("image", {"name": "x", "png": content}, rank=3))
+        TensorBoardWriter(tmp_path).write(Record(Image(name="x", png=content), rank=3))

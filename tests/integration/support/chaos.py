@@ -34,7 +34,7 @@ from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang, gang
 from ddp_hydra.errors import DdpHydraError, Failure, RankFailed
 from ddp_hydra.job.run import run_job
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from tests.integration.conftest import wait_for
 
 SETTINGS = (
@@ -94,7 +94,7 @@ class Story:
 
     def strikes(self) -> list[float]:
         """When faults struck, as far as the rank could still say it."""
-        return [r.time_s for r in self.records if r.kind == "log" and "fault on purpose: " in r.data["text"]]
+        return [r.time_s for r in self.records if r.kind == "log" and "fault on purpose: " in r.data.text]
 
     def checkpoint(self, name: str = "last.pt") -> dict[str, Any]:
         """A checkpoint, but for the config: there are faults in it."""
@@ -125,10 +125,10 @@ class Story:
         for attempt in sorted({record.attempt for record in self.records}):
             its = [record for record in self.records if record.attempt == attempt]
             begin = next((r.step for r in its if r.kind == "start"), None)
-            told = [r for r in its if r.kind == "text" and r.data["name"] == "samples"]
+            told = [r for r in its if r.kind == "text" and r.data.name == "samples"]
             ranks = sorted({r.rank for r in told})
             times = accumulate.get(attempt, 1)
-            texts = ([json.loads(r.data["text"]) for r in told if r.rank == rank] for rank in ranks)
+            texts = ([json.loads(r.data.text) for r in told if r.rank == rank] for rank in ranks)
             parts = [[list(chain(*said[n : n + times])) for n in range(0, len(said), times)] for said in texts]
             for count, batch in enumerate(zip(*parts, strict=False), (begin or 0) + 1):
                 seen[count] = list(chain(*batch))

@@ -15,7 +15,7 @@ from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import pack
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.writers.default import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 
@@ -38,10 +38,10 @@ class Trained:
 
     def samples(self) -> list[list[int]]:
         """The global batches, as the model saw them, the ranks' parts one after the other."""
-        told = [r for r in self.records if r.kind == "text" and r.data["name"] == "samples"]
+        told = [r for r in self.records if r.kind == "text" and r.data.name == "samples"]
         by_rank: dict[int, list[list[int]]] = {}
         for record in told:
-            by_rank.setdefault(record.rank, []).append(json.loads(record.data["text"]))
+            by_rank.setdefault(record.rank, []).append(json.loads(record.data.text))
         return [list(chain(*parts)) for parts in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
 
     def checkpoint(self, name: str) -> dict[str, Any]:

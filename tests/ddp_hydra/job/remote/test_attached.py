@@ -9,7 +9,7 @@ import pytest
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
 from ddp_hydra.job.remote.attached import Attached
 from ddp_hydra.job.remote.status import DriverStatus
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.status import encode
 
@@ -29,12 +29,12 @@ class Run:
             "total_steps": 10,
             "epochs": 2,
         }
-        self.status.write(Record("start", data, step=step, attempt=attempt))
+        self.status.write(Record(Start(**data), step=step, attempt=attempt))
         self.beat()
 
     def step(self, step, attempt=0, **metrics):
         epoch = (step + 4) // 5
-        self.status.write(Record("metrics", {"metrics": metrics, "epoch": epoch}, step=step, attempt=attempt))
+        self.status.write(Record(Metrics(metrics=metrics, epoch=epoch), step=step, attempt=attempt))
         self.time_s += 1
         line = {"time": self.time_s, "attempt": attempt, "step": step, "epoch": epoch, "samples": step * 8, **metrics}
         self.lines += json.dumps(line).encode() + b"\n"

@@ -22,7 +22,7 @@ from ddp_hydra.job.remote.start_driver import JobSpec
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended
 from ddp_hydra.rank import outbox
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.writers.status import encode
@@ -146,8 +146,8 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     store = results_root.open_folder(spec.url)
     before = DriverStatus("tcp://scheduler:8786", "abc")
     before.note_attempts([AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))])
-    before.write(Record("start", {"world_size": 2, "total_steps": 20}, step=4, attempt=1))
-    before.write(Record("metrics", {"metrics": {"train/loss": 1.0}}, step=9, attempt=1))
+    before.write(Record(Start(world_size=2, total_steps=20), step=4, attempt=1))
+    before.write(Record(Metrics({"train/loss": 1.0}), step=9, attempt=1))
     store.put("status.json", encode(before.content()))
     runner.take_over()
     job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(), None, {})

@@ -13,7 +13,7 @@ from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.scratch import keep, scratch_folder
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
-from ddp_hydra.results import Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import LocalFolder, results_root
 
@@ -220,8 +220,8 @@ def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status,
 def test_the_status_follows_the_records(status):
     assert json.loads(status.next_update())["state"] == "starting"
     assert status.next_update() is None
-    status.write(Record("start", {"lines": ["a job"], "total_steps": 10}))
-    status.write(Record("metrics", {"metrics": {"train/loss": float("nan")}}, step=3))
+    status.write(Record(Start(lines=["a job"], total_steps=10)))
+    status.write(Record(Metrics({"train/loss": float("nan")}), step=3))
     said = json.loads(status.next_update())
     assert (said["state"], said["step"], said["total_steps"]) == ("running", 3, 10)
     assert said["metrics"] == {"train/loss": None}

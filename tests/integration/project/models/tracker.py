@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.results import Record
+from ddp_hydra.record import Record
 from ddp_hydra.writers.loggers.base import Logger, RunInfo, StartedRun
 
 
