@@ -15,7 +15,7 @@ from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.remote.attached import Attached
 from ddp_hydra.job.remote.status import LOST_S
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage.run_ref import RunRef
 
 USAGE = """ddp-hydra attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> None:
     options, others = parse(Options, words, USAGE)
     if others:
         raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{USAGE}")
-    store = results_root.open_folder(results_root.find(options.run))
+    store = RunRef.of(options.run).store()
     attached = Attached(store, options.lost_timeout_s)
     try:
         attached.begin()

@@ -57,11 +57,10 @@ def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:
 def _overrides_of(run: str) -> list[str] | None:
     if not run:
         return None
-    from ddp_hydra.storage.results_root import plain_path  # imported only if needed, to keep the start quick
-    from ddp_hydra.storage.run_ref import RunRef
+    from ddp_hydra.storage.run_ref import RunRef  # imported only if needed, to keep the start quick
 
     try:  # a folder that points to its results has the words, too
-        content = RunRef(plain_path(run)).read(".hydra/overrides.yaml")
+        content = RunRef.own(run).read(".hydra/overrides.yaml")
     except (FileNotFoundError, NotADirectoryError, ConnectionError):  # only checkpoints; or the store is away for now
         return None
     return _words(OmegaConf.create(content.decode()))

@@ -138,7 +138,7 @@ def diff(words: Sequence[str]) -> None:
 def rm(words: Sequence[str]) -> None:
     """Remove runs, after a question on a terminal."""
     from ddp_hydra.runs import disk
-    from ddp_hydra.storage import results_root
+    from ddp_hydra.storage.run_ref import RunRef
 
     runs, rest = split(words)
     options = options_of(Remove, rest)
@@ -153,11 +153,11 @@ def rm(words: Sequence[str]) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:
-        elsewhere = "" if results_root.is_url(run) else results_root.find(run)
+        results = RunRef.of(run)
         freed = disk.remove(run)
         print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
-        if results_root.is_url(elsewhere):
-            print(f"its results stay in {shown(elsewhere)}")  # noqa: T201
+        if results != RunRef.own(run):
+            print(f"its results stay in {shown(results.place)}")  # noqa: T201
 
 
 def du(words: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
 
 KEEP_WARM_S = 300.0
@@ -49,8 +48,8 @@ def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     return RunRef.of(cfg.resume).checkpoint("last", run_dir / ".resume", cfg.results.retry_s)
 
 
-def find_weights(cfg: DictConfig) -> Path | None:
-    """Return the file that `model.weights` names; of a run directory, its best checkpoint.
+def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
+    """Return the file that `model.weights` names; of a run, its best checkpoint, downloaded if it is in a bucket.
 
     Returns:
         None if `model.weights` is the name of pretrained weights, not a path.
@@ -60,12 +59,10 @@ def find_weights(cfg: DictConfig) -> Path | None:
     """
     if (given := weights_path(cfg)) is None:
         return None
-    path = Path(given).expanduser()
-    if path.is_dir():
-        return find_checkpoint(path, "best").absolute()
-    if not path.is_file():
+    ref = RunRef.of(os.path.expanduser(given))  # noqa: PTH111, a path would make one slash of the two of a URL
+    if not ref.is_stored and not Path(ref.place).exists():
         raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
-    return path.absolute()
+    return ref.checkpoint("best", run_dir / ".resume", cfg.results.retry_s)
 
 
 def weights_path(cfg: DictConfig) -> str | None:

@@ -96,7 +96,7 @@ def train(
         saved_config = remote.spec.saved_config if remote else checkpoint_config.of(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
-        if (weights := find_weights(cfg)) is not None:
+        if (weights := find_weights(cfg, run_dir)) is not None:
             files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None
         packed = remote.spec.project if remote else packed_project(cfg, config)
         summary.project = packed.sha256

@@ -15,6 +15,7 @@ from ddp_hydra.runs import status
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRun, StoredRun, is_run, reachable
 from ddp_hydra.storage import results_root
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import LOCK, locked
 
 KINDS = ("checkpoints", "logs", "other")
@@ -41,8 +42,9 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
     """
     found: dict[str, dict[str, int]] = {}
     for root in roots:
-        place = results_root.find(root)
-        if results_root.is_url(place):
+        ref = RunRef.of(root)
+        place = ref.place
+        if ref.is_stored:
             found |= {files.place: by_kind(files.sizes()) for files in stored_runs(place)}
         elif Path(place).is_dir():
             names = {name for name, _ in run_dirs(place)}
@@ -62,11 +64,7 @@ def count(run: str) -> int:
     Raises:
         ConfigError: it can't be removed.
     """
-    return 1 if _is_stored(run) and _stored_run(run) else len(removable(run))
-
-
-def _is_stored(run: str) -> bool:
-    return results_root.is_url(run) and not run.startswith("file://")
+    return 1 if RunRef.own(run).is_stored and _stored_run(run) else len(removable(run))
 
 
 def removable(run: str) -> list[Path]:
@@ -78,7 +76,7 @@ def removable(run: str) -> list[Path]:
     Raises:
         ConfigError: it is a link or no run, or the sweep goes on.
     """
-    folder = Path(results_root.plain_path(run))
+    folder = Path(RunRef.own(run).place)
     if folder.is_symlink():
         raise ConfigError(f"{run} is a link: give the folder itself, {os.path.realpath(folder)}")
     if not folder.is_dir():
@@ -107,9 +105,10 @@ def remove(run: str) -> int:
     Raises:
         ConfigError: as `count`, or a run is running, or a file cannot be removed.
     """
-    if _is_stored(run):
+    ref = RunRef.own(run)
+    if ref.is_stored:
         return _remove_stored(run)
-    folder, runs = Path(results_root.plain_path(run)), removable(run)
+    folder, runs = Path(ref.place), removable(run)
     for one in runs:
         if status.of_run_dir(one) == "running":
             raise ConfigError(f"{one} is running: end it first")

@@ -12,6 +12,7 @@ from typing import Any
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.results_root import ResultsFolder
+from ddp_hydra.storage.run_ref import RunRef
 
 MOST_BYTES = 16 * 2**20
 """Larger files are not read: none that a run writes about itself comes near."""
@@ -158,14 +159,16 @@ def open_run(run: str) -> RunFiles:
     """Return the files of the run that a user names.
 
     Args:
-        run: a run directory, the URL of a run, or a run directory that points to results elsewhere.
+        run: a run directory, its `checkpoints`, one of these, the URL of a run, or a run directory that points to
+            results elsewhere.
 
     Raises:
         ConfigError: there is no run.
     """
-    place = results_root.find(run)
-    if results_root.is_url(place):
-        stored = StoredRun(results_root.open_folder(place))
+    ref = RunRef.of(run)
+    place = ref.folder
+    if ref.is_stored:
+        stored = StoredRun(ref.store())
         if not any(stored.read(name) for name in ("status.json", "summary.json", ".hydra/config.yaml")):
             raise ConfigError(
                 f"{place} holds no run: give the URL that a run has printed; ddp-hydra runs ls <URL> lists"

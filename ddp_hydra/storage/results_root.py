@@ -193,22 +193,6 @@ def _open_by_fsspec(url: str, timeout_s: float) -> ResultsFolder:
     return ResultsFolder(url.rstrip("/"), store)
 
 
-def find(run: str) -> str:
-    """Return the URL or path of a run's results.
-
-    Args:
-        run: a URL, a path, or a run directory that only points to the results.
-
-    Raises:
-        ConfigError: see `plain_path`.
-    """
-    path = plain_path(run)
-    if not is_url(path):
-        with suppress(OSError):
-            return (Path(path) / POINTER).read_text().strip()
-    return path
-
-
 def address(root: str, run_dir: Path) -> str:
     """Return the URL or path for the results of a run: its folder below the root, without `outputs` or `multirun`.
 

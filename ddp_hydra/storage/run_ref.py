@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -9,6 +10,7 @@ from typing import Literal, cast
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import results_root, stored_checkpoints
 from ddp_hydra.storage.manifest import FOLDER, find_checkpoint
+from ddp_hydra.storage.results_root import ResultsFolder
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,25 @@ class RunRef:
 
     @classmethod
     def of(cls, given: str | Path) -> RunRef:
-        """Read what a user has typed.
+        """Read what a user has typed; of a run directory that only points to its results, return these.
 
         Raises:
             ConfigError: it is neither a path nor a URL that is known.
         """
-        return cls(results_root.find(str(given)))
+        own = cls.own(given)
+        if not own.is_stored:
+            with suppress(OSError):
+                return cls((Path(own.place) / results_root.POINTER).read_text().strip())
+        return own
+
+    @classmethod
+    def own(cls, given: str | Path) -> RunRef:
+        """Read what a user has typed, also where it is a run directory that only points to its results.
+
+        Raises:
+            ConfigError: it is neither a path nor a URL that is known.
+        """
+        return cls(results_root.plain_path(str(given)))
 
     @property
     def is_stored(self) -> bool:
@@ -41,10 +56,15 @@ class RunRef:
         if self.is_stored:
             return self.place.rstrip("/").removesuffix(f"/{FOLDER}")
         path = Path(self.place)
-        if not path.is_dir():
-            return str(path.parent.parent)  # <run>/checkpoints/<file>
+        if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
+            path = path.parent
         is_inside = path.absolute().name == FOLDER and not (path / ".hydra").is_dir()
         return str(path.absolute().parent if is_inside else path)
+
+    def store(self, timeout_s: float = 60.0) -> ResultsFolder:
+        """Return the run's own folder, to be read and written wherever it is. No request is sent yet."""
+        place = self.folder if self.is_stored else str(Path(self.folder).absolute())
+        return results_root.open_folder(place, timeout_s)
 
     def read(self, name: str, timeout_s: float = 60.0) -> bytes:
         """Return the content of a small file of the run.
@@ -54,7 +74,7 @@ class RunRef:
             ConnectionError: the store does not answer.
         """
         if self.is_stored:
-            return bytes(results_root.open_folder(self.folder, timeout_s).get(name))
+            return self.store(timeout_s).get(name)
         return (Path(self.folder) / name).read_bytes()
 
     def checkpoint(self, which: str, download: Path, retry_s: float = 60.0) -> Path:

@@ -271,10 +271,10 @@ def place_of(row: Row, run_dir: Path, mirror: str) -> Place | None:
     Raises:
         CheckpointError: the manifest in the run directory can't be read.
     """
-    from ddp_hydra.storage import results_root
+    from ddp_hydra.storage.run_ref import RunRef
 
-    if (url := results_root.find(str(run_dir))) != str(run_dir):  # of results.handler=cluster
-        return Place(row.number, url, None)
+    if (results := RunRef.of(run_dir)) != RunRef.own(run_dir):  # of results.handler=cluster
+        return Place(row.number, results.place, None)
     mirror = typed(row).get("results.mirror", mirror).strip("'\"").rstrip("/")
     own = read_manifest(run_dir / FOLDER) if mirror not in ("", "null") else {}
     return Place(row.number, f"{mirror}/{row.number}", own) if own else None

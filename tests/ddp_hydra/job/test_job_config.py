@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -10,31 +12,43 @@ from ddp_hydra.job.job_config import find_weights, weights_path
 
 
 def job(weights):
-    return OmegaConf.create({"model": {"_target_": "models.resnet.resnet18", "weights": weights}})
+    return OmegaConf.create(
+        {"model": {"_target_": "models.resnet.resnet18", "weights": weights}, "results": {"retry_s": 0.0}}
+    )
 
 
 @pytest.mark.parametrize("given", [None, "DEFAULT", "IMAGENET1K_V1", 7])
 def test_a_name_is_no_path(given):
     assert weights_path(job(given)) is None
-    assert find_weights(job(given)) is None
-    assert find_weights(OmegaConf.create({"model": None})) is None
+    assert find_weights(job(given), Path()) is None
+    assert find_weights(OmegaConf.create({"model": None}), Path()) is None
 
 
 def test_a_file_is_found_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "mine.pt").touch()
     monkeypatch.chdir(tmp_path)
-    assert find_weights(job("mine.pt")) == tmp_path / "mine.pt"
+    assert find_weights(job("mine.pt"), tmp_path) == tmp_path / "mine.pt"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_weights(job("~/mine.pt")) == tmp_path / "mine.pt"
+    assert find_weights(job("~/mine.pt"), tmp_path) == tmp_path / "mine.pt"
 
 
 @pytest.mark.parametrize("given", ["no.pth", "outputs/no"])
 def test_a_path_with_nothing_there_is_refused(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=f"^model.weights={given}: there is no such file, nor a run directory$"):
-        find_weights(job(given))
+        find_weights(job(given), tmp_path)
 
 
 def test_a_run_directory_without_checkpoints_is_refused(tmp_path):
     with pytest.raises(CheckpointError):
-        find_weights(job(str(tmp_path)))
+        find_weights(job(str(tmp_path)), tmp_path)
+
+
+def test_a_run_directory_that_points_to_its_results_and_the_run_of_a_store_have_weights_too(tmp_path, monkeypatch):
+    asked = []
+    fetch = lambda url, folder, which, retry_s: asked.append((url, which)) or folder / "best.pt"  # noqa: E731
+    monkeypatch.setattr("ddp_hydra.storage.stored_checkpoints.fetch_checkpoint", fetch)
+    (tmp_path / "results.url").write_text("s3://bucket/runs/a\n")
+    for given in ("s3://bucket/runs/a", str(tmp_path)):
+        assert find_weights(job(given), tmp_path) == tmp_path / ".resume" / "best.pt"
+    assert asked == [("s3://bucket/runs/a", "best")] * 2

@@ -7,6 +7,7 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Bucket, results_root
+from ddp_hydra.storage.run_ref import RunRef
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
 
 
 def test_a_run_directory_may_point_to_its_results(tmp_path):
-    assert results_root.find(str(tmp_path)) == str(tmp_path)
+    assert RunRef.of(tmp_path).place == str(tmp_path)
     (tmp_path / results_root.POINTER).write_text("s3://bucket/runs/a\n")
-    assert results_root.find(str(tmp_path)) == "s3://bucket/runs/a"
-    assert results_root.find("s3://bucket/runs/b") == "s3://bucket/runs/b"
+    assert RunRef.of(tmp_path).place == "s3://bucket/runs/a"
+    assert RunRef.of("s3://bucket/runs/b").place == "s3://bucket/runs/b"
