@@ -43,7 +43,7 @@ def train(project, tmp_path) -> Callable[..., Trained]:
 
 def header(run: Trained) -> str:
     (start,) = (record for record in run.records if record.kind == "start")
-    return "\n".join(start.data["lines"])
+    return "\n".join(start.data.lines)
 
 
 def test_one_two_and_four_ranks_see_the_same_samples_and_accumulation_changes_nothing(client4, train):

@@ -197,7 +197,7 @@ def test_a_profile_is_a_trace_and_a_table(train):
 
     run = train(epochs=5, profile_steps=4)
     files = {record.data.path: record for record in run.records if record.kind == "file"}
-    with gzip.open(files["profile/rank-0.json.gz"].data["source"]) as trace:
+    with gzip.open(files["profile/rank-0.json.gz"].data.source) as trace:
         events = json.load(trace)["traceEvents"]
     spans = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert {name: spans.count(name) for name in ("forward", "backward", "update")} == {

@@ -130,7 +130,7 @@ def end_of(*runs: Run) -> dict[str, Any]:
     validations = {
         name: dict(point for run in runs for point in run.metrics(name)) for name in ("val/loss", "val/accuracy")
     }
-    best = runs[-1].saved[-1].data["checkpoint"]["best"]
+    best = runs[-1].saved[-1].data.checkpoint.best
     return {"state": flat(read(runs[-1].last)), "best": best, **validations}
 
 
