@@ -67,7 +67,7 @@ JOBS: dict[str, tuple[str, ...]] = {
     "tokens, 1 rank": (*TOKENS, "cluster.n_workers=1"),
     "tokens, 3 ranks": (*TOKENS, "cluster.n_workers=3"),
     "tokens, accumulation": (*TOKENS, "data.batch_size=8", "trainer.gradient_accumulation_steps=2"),
-    "tokens, resumed": ("resume='{runs}/tokens, 2 ranks/checkpoints/step-000010.pt'", *TOKENS),
+    "tokens, resumed": ("resume='{runs}/tokens, 2 ranks/checkpoints/step-000015.pt'", *TOKENS),
     "tokens, killed": (*TOKENS, "+fault=kill,rank=0,step=8"),
     "tokens, torchrun": (*TOKENS, TORCHRUN),
     "padded tokens, 1 rank": (*PADDED, "cluster.n_workers=1"),
@@ -76,12 +76,12 @@ JOBS: dict[str, tuple[str, ...]] = {
     "stream, 2 ranks": STREAM,
     "stream, 1 rank": (*STREAM, "cluster.n_workers=1"),
     "stream, 3 ranks": (*STREAM, "cluster.n_workers=3"),
-    "stream, resumed": ("resume='{runs}/stream, 2 ranks/checkpoints/step-000025.pt'", *STREAM),
+    "stream, resumed": ("resume='{runs}/stream, 2 ranks/checkpoints/step-000035.pt'", *STREAM),
     "stream, killed": (*STREAM, "+fault=kill,rank=1,step=29"),
     "stream, torchrun": (*STREAM, TORCHRUN),
     "regression": ("experiment=regression", *SHORT),
     "segmentation": ("experiment=segmentation", "trainer.epochs=1", "trainer.threads=1"),
-    "a model's own loss": ("experiment=digit_tokens", "trainer.epochs=1", "trainer.threads=1"),
+    "own loss": ("experiment=digit_tokens", "trainer.epochs=1", "trainer.threads=1"),
     "two updates": ("experiment=gan_digits", *SHORT),
 }  # fmt: skip
 SAME = {
@@ -99,8 +99,12 @@ SAME = {
     "stream, torchrun": "stream, 2 ranks",
 }
 """Jobs that have to come to what another comes to."""
-PADDING = "each token that counts weighs the same; before, each rank's mean did"
-CHANGED = dict.fromkeys(("padded tokens, 1 rank", "padded tokens, 2 ranks", "padded tokens, killed"), PADDING)
+WEIGHED = "each token that counts weighs the same; before, each rank's mean did"
+CHANGED = {
+    "padded tokens, 1 rank": "rounded otherwise: a loss times n / N, gradients times N / n",
+    "padded tokens, 2 ranks": WEIGHED,
+    "padded tokens, killed": WEIGHED,
+}
 """Jobs that come to something else on purpose than in wheels before the change, with the reason."""
 
 

@@ -43,7 +43,7 @@ class ModelLoss(Task):
             parts = {"logits": logits, "start_logits": found(output, "start_logits")}
             n, labels, summed = self.counting.count(bare(model), batch, loss.detach().reshape(()), parts)
         prediction = logits if isinstance(logits, Tensor) and labels is not None else None
-        return Step(loss.reshape(()), n, {}, prediction, labels, summed)
+        return Step(loss.reshape(()) if loss.ndim else loss, n, {}, prediction, labels, summed)
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric the logits and the labels that count: (answers, classes) and (answers,) for class numbers."""

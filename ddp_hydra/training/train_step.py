@@ -75,12 +75,12 @@ def as_step(result: Step | Tensor) -> Step:
             f"the loss is {described(loss)}: a task returns a scalar, the mean over the micro-batch; has the criterion "
             "reduction=none?"
         )
-    loss = loss.reshape(())
+    loss = loss.reshape(()) if loss.ndim else loss  # a view of a scalar would be one more node of the graph
     if isinstance(n, Tensor) and n.device.type == "cpu":
         n = n.item()
     if n is not None and not step.summed and (isinstance(n, Tensor) or not n):
         loss = loss.where(torch.as_tensor(n, device=loss.device) > 0, 0.0)
-    return step._replace(loss=loss, n=n)
+    return step if loss is step.loss and n is step.n else step._replace(loss=loss, n=n)
 
 
 @contextmanager

@@ -177,7 +177,6 @@ class OptimizerStep:
         self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, loss)
         return self.gradients
 
-    @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply the gradients, after the backward pass; those of a scaled loss are unscaled before."""
         if factor == 1:
@@ -185,9 +184,10 @@ class OptimizerStep:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
             self.is_unscaled = True
-        for _, parameter in self.trained:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        with torch.no_grad():  # one by one: torch._foreach_mul_ rounds worse in bf16
+            for _, parameter in self.trained:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def apply(self) -> None:
         """Clip the gradients, and update the weights."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.tasks import Classification, ModelLoss, Regression, Segmentation
+from ddp_hydra.tasks import Classification, ModelLoss, Regression, Segmentation, Step
 from ddp_hydra.tasks.losses import CrossEntropy
-from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.train_step import TrainStep, as_step
 
 IMAGES, LABELS = torch.zeros(4, 1, 8, 8), torch.zeros(4).long()
 
@@ -96,3 +96,9 @@ def test_the_task_calls_the_wrapper_of_its_model_and_the_parameters_keep_their_n
     step((IMAGES, LABELS))
     assert wrapper.calls == 1
     assert [name for name, _ in step.named_parameters()] == names
+
+
+def test_a_scalar_loss_gets_no_further_node_in_its_graph():
+    step = Step(torch.ones(3, requires_grad=True).mean(), 3)
+    assert as_step(step).loss is step.loss
+    assert as_step(Step(step.loss.reshape(1), 3)).loss.ndim == 0
