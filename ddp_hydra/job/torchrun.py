@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import schema
 from ddp_hydra.dispatch import torchrun
@@ -31,6 +31,7 @@ def rank_job(cfg: DictConfig) -> dict[str, Any]:
         **inline_settings(cfg),
         "wait_s": cfg.cluster.get("wait_timeout_s") or cfg.dispatch.timeout_s,
         "interface": cfg.dispatch.interface,
+        "data_workers": OmegaConf.select(cfg, "data.workers"),
     }
 
 

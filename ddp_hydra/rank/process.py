@@ -66,10 +66,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
         launch_file.seek(0)  # its position is at the end
         header, _, call = launch_file.read().partition(b"\n")
     job = json.loads(header)
-    if job["data_workers"] or (job["data_workers"] is None and gpus.visible(os.environ)):
-        from ddp_hydra.data import workers  # a script needs none of it
-
-        workers.take_helper()
+    take_helper(job["data_workers"])
     spec = job["spec"]
     control = socket.socket(fileno=control_fd)
     sender = SocketSender(control, Path(job["outbox"]))
@@ -89,6 +86,18 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
         return value
 
     return report_end(work)
+
+
+def take_helper(data_workers: int | None) -> None:
+    """Fork the process that will fork workers, if this rank may have some; it shares this rank's heartbeat.
+
+    Args:
+        data_workers: `data.workers`; None: some where there are GPUs.
+    """
+    if data_workers or (data_workers is None and gpus.visible(os.environ)):
+        from ddp_hydra.data import workers  # a script needs none of it
+
+        workers.take_helper()
 
 
 def report_end(work: Callable[[], Any]) -> int:

@@ -68,6 +68,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
         if not (line := lines.readline()).endswith(b"\n"):
             raise EOFError("the process of torchrun has ended")
     job = json.loads(line)
+    process.take_helper(job["data_workers"])
     sender = process.SocketSender(control, Path(job["outbox"]))
     results.connect(sender, spec.rank, job["attempt"], job["retry_s"])
 

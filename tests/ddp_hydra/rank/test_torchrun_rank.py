@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 
 import pytest
 
-from ddp_hydra.rank import torchrun_rank
+from ddp_hydra import heartbeat
+from ddp_hydra.data.workers import helper
+from ddp_hydra.rank import process, torchrun_rank
 from ddp_hydra.rank.spec import RankSpec
 
 
@@ -17,6 +20,25 @@ class FullDisk:
         raise OSError(28, "No space left on device")
 
     flush = write
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_rank_takes_the_helper_of_its_workers_before_it_has_threads():
+    """So their progress within a batch reaches the page that the parent watches."""
+    here, control = socket.socketpair()
+    with here, control:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                here.close()
+                process.report_end = lambda work: 7 if helper._current and helper._current.owner == os.getpid() else 8
+                status = heartbeat.SharedStatus(bytearray(128))
+                os._exit(torchrun_rank.run(RankSpec(0, 1, 0, 1, 0, "", ""), control, status))
+            finally:
+                os._exit(99)
+        control.close()
+        here.sendall(json.dumps({"data_workers": 2, "outbox": "", "attempt": 0, "retry_s": 1}).encode() + b"\n")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # torchrun's process has no threads yet
