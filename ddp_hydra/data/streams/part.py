@@ -152,6 +152,7 @@ class RepeatedPart(Part):
         self.position = position
         if not self.kept:
             self.part.open(0)
+            self.first = self.part.first
 
     def take(self, n: int) -> list[Any] | None:
         """Return this rank's samples of the next step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.data.streams import StreamLoader, StreamSampler, split, whole
+from ddp_hydra.data.streams import RepeatedPart, StreamLoader, StreamSampler, split, whole
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import build_data
 from tests.ddp_hydra.training.loop_runs import config
@@ -39,13 +39,16 @@ def read(data, other, way: str, how: str | None) -> int:
     elif way == "prediction":
         passes = [len(list(loader.in_order(whole(data, 2, how), 4, lambda start: True)))]
     else:
-        sampler = StreamSampler(split(data, 0, 2, how), 4)
+        part = split(data, 0, 2, how)
+        sampler = StreamSampler(
+            RepeatedPart(part.dataset, 0, 2, part=part, steps=1) if way == "repeated" else part, 4, 40
+        )
         passes = [sum(1 for parts in loader.steps(sampler.batches(epoch), 1) if list(parts)) for epoch in (0, 1)]
     assert len(calls) == (how is None)  # once in a run
     return passes[0]
 
 
-@pytest.mark.parametrize("way", ["training", "validation", "prediction"])
+@pytest.mark.parametrize("way", ["training", "repeated", "validation", "prediction"])
 def test_ranks_that_read_other_samples_are_told_what_to_type(way):
     with pytest.raises(ConfigError, match=r"Numbers gives each rank samples of its own.*\+data\.shard_by=itself"):
         read(Numbers(0, 2), Numbers(1, 2), way, None)
