@@ -57,6 +57,10 @@ class LocalFolder:
                 if self.folder.is_dir():
                     continue  # it was removed in the meantime
                 raise FileNotFoundError(f"there is no folder {self.folder}: check data.bucket=...") from None
+            except PermissionError:
+                if folder.name == "lost+found":  # of a file system, for root alone
+                    continue
+                raise
             except NotADirectoryError:
                 raise FileNotFoundError(
                     f"{self.folder if self.folder.is_file() else folder} is a file, and must be a folder: unpack an "

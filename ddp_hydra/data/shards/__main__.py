@@ -1,6 +1,6 @@
 """The commands that write tar shards from an image folder, and the index of existing shards.
 
-python -m ddp_hydra.data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME]
+python -m ddp_hydra.data.shards make SOURCE OUT [--shard-mb 128] [--seed 0] [--name NAME] [--classes-from FROM]
 python -m ddp_hydra.data.shards index TAR... --out index.json
 """
 
@@ -29,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     making.add_argument("out", metavar="OUT", help="folder or s3://bucket/prefix for the shards and their index.json")
     making.add_argument("--shard-mb", type=float, default=128, help="size of a shard, MiB (%(default)s)")
     making.add_argument("--seed", type=int, default=0, help="of the order (%(default)s)")
+    making.add_argument(
+        "--classes-from",
+        metavar="FROM",
+        help="folder or index.json whose classes are numbered, such as that of the training; default: SOURCE",
+    )
     indexing = commands.add_parser("index", help="write the index of existing shards")
     indexing.add_argument("tars", metavar="TAR", nargs="+", help="paths or URLs, in order")
     indexing.add_argument("--out", required=True, help="path of the index to write")
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     access = Access(given.endpoint_url, given.region, given.anon, setting="SOURCE")
     try:
         if given.command == "make":
-            options = {"shard_mb": given.shard_mb, "seed": given.seed}
+            options = {"shard_mb": given.shard_mb, "seed": given.seed, "classes_from": given.classes_from}
             index = write_shards(given.source, given.out, name=given.name, access=access, report=_print, **options)
         else:
             index = write_index(given.tars, given.out, name=given.name, access=access, report=_print)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ddp_hydra.data.paths import class_of
 from ddp_hydra.data.shards.download import download, in_parallel, is_packed
-from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local
+from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, read_index
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.storage import Access, Store, shown
 from ddp_hydra.storage.files import replacing
@@ -34,6 +34,7 @@ def write_shards(
     shard_mb: float = 128,
     seed: int = 0,
     name: str | None = None,
+    classes_from: str | None = None,
     access: Access | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def write_shards(
         shard_mb: a shard ends when it reaches this size, MiB.
         seed: of the order.
         name: of the data set; the names of the shards start with it. None: the last part of `source`.
+        classes_from: folder of images or index of shards with the classes, so that validation shards have the numbers
+            of the training shards; None: the class folders of `source`.
         access: how buckets are reached.
         report: called with a line of text for each shard.
 
@@ -52,7 +55,7 @@ def write_shards(
         The index.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range, or an image has a class that `classes_from` does not have.
         FileNotFoundError: there is no such folder, or it has no images in class folders.
         FileExistsError: `out` has an index already.
         PermissionError: a bucket refuses access.
@@ -69,7 +72,13 @@ def write_shards(
         target = cleaning.enter_context(_Target.open(out, access))
         store, prefix = access.open(absolute(source))
         images = _images(store, prefix, source, report)
-        classes = sorted({class_of(key, prefix) for key, _ in images})
+        found = {class_of(key, prefix) for key, _ in images}
+        classes = sorted(found) if classes_from is None else _classes(classes_from, access, report)
+        if unknown := sorted(found.difference(classes)):
+            raise ValueError(
+                f"{source} has classes that {shown(str(classes_from))} does not have: {', '.join(unknown[:10])}; it "
+                f"has: {', '.join(classes[:10])}: type another --classes-from"
+            )
         report(f"{len(classes):,} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
         number_of = {label: number for number, label in enumerate(classes)}
         random.Random(seed).shuffle(images)  # noqa: S311
@@ -149,6 +158,17 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
     if found.others:
         report(skipped)
     return [(key, known_size(size)) for key, size in zip(found.keys, found.sizes.tolist(), strict=True)]
+
+
+def _classes(source: str, access: Access, report: Callable[[str], None]) -> list[str]:
+    """Return the classes of a folder of images, or of an index of shards."""
+    if source.endswith(".json"):
+        classes = read_index(source, access=access).info.get("classes")
+        if not isinstance(classes, list):
+            raise ValueError(f"the index {shown(source)} names no classes (info.classes): type another --classes-from")
+        return [str(name) for name in classes]
+    store, prefix = access.open(absolute(source))
+    return sorted({class_of(key, prefix) for key, _ in _images(store, prefix, source, report)})
 
 
 def _samples(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from pathlib import Path
 
@@ -113,6 +114,22 @@ def test_a_link_that_leads_nowhere_is_a_bad_sample_and_a_loop_ends(tree, tmp_pat
         data[3]
     (tmp_path / "t" / "dogs" / "3.png").symlink_to("3.png")
     assert len(opened(tmp_path)) == 5
+
+
+def test_a_folder_of_the_file_system_that_may_not_be_read_is_left_out(tree, tmp_path, monkeypatch):
+    tree([*PLAIN, "lost+found/1.png"])
+    scan, closed = os.scandir, ["lost+found"]
+
+    def refuse(path):
+        if Path(path).name in closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert opened(tmp_path).classes == ["cats", "dogs"]
+    closed.append("dogs")
+    with pytest.raises(PermissionError):
+        opened(tmp_path)
 
 
 def test_a_prefix_one_folder_too_high_is_refused(tree):

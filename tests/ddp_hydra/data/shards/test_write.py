@@ -36,6 +36,21 @@ def read_index(folder: Path) -> dict:
     return json.loads((folder / "index.json").read_bytes())
 
 
+@pytest.mark.parametrize("origin", ["train", "out/index.json"])
+def test_validation_shards_have_the_numbers_of_the_training(pictures, tmp_path, png, capsys, origin):
+    assert main(["make", str(pictures), str(tmp_path / "out")]) == 0
+    (tmp_path / "val" / "dog").mkdir(parents=True)
+    (tmp_path / "val" / "dog" / "1.png").write_bytes(png(red=1))
+    given = ["make", str(tmp_path / "val"), str(tmp_path / "val-out"), "--classes-from", str(tmp_path / origin)]
+    assert main(given) == 0
+    assert read_index(tmp_path / "val-out")["info"]["classes"] == ["cat", "dog", "Übel"]
+    (sample,) = WidsShards(str(tmp_path / "val-out" / "index.json"))
+    assert int(sample[".cls"]) == 1
+    (tmp_path / "val" / "dog").rename(tmp_path / "val" / "cow")
+    assert main([*given[:2], str(tmp_path / "other"), *given[3:]]) == 1
+    assert "does not have: cow; it has: cat, dog, Übel: type another --classes-from" in capsys.readouterr().err
+
+
 def test_a_folder_becomes_shards_that_hold_every_image_once(pictures, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 0
