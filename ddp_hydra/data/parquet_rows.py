@@ -80,7 +80,7 @@ class ParquetRows:
             self._check(part, wanted)
             self._take_up(part)
         self._ends = list(accumulate(self.shard_lengths))
-        self._widths = [self._width(parts, column) for column in self.features]
+        self.feature_widths = tuple(self._width(parts, column) for column in self.features)
         self._whole = self.target is not None and all(self._is_whole(part) for part in parts)
         self._range = self._range_of_target(parts) if self._whole else None
         self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
@@ -107,7 +107,7 @@ class ParquetRows:
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(f"rows go from 0 to {len(self) - 1}")
         groups = np.searchsorted(self._ends, wanted, side="right")
-        x = np.empty((len(wanted), sum(self._widths)), np.float32)
+        x = np.empty((len(wanted), sum(self.feature_widths)), np.float32)
         y = None if self.target is None else np.empty(len(wanted), np.int64 if self._whole else np.float32)
         for group in np.unique(groups):
             places = groups == group
@@ -282,7 +282,7 @@ class ParquetRows:
             x = np.concatenate(
                 [
                     self._feature(part, table, column, width, first, rows)
-                    for column, width in zip(self.features, self._widths, strict=True)
+                    for column, width in zip(self.features, self.feature_widths, strict=True)
                 ],
                 axis=1,
             )

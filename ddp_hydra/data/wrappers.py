@@ -372,6 +372,7 @@ _MADE_BY = ("prepare", "collate")
 _LIBRARIES = ("datasets", "webdataset", "ddp_hydra")
 """Packages whose data sets are known."""
 _SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns", "features", "scaling")
+_SAME += ("feature_widths",)
 """What must be alike in all parts."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task
 from ddp_hydra.tasks.counting import IGNORED
 from ddp_hydra.tasks.model_counting import ModelCounting
+
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+_TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 
 
 class ModelLoss(Task):
@@ -79,10 +83,55 @@ def bare(model: Any) -> Any:
 
 
 def called(model: Any, batch: Any) -> Any:
-    """Call a model with a batch: by keywords, by position, or with the batch itself."""
+    """Call a model with a batch: by keywords, by position, or with the batch itself.
+
+    Raises:
+        ConfigError: the model can't take a column of the batch, as its error tells.
+    """
     if isinstance(batch, Mapping):
-        return model(**batch)
+        try:
+            return model(**batch)
+        except (TypeError, AttributeError, ValueError, IndexError) as error:
+            if reason := refused_column(str(error), type(bare(model)).__name__, batch):
+                raise ConfigError(f"{reason} ({type(error).__name__}: {error})") from error
+            raise
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
+    """Return which column of a batch a model can't take, and what to type; "" if its error doesn't tell.
+
+    Args:
+        error: text of the model's error.
+        model: name of its class.
+        batch: that it was given.
+    """
+    name = unknown[1] if (unknown := _UNKNOWN.search(error)) else ""
+    if name in batch:
+        return (
+            f"{model} takes no {name}, and the batch has {', '.join(batch)}: choose columns with data.columns=[...], "
+            f"or rename this one with data.rename='{{{name}: ...}}'"
+        )
+    text = [name for name, part in batch.items() if isinstance(part, (list, tuple)) and part and type(part[0]) is str]
+    if text and not _TARGET.search(error):
+        return (
+            f"the column {text[0]} holds text, and {model} takes tensors: make numbers of it with data.transform (a "
+            "tokenizer, the number of a class), or leave it out with data.columns=[...]"
+        )
+    if target := _TARGET.search(error):
+        for name in sorted(batch, key=lambda name: name not in ("labels", "label")):
+            if (
+                isinstance(part := batch[name], Tensor)
+                and not part.is_floating_point()
+                and (part == int(target[1])).any()
+            ):
+                sample = int((part == int(target[1])).nonzero()[0, 0])
+                return (
+                    f"the column {name} holds {target[1]} in sample {sample} of a batch, which is no class of {model}: "
+                    f"leave samples without a label out, or write {IGNORED} with data.transform; else give the model "
+                    "more classes"
+                )
+    return ""
 
 
 def found(output: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ A data set has these methods and attributes:
     described() -> str                optional: features and target, for the header of a run
     classes or num_classes            optional: fills model.num_classes; `classes` are names, for predictions
     features                          optional: names of the columns of x; evaluate and predict compare them
+    feature_widths                    optional: how many numbers each of these has in a row
     scaling                           optional: how x is scaled, in words: alike in training and validation, or refused
     sample_id(index) -> str           optional: identifies a sample that was read, as by its file; for predictions
     error_of(index) -> str            optional: why a sample that was read is replaced by another; "" if it is not
@@ -208,7 +209,7 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
         _refuse_without_length(cfg, data)
     part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     if steps := cfg.trainer.overfit_batches:
-        part = streams.RepeatedPart(part.dataset, rank, world_size, how=part.how, part=part, steps=steps)
+        part = streams.RepeatedPart(part.dataset, rank, world_size, part.dealt, how=part.how, part=part, steps=steps)
     return streams.StreamSampler(part, batch_size, n_samples)
 
 
@@ -291,6 +292,22 @@ def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> No
         return
     given = cfg.model.get("num_classes", sys.maxsize)
     data.check_classes(given or num_classes or None, getattr(criterion, "ignore_index", None))
+
+
+def only_class(task: Any, description: DataDescription) -> str:
+    """Return a warning where a cross-entropy has nothing to tell apart; "" elsewhere.
+
+    Args:
+        task: that computes the loss.
+        description: of the training data.
+    """
+    if description.num_classes != 1 or not isinstance(getattr(task, "criterion", None), CLASSIFYING):
+        return ""
+    name = "".join(f" ({name})" for name in description.classes)
+    return (
+        f"data.train has one class only{name}: the cross-entropy is 0 whatever the model says, and nothing is learned. "
+        "Is the prefix one folder too low?"
+    )
 
 
 def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:

@@ -20,6 +20,7 @@ class DataDescription:
         features: names of the columns that make the model's input, in its order; () if it is not made of columns.
         n_samples: None if nobody knows it.
         scaling: how the numbers of the input are scaled, in words; "" if the data set does not say it.
+        widths: numbers that each feature has in a row; () if the data set does not say it.
     """
 
     classes: tuple[str, ...] = ()
@@ -27,13 +28,16 @@ class DataDescription:
     features: tuple[str, ...] = ()
     n_samples: int | None = None
     scaling: str = ""
+    widths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, data: Any) -> DataDescription:
         """Return the description of a data set."""
         if isinstance(data, DataDescription):
             return data
-        names, features, scaling = (getattr(data, name, None) for name in ("classes", "features", "scaling"))
+        names, features, scaling, widths = (
+            getattr(data, name, None) for name in ("classes", "features", "scaling", "feature_widths")
+        )
         number = getattr(data, "num_classes", None) or (names if isinstance(names, int) else 0)
         names = _names(names)
         columns = tuple(features) if isinstance(features, (list, tuple)) else ()
@@ -43,6 +47,7 @@ class DataDescription:
             columns if all(isinstance(name, str) for name in columns) else (),
             length(data),
             scaling if isinstance(scaling, str) else "",
+            widths if isinstance(widths, tuple) else (),
         )
 
     def check_validation(self, validation: DataDescription) -> None:
@@ -55,7 +60,8 @@ class DataDescription:
             raise ConfigError(
                 f"the class {name} has number {self.classes.index(name)} in data.train and "
                 f"{validation.classes.index(name)} in data.val: both need the same classes, in the same order. Image "
-                "folders and tables take them from the training data by data.val.classes_from=..."
+                "folders and tables take them from the training data by data.val.classes_from=..., shards by "
+                "--classes-from when they are made"
             )
         self._check_features(validation, "data.val", "data.train")
         self._check_scaling(validation, "data.val", "data.train")
@@ -132,6 +138,12 @@ class DataDescription:
                 f"the features of {key} are {shown(other.features)} ({what}), and those of {of} are "
                 f"{shown(self.features)}: give data.features=[{','.join(self.features)}]"
             )
+        for name, own, others in zip(self.features, self.widths, other.widths, strict=False):
+            if own != others:
+                raise ConfigError(
+                    f"the feature {name} has {counted(others, 'number')} in a row of {key}, and {own} in {of}: write "
+                    "vectors of one length"
+                )
 
     def _check_scaling(self, other: DataDescription, key: str, of: str) -> None:
         if self.scaling and other.scaling and self.scaling != other.scaling:

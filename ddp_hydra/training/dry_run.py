@@ -56,6 +56,8 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     for data in (train_set, val_set):
         build_data.check_classes(cfg, task, data, DataDescription.of(train_set).num_classes)
     callbacks = builders.callbacks(cfg)
+    if warning := build_data.only_class(task, DataDescription.of(train_set)):
+        results.warn(warning)
     model.train()
     loader = build_data.loader(cfg, train_set, device, channels_last)
     loader.prefetch = 0

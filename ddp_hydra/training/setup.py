@@ -78,9 +78,10 @@ def build(
     position = Position()
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
     saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
-    warning = DataDescription.from_dict(saved.get("data")).check_resume(description)
-    if warning and rank == 0:
-        results.warn(warning)
+    changed_data = DataDescription.from_dict(saved.get("data")).check_resume(description)
+    for warning in (build_data.only_class(task, description), changed_data):
+        if warning and rank == 0:
+            results.warn(warning)
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
     build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
     updates = build_updates.first(progress, saved.get("unfrozen") or [])

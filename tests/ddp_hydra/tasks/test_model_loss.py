@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import ModelLoss
 
 X, Y = torch.tensor([[1.0, 2.0]]), torch.tensor([1])
@@ -54,6 +55,42 @@ def test_labels_are_not_given_when_it_predicts():
     ModelLoss().predict(model, batch)
     ModelLoss(without=("weight",)).predict(model, batch)
     assert seen == [["weight", "x"], ["labels", "x"]]
+
+
+class Bag(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.EmbeddingBag(9, 3)
+
+    def forward(self, words, labels=None):
+        logits = self.embedding(words)
+        return {"logits": logits, "loss": None if labels is None else torch.nn.functional.cross_entropy(logits, labels)}
+
+
+WORDS = torch.tensor([[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"words": WORDS, "labels": torch.tensor([0, -1])}, r"the column labels holds -1 in sample 1"),
+        ({"words": WORDS, "labels": torch.tensor([3, 0])}, r"the column labels holds 3 in sample 0 of a batch"),
+        ({"words": ["a b", "c"], "labels": Y}, r"the column words holds text, and Bag takes tensors: make"),
+        ({"words": WORDS, "labels": ["good", "bad"]}, r"the column labels holds text, and Bag takes tensors"),
+        ({"words": WORDS, "labels": WORDS[0], "note": ["a", "b"]}, r"Bag takes no note, and the batch has words, "),
+    ],
+)
+def test_a_column_that_the_model_can_not_take_is_named(batch, said):
+    with pytest.raises(ConfigError, match=said):
+        ModelLoss().step(Bag(), batch)
+
+
+def test_an_error_of_the_model_itself_stays():
+    def model(**columns):
+        raise IndexError("index 4 is out of bounds")
+
+    with pytest.raises(IndexError, match="index 4"):
+        ModelLoss().step(model, {"x": X, "labels": Y})
 
 
 @pytest.mark.parametrize("output", [{"logits": LOGITS}, LOGITS, {"loss": 0.5}, (LOGITS, LOSS)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,9 +43,23 @@ def classes(*names: str) -> DataDescription:
 
 
 def test_it_survives_a_checkpoint():
-    whole = DataDescription(("a",), 1, ("x", "y"), 7, "bytes")
+    whole = DataDescription(("a",), 1, ("x", "y"), 7, "bytes", (1, 3))
     assert DataDescription.from_dict(whole.as_dict()) == whole
     assert DataDescription.from_dict(None) == DataDescription()
+
+
+def test_a_vector_must_have_one_length_in_all_data():
+    train, val = (DataDescription((), 0, ("age", "code"), widths=(1, width)) for width in (3, 4))
+    with pytest.raises(ConfigError, match=r"the feature code has 4 numbers in a row of data\.val, and 3 in"):
+        train.check_validation(val)
+    train.check_validation(train)
+
+
+def test_one_class_is_told():
+    task = SimpleNamespace(criterion=torch.nn.CrossEntropyLoss())
+    assert "data.train has one class only (cats): the" in build_data.only_class(task, classes("cats"))
+    assert not build_data.only_class(task, classes("cats", "dogs"))
+    assert not build_data.only_class(SimpleNamespace(criterion=torch.nn.BCEWithLogitsLoss()), classes("cats"))
 
 
 def test_attributes_that_mean_something_else_are_left_alone():
