@@ -251,7 +251,7 @@ class OpenedOwn(Opened):
         super().__init__(wrapper, parts)
         self.thread_safe = is_thread_safe(wrapper)
         preparing = [part for part in self.parts if hasattr(part, "prepare")]
-        self.preparing = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
+        self.preparing: Any = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
         _refuse_hidden(wrapper, self.parts, ("collate",) if self.preparing is not None else _MADE_BY)
 
     def __getitem__(self, index: int) -> Any:
@@ -371,8 +371,17 @@ _MADE_BY = ("prepare", "collate")
 """What makes a batch of samples."""
 _LIBRARIES = ("datasets", "webdataset", "ddp_hydra")
 """Packages whose data sets are known."""
-_SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction", "columns", "features", "scaling")
-_SAME += ("feature_widths",)
+_SAME = (
+    "classes",
+    "num_classes",
+    "class_to_idx",
+    "labelled",
+    "max_bad_fraction",
+    "columns",
+    "features",
+    "scaling",
+    "feature_widths",
+)
 """What must be alike in all parts."""
 
 

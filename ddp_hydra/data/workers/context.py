@@ -145,7 +145,7 @@ class Queue:
         self.waiting: queue.SimpleQueue[Any] | None = None
 
     def __getstate__(self) -> tuple[Any, Any]:
-        return reduction.DupFd(self.reader.fileno()), reduction.DupFd(self.writer.fileno())  # type: ignore[return-value]
+        return reduction.DupFd(self.reader.fileno()), reduction.DupFd(self.writer.fileno())
 
     def __setstate__(self, fds: tuple[Any, Any]) -> None:
         self.reader, self.writer = (socket.socket(fileno=fd.detach()) for fd in fds)
